@@ -1,0 +1,156 @@
+"""The pool of KV blocks: who holds which block, and in what order unheld ones may be reused.
+
+A block is *free* (nothing in it), *held* (reference count > 0) or *cached* (count 0, but its contents are still indexed by
+the prefix cache; the least recently released is reused first). Block 0 is null: padding writes there, nobody owns it.
+
+A block that a step in flight may still touch must not be reused. So a release is dated with the last step submitted, and
+takes effect when that step is retired; with nothing in flight that is at once.
+
+    allocate ─▶ held ─ release ─▶ (in flight until its step retires) ─▶ free, or cached ─ evicted by allocate ─▶ held
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, 0, -1))          # a stack: low ids first
+        self._cached: OrderedDict[int, None] = OrderedDict()     # unheld but indexed, oldest first
+        self._indexed: set[int] = set()                          # blocks the prefix cache can find
+        self._in_flight: deque[tuple[int, list[int]]] = deque()  # (step, blocks released while it was the newest)
+        self._submitted = self._retired = 0
+
+    # -- counts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that allocate() can hand out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_releasing(self) -> int:
+        """Blocks that will (mostly) become allocatable when the steps in flight retire."""
+        return sum(len(blocks) for _, blocks in self._in_flight)
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    # -- life of a block -----------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, or None when there are not that many."""
+        if count > self.num_allocatable:
+            return None
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._indexed.discard(block)
+                self._on_evict(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def hold(self, block: int) -> None:
+        """One more reference to a held or cached block."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """Drop one reference to each; they are reused in the order given once no step in flight can touch them."""
+        if self._retired < self._submitted:
+            self._in_flight.append((self._submitted, blocks))
+        else:
+            self._drop(blocks)
+
+    def index(self, block: int) -> None:
+        """The prefix cache can find this block from now on: keep its contents after the last reference goes."""
+        self._indexed.add(block)
+
+    def _drop(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if self._references[block] <= 0:
+                raise AssertionError(f"block {block} released twice")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._indexed:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    # -- steps in flight -----------------------------------------------------------------------------------------------
+
+    def submitted(self, step: int) -> None:
+        self._submitted = step
+
+    def retired(self, step: int) -> None:
+        self._retired = step
+        while self._in_flight and self._in_flight[0][0] <= step:
+            self._drop(self._in_flight.popleft()[1])
+
+    def check(self) -> None:
+        """Every block is in exactly one place; raises AssertionError otherwise. Linear: for tests and debugging."""
+        free, cached = set(self._free), set(self._cached)
+        held = {block for block in range(1, self.num_blocks) if self._references[block] > 0}
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & cached and not free & held and not cached & held, "a block is in two places"
+        assert len(free) + len(cached) + len(held) == self.num_blocks - 1, "a block is lost"
+        assert cached <= self._indexed and not free & self._indexed, "index and lists disagree"
+        assert self._references[NULL_BLOCK] == 0, "the null block has an owner"
+
+
+class SlabPool(BlockPool):
+    """The off version of paging: every request gets one contiguous run of `slab` blocks, enough for the longest answer.
+
+    allocate() takes whole slabs only. Nothing is ever indexed, so a slab comes back whole.
+    """
+
+    def __init__(self, num_blocks: int, slab: int) -> None:
+        super().__init__(num_blocks, on_evict=lambda block: None)
+        self._slab = slab
+        self._free_slabs = [first for first in range(1, num_blocks - slab + 1, slab)][::-1]
+        self._slab_left: dict[int, int] = {}                     # first block of a slab -> blocks not yet back
+
+    @property
+    def num_allocatable(self) -> int:
+        return len(self._free_slabs) * self._slab
+
+    def allocate(self, count: int) -> list[int] | None:
+        if count != self._slab:
+            raise AssertionError(f"a slab is {self._slab} blocks, {count} were asked for")
+        if not self._free_slabs:
+            return None
+        first = self._free_slabs.pop()
+        self._slab_left[first] = self._slab
+        blocks = list(range(first, first + self._slab))
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _drop(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if self._references[block] <= 0:
+                raise AssertionError(f"block {block} released twice")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                first = block - (block - 1) % self._slab
+                self._slab_left[first] -= 1
+                if self._slab_left[first] == 0:
+                    del self._slab_left[first]
+                    self._free_slabs.append(first)
+
+    def check(self) -> None:
+        held = {block for block in range(1, self.num_blocks) if self._references[block] > 0}
+        assert sum(self._slab_left.values()) == len(held), "a slab is lost"
+        assert not any(block - (block - 1) % self._slab in self._free_slabs for block in held), "a held slab is free"

@@ -1,0 +1,238 @@
+"""The KV manager: which blocks each sequence has, in every KV group, and what can be shared.
+
+A sequence has one block table per group, all of the same length. Window groups hold null where a block lies behind the
+window. All methods that can run out of blocks change nothing when they do. Row numbers, steps and budgets are the
+scheduler's business; this file knows only tokens and blocks.
+
+    tokens   0 ........ 15 | 16 ....... 31 | 32 ....... 47 | 48 .. 52
+    table         7               9               4            12        grown to 53 tokens
+                  └── committed (full and computed: findable by others) ──┘    the last block is private
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from ridgeline.cache.block_pool import NULL_BLOCK, BlockPool, SlabPool
+from ridgeline.cache.prefix_cache import Node, NoPrefixCache, PrefixCache
+from ridgeline.kv_spec import KVGroupSpec, blocks_for
+
+
+@dataclass(slots=True, eq=False)
+class Hit:
+    """A prefix whose KV exists: whole blocks, one table per group (null behind a window)."""
+
+    num_tokens: int
+    tables: list[list[int]]
+    node: Node | None                # where the sequence stands in the prefix tree; None = cannot be indexed further
+
+
+@dataclass(slots=True, eq=False)
+class SequenceBlocks:
+    tables: list[list[int]]          # [group][logical block] -> block id
+    node: Node | None
+    committed: int = 0               # logical blocks that were offered to the prefix cache
+    freed: list[int] = field(default_factory=list)               # per group: logical blocks freed behind the window
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.tables[0])
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    lookups: int = 0
+    hit_tokens: int = 0
+    asked_tokens: int = 0
+    forked_blocks: int = 0
+    window_freed: int = 0
+    evicted: int = 0
+
+
+class KVManager:
+    def __init__(
+        self,
+        groups: list[KVGroupSpec],
+        num_blocks: int,
+        *,
+        prefix_caching: bool = True,
+        contiguous_tokens: int | None = None,
+    ) -> None:
+        """`contiguous_tokens`: reserve one contiguous run for that many tokens per request (paging off)."""
+        self.groups = groups
+        self.block_size = groups[0].block_size
+        self.counters = CacheCounters()
+        self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
+        self.cache: PrefixCache = PrefixCache(len(groups)) if prefix_caching else NoPrefixCache()
+        self._slab = -(-contiguous_tokens // self.block_size) if contiguous_tokens else 0
+        self.pool = SlabPool(num_blocks, self._slab) if self._slab else BlockPool(num_blocks, self._evicted)
+
+    def _evicted(self, block: int) -> None:
+        self.counters.evicted += 1
+        self.cache.evict(block)
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def blocks_for(self, num_tokens: int, max_chunk: int) -> int:
+        """Most blocks a sequence of that many tokens holds at once."""
+        if self._slab:
+            return self._slab * len(self.groups)
+        return blocks_for(self.groups, num_tokens, max_chunk)
+
+    @property
+    def grows(self) -> bool:
+        """Do sequences take blocks as they go? Not with contiguous reservations."""
+        return not self._slab
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_allocatable
+
+    # -- sharing -------------------------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: array[int], salt: str, limit: int) -> Hit:
+        """The longest cached prefix of at most `limit` tokens that is valid in every group."""
+        node = self.cache.root(salt)
+        path: list[Node] = []
+        size = self.block_size
+        for start in range(0, limit - size + 1, size):
+            child = self.cache.find(node, tokens[start : start + size].tobytes())
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        length = self._valid_length([child.blocks for child in path])
+        self.counters.lookups += 1
+        self.counters.asked_tokens += len(tokens)
+        self.counters.hit_tokens += length * size
+        return self._hit([child.blocks for child in path[:length]], path[length - 1] if length else self.cache.root(salt))
+
+    def fork(self, source: SequenceBlocks, salt: str, limit: int) -> Hit:
+        """The same, from the blocks of a running sequence with the same prompt (the n answers of one request)."""
+        count = min(limit // self.block_size, source.num_blocks) if self.grows else 0    # a reservation is not shared
+        columns = [[table[index] for table in source.tables] for index in range(count)]
+        length = self._valid_length(columns)
+        self.counters.forked_blocks += length * len(self.groups)
+        return self._hit(columns[:length], self.cache.root(salt) if length == 0 else None)
+
+    def _valid_length(self, columns: list[list[int]]) -> int:
+        """How many leading blocks can be used: all present in full groups, the last window's worth in window groups."""
+        windows = dict(self._windows)
+        run = [0] * len(self.groups)                             # present blocks in a row that end here
+        best = 0
+        for index, blocks in enumerate(columns):
+            usable = True
+            for group, block in enumerate(blocks):
+                run[group] = run[group] + 1 if block else 0
+                window = windows.get(group)
+                if window is None:
+                    if not block:
+                        return best
+                    continue
+                # The next query, at position (index + 1) * block_size, sees window - 1 positions before its own.
+                needed = min(index + 1, -(-(window - 1) // self.block_size))
+                usable &= run[group] >= needed
+            if usable:
+                best = index + 1
+        return best
+
+    def _hit(self, columns: list[list[int]], node: Node | None) -> Hit:
+        tables = [[blocks[group] for blocks in columns] for group in range(len(self.groups))]
+        for group, window in self._windows:
+            needed = -(-(window - 1) // self.block_size)
+            behind = max(0, len(tables[group]) - needed)
+            tables[group][:behind] = [NULL_BLOCK] * behind
+        return Hit(len(columns) * self.block_size, tables, node)
+
+    # -- life of a sequence --------------------------------------------------------------------------------------------
+
+    def start(self, hit: Hit, num_tokens: int) -> SequenceBlocks | None:
+        """Take the hit's blocks and enough new ones for `num_tokens`; None when the pool has too few."""
+        for table in hit.tables:                                 # hold first: what is held cannot be evicted below
+            for block in table:
+                if block:
+                    self.pool.hold(block)
+        blocks = SequenceBlocks([list(table) for table in hit.tables], hit.node, hit.num_tokens // self.block_size)
+        blocks.freed = [0] * len(self.groups)
+        for group, _ in self._windows:
+            blocks.freed[group] = sum(1 for block in blocks.tables[group] if not block)
+        if hit.node is not None:
+            hit.node.users += 1
+        if self.grow(blocks, num_tokens) is None:
+            self.free(blocks)
+            return None
+        return blocks
+
+    def grow(self, blocks: SequenceBlocks, num_tokens: int) -> list[tuple[int, int, int]] | None:
+        """Blocks for `num_tokens` in all: the new (group, index, block) entries, or None when the pool has too few."""
+        first = blocks.num_blocks
+        missing = -(-num_tokens // self.block_size) - first
+        if missing <= 0:
+            return []
+        if self._slab:
+            if first:
+                raise AssertionError("a contiguous reservation never grows")
+            missing = self._slab
+            if self.pool.num_allocatable < missing * len(self.groups):
+                return None
+            taken = [block for _ in self.groups for block in self.pool.allocate(missing) or []]
+        else:
+            allocated = self.pool.allocate(missing * len(self.groups))
+            if allocated is None:
+                return None
+            taken = allocated
+        entries = []
+        for group, table in enumerate(blocks.tables):
+            for offset in range(missing):
+                block = taken[group * missing + offset]
+                table.append(block)
+                entries.append((group, first + offset, block))
+        return entries
+
+    def commit(self, blocks: SequenceBlocks, tokens: array[int], num_computed: int) -> None:
+        """The first `num_computed` tokens are in the cache and known: make full blocks findable, free behind windows."""
+        full = num_computed // self.block_size
+        while blocks.committed < full:
+            index = blocks.committed
+            blocks.committed += 1
+            if blocks.node is None:
+                continue
+            start = index * self.block_size
+            node, taken = self.cache.insert(
+                blocks.node, tokens[start : start + self.block_size].tobytes(), [table[index] for table in blocks.tables]
+            )
+            for block in taken:
+                self.pool.index(block)
+            if node is None:
+                self.cache.leave(blocks.node)
+            else:
+                self.cache.stand_on(node, instead_of=blocks.node)
+            blocks.node = node
+        for group, window in self._windows:
+            self._slide(blocks, group, num_computed - window + 1)
+
+    def _slide(self, blocks: SequenceBlocks, group: int, first_visible: int) -> None:
+        """Release the blocks that lie wholly before `first_visible`, the earliest position the next query can see."""
+        if self._slab:
+            return                                               # a reservation is kept whole
+        behind = min(first_visible // self.block_size, blocks.num_blocks)
+        table, done = blocks.tables[group], blocks.freed[group]
+        if behind > done:
+            self.pool.release([block for block in table[done:behind] if block])
+            table[done:behind] = [NULL_BLOCK] * (behind - done)
+            blocks.freed[group] = behind
+            self.counters.window_freed += behind - done
+
+    def free(self, blocks: SequenceBlocks) -> None:
+        """Give everything back. Later blocks are reused before earlier ones: a shorter prefix stays useful longer."""
+        if blocks.node is not None:
+            self.cache.leave(blocks.node)
+            blocks.node = None
+        for table in blocks.tables:
+            self.pool.release([block for block in reversed(table) if block])
+            table.clear()
+
+    def exclusive_blocks(self, blocks: SequenceBlocks) -> int:
+        """Blocks only this sequence holds: what a preemption would give back."""
+        return sum(1 for table in blocks.tables for block in table if block and self.pool.references(block) == 1)

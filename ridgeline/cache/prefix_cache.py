@@ -1,0 +1,117 @@
+"""The prefix cache: a tree of full blocks, each found by a hash of (parent, its tokens).
+
+          root(salt)
+           ├─ [t0 … t15] ─ [t16 … t31] ─ …        a node is one block of tokens; `blocks` holds its KV, one id per group
+           └─ [u0 … u15] ─ …
+
+The salt is in the root's key, so requests with different salts share nothing. The key is a BLAKE2b hash keyed by a secret
+of this process, and the token ids are compared on every hit: a collision is a miss, never a wrong answer. Whether a block
+stays is the pool's business; it tells us when it reuses one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    key: bytes
+    parent: Node | None
+    tokens: bytes
+    blocks: list[int]                                # one per group; 0 where the block is gone or was never kept
+    users: int = 0                                   # children, and sequences whose newest full block this is
+
+
+class PrefixCache:
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._secret = os.urandom(32)
+        self._nodes: dict[bytes, Node] = {}
+        self._owner: dict[int, tuple[Node, int]] = {}  # block -> its node and group
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def root(self, salt: str) -> Node:
+        """The parent of first blocks. Roots are not stored: equal salts give equal keys."""
+        return Node(self._hash(b"root", salt.encode()), None, b"", [])
+
+    def find(self, parent: Node, tokens: bytes) -> Node | None:
+        node = self._nodes.get(self._hash(parent.key, tokens))
+        return node if node is not None and node.tokens == tokens and self._same(node.parent, parent) else None
+
+    def insert(self, parent: Node, tokens: bytes, blocks: list[int]) -> tuple[Node | None, list[int]]:
+        """Make these blocks findable. Returns the node and the blocks that were taken into the index.
+
+        A node that is there already keeps its blocks and only gains those it lacks. None means a hash collision: this
+        branch of the tree cannot grow here.
+        """
+        key = self._hash(parent.key, tokens)
+        node = self._nodes.get(key)
+        if node is None:
+            node = Node(key, parent, tokens, [0] * self._num_groups)
+            self._nodes[key] = node
+            parent.users += 1
+        elif node.tokens != tokens or not self._same(node.parent, parent):
+            return None, []
+        taken = []
+        for group, block in enumerate(blocks):
+            if block and not node.blocks[group] and block not in self._owner:
+                node.blocks[group] = block
+                self._owner[block] = (node, group)
+                taken.append(block)
+        return node, taken
+
+    def stand_on(self, node: Node, instead_of: Node) -> None:
+        """A sequence moves on to `node`: it stays in the tree, blocks or not, so that what comes next can hang below it."""
+        node.users += 1
+        self.leave(instead_of)
+
+    def leave(self, node: Node) -> None:
+        node.users -= 1
+        self._prune(node)
+
+    def evict(self, block: int) -> None:
+        """The pool reuses this block: it holds something else from now on."""
+        node, group = self._owner.pop(block)
+        node.blocks[group] = 0
+        if not any(node.blocks):
+            self._prune(node)
+
+    def _prune(self, node: Node) -> None:
+        """Drop a node without blocks once nothing needs it, and its ancestors likewise.
+
+        A node that is only passed through stays: behind a sliding window the early blocks go first, and the later ones
+        are still worth finding.
+        """
+        walk: Node | None = node
+        while walk is not None and walk.parent is not None and not walk.users and not any(walk.blocks):
+            if self._nodes.get(walk.key) is not walk:
+                return
+            del self._nodes[walk.key]
+            walk.parent.users -= 1
+            walk = walk.parent
+
+    @staticmethod
+    def _same(a: Node | None, b: Node) -> bool:
+        """Nodes are compared by identity, which no collision can fake; roots are made anew each time, so by key."""
+        return a is b or (a is not None and a.parent is None and b.parent is None and a.key == b.key)
+
+    def _hash(self, parent: bytes, tokens: bytes) -> bytes:
+        return hashlib.blake2b(parent + tokens, digest_size=16, key=self._secret).digest()
+
+
+class NoPrefixCache(PrefixCache):
+    """The off version: finds nothing, keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def find(self, parent: Node, tokens: bytes) -> Node | None:
+        return None
+
+    def insert(self, parent: Node, tokens: bytes, blocks: list[int]) -> tuple[Node | None, list[int]]:
+        return None, []

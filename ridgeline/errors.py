@@ -1,0 +1,37 @@
+"""What can go wrong, in two kinds: one request failed, or the engine is dead.
+
+A request error is told to that client and says what to change; nobody else notices. An engine error is told to every
+waiting request. `ConfigError` and `ModelError` are raised before the engine exists. Each carries one line for a person.
+"""
+
+
+class RidgelineError(Exception):
+    """Base of every error a user can meet. `str(error)` is one clear line."""
+
+
+class ConfigError(RidgelineError):
+    """A setting that cannot work, found before any weight is loaded."""
+
+
+class ModelError(RidgelineError):
+    """A model directory or file that cannot be served: missing, damaged, or of an unknown kind."""
+
+
+class RequestError(RidgelineError):
+    """This request failed; the engine and every other request go on."""
+
+
+class BadRequest(RequestError):
+    """The client asked for something invalid (HTTP 400)."""
+
+
+class Unsupported(RequestError):
+    """A valid request for something this engine does not do (HTTP 400)."""
+
+
+class Overloaded(RequestError):
+    """No room now; the same request may succeed later (HTTP 429)."""
+
+
+class EngineDead(RidgelineError):
+    """The engine has stopped; every request in it fails (HTTP 503)."""

@@ -1,0 +1,47 @@
+"""The shape of the KV cache: a list of groups, known to both halves of the engine.
+
+A group is a set of layers whose KV lives and dies together: full attention keeps everything, a sliding window frees what
+lies behind it. Every group has the same number of layer slots per page (some may stay unused), so a page has the same
+size in every group and one pool of page ids serves them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupSpec:
+    layers: tuple[int, ...]          # the model's layers in this group; their place here is their slot in the page
+    window: int | None               # sliding window in tokens; None = full attention
+    block_size: int                  # tokens per block
+    num_kv_heads: int                # on this rank
+    head_dim: int
+
+
+def group_layers(windows: list[int | None]) -> list[tuple[int | None, tuple[int, ...]]]:
+    """Split layers by window into groups no larger than the rarest kind, so that pages can be shared without much waste.
+
+    26 layers of which 4 are global give one group of 4 global layers and six groups of at most 4 local ones.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    size = min(len(layers) for layers in kinds.values())
+    return [
+        (window, tuple(layers[start : start + size]))
+        for window, layers in kinds.items()
+        for start in range(0, len(layers), size)
+    ]
+
+
+def blocks_for(groups: list[KVGroupSpec], num_tokens: int, max_chunk: int) -> int:
+    """Most blocks one sequence of that many tokens holds at once, when it is computed in chunks of at most `max_chunk`."""
+    total = 0
+    for group in groups:
+        blocks = -(-num_tokens // group.block_size)
+        if group.window is not None:
+            # Behind the window nothing is kept; a chunk is held whole, and either end may cut a block.
+            blocks = min(blocks, -(-(group.window + max_chunk) // group.block_size) + 1)
+        total += blocks
+    return total

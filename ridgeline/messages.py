@@ -1,0 +1,136 @@
+"""What the two halves of the engine say to each other.
+
+The host half (scheduler, cache) decides; the device half (runner, models, ops) computes. They meet only here. Every
+message is a plain slotted dataclass of numbers, strings and numpy arrays, so it can be saved, replayed and sent over a
+wire; nothing here knows torch, msgspec or sockets.
+
+A StepPlan is a numbered *delta*. Per row the device owns the known tokens, the length, the penalty counts and the block
+tables; the plan says what changed since the plan before it, and which rows compute how many tokens now. A bug report is
+a Snapshot plus the plans and results that followed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntFlag
+
+import numpy as np
+
+from ridgeline.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt as the engine core receives it: token ids only. `params.n` answers are produced from it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0                # lower runs earlier
+    cache_salt: str = ""             # requests with different salts never share cached blocks
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+
+
+class Want(IntFlag):
+    """What a scheduled row brings back from a step."""
+
+    NOTHING = 0
+    TOKEN = 1                        # a sampled token from the last position
+    LOGPROBS = 2                     # its log-probability and the top-k beside it
+    PROMPT_LOGPROBS = 4              # log-probabilities of the prompt tokens in this chunk
+    HIDDEN = 8                       # the last position's hidden state (pooling)
+
+
+@dataclass(slots=True)
+class RowAdded:
+    """A sequence that takes a row: new, forked, or back after preemption."""
+
+    row: int
+    token_ids: np.ndarray            # int32: the prompt and whatever was produced before a preemption
+    num_prompt: int                  # how many of them are prompt
+    num_computed: int                # how many already have their KV in the blocks below
+    block_ids: list[np.ndarray]      # int32, one table per KV group
+    params: SamplingParams
+    seed: int                        # key of the noise; the same after preemption and restart
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class BlockOp:
+    """A whole-block operation that runs before the forward pass."""
+
+    kind: str                        # "copy"; later: requantise, swap, send, receive
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of work, as a delta. An empty plan is valid."""
+
+    step: int
+    removed: np.ndarray              # int32 rows that are free from now on
+    added: list[RowAdded]
+    appended: np.ndarray             # int32 [k, 4]: group, row, index in the row's table, block id
+    rows: np.ndarray                 # int32 [R]: the rows that compute, in batch order
+    num_tokens: np.ndarray           # int32 [R]: how many tokens each computes (an upper bound with drafts)
+    want: np.ndarray                 # int8 [R]: Want flags
+    block_ops: list[BlockOp] = field(default_factory=list)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log-probabilities at some consecutive positions of one row."""
+
+    token_ids: np.ndarray            # int32 [n]: the token at each position
+    logprobs: np.ndarray             # float32 [n]
+    ranks: np.ndarray                # int32 [n]: 1 = the most likely
+    top_ids: np.ndarray              # int32 [n, k]
+    top_logprobs: np.ndarray         # float32 [n, k]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step produced, in the order of the plan's rows."""
+
+    step: int
+    tokens: np.ndarray               # int32 [R, W]; W is 1 without drafts
+    num_new: np.ndarray              # int32 [R]: how many of them are valid; 0 where no token was wanted
+    lengths: np.ndarray              # int32 [R]: tokens of the row that now have their KV
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)          # by place in the batch
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)                 # rows that failed alone, and why
+    useful: int = 0                  # token counts: what the step computed that was asked for …
+    padded: int = 0                  # … and what it computed beside that
+    recomputed: int = 0
+    rejected: int = 0
+    device_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """News of one answer of one request, from the core to whoever asked."""
+
+    request_id: str
+    index: int                       # which of the n answers
+    token_ids: list[int]
+    logprobs: list[Logprobs] = field(default_factory=list)               # one per token when asked for
+    prompt_logprobs: Logprobs | None = None
+    finish_reason: str | None = None # stop, length, abort, error
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The live rows at one moment: enough to recompute them on a fresh runner (KV contents are not kept)."""
+
+    step: int
+    rows: list[RowAdded]

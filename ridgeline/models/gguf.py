@@ -1,0 +1,278 @@
+"""Reader of GGUF files (versions 2 and 3, little-endian): metadata, tensor directory, weights as float32.
+
+The whole header is read and checked when the file is opened; after that every tensor is known to lie inside the file,
+apart from the others, and to be of a type that can be expanded. A file that lies is refused in one line that names the
+file and the field. The weights themselves are mapped, not read, until somebody asks for them.
+This file does not know what the metadata or the tensor names mean, and does not know torch.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ridgeline.errors import ModelError
+from ridgeline.models.gguf_types import OTHER_TYPE_NAMES, TENSOR_TYPE_BY_NAME, TENSOR_TYPES
+
+MAX_METADATA_ENTRIES = 1 << 16
+MAX_TENSORS = 1 << 20
+MAX_STRING_BYTES = 64 << 20
+MAX_ARRAY_LENGTH = 1 << 24
+MAX_DIMENSIONS = 4
+MAX_ELEMENTS = 1 << 48
+DEFAULT_ALIGNMENT = 32
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+# The numbers by which GGUF names the types of metadata values.
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    name: str
+    shape: tuple[int, ...]      # row-major: the last dimension is the contiguous one
+    type: str                   # a name of TENSOR_TYPE_BY_NAME, such as "Q4_1"
+    offset: int                 # in the file
+    nbytes: int
+
+
+class GGUFFile:
+    """An open GGUF file. Metadata arrays are lists; numbers are Python's."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._data = _map_file(self.path)
+        try:
+            header = _Header(self._data, self.path.name)
+            self.metadata, self.tensors = header.metadata, header.tensors
+        except BaseException:
+            self._data.close()
+            raise
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The packed bytes as a read-only view of the file, [*shape[:-1], bytes per row]."""
+        tensor = self._tensor(name)
+        flat = np.frombuffer(self._data, np.uint8, tensor.nbytes, tensor.offset)
+        return flat.reshape(*tensor.shape[:-1], -1)
+
+    def read(self, name: str, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+        """The weights as float32, expanded chunk by chunk into `out` where one is given."""
+        tensor = self._tensor(name)
+        if out is None:
+            out = np.empty(tensor.shape, np.float32)
+        elif out.shape != tensor.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(f"{name}: out must be a contiguous float32 array of shape {tensor.shape}")
+        TENSOR_TYPE_BY_NAME[tensor.type].dequantise(self.raw(name).reshape(-1), out)
+        return out
+
+    def close(self) -> None:
+        """Let go of the file. Views handed out by `raw` stay valid: the last of them unmaps it."""
+        with suppress(BufferError):
+            self._data.close()
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        if name not in self.tensors:
+            raise ModelError(f"{self.path.name}: no tensor {_shown(name)} among its {len(self.tensors):,} tensors")
+        return self.tensors[name]
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+    except ValueError:
+        raise ModelError(f"{path.name}: the file is empty, not a GGUF model") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _shown(name: str) -> str:
+    """A name from the file, safe to print on one line."""
+    if name.isprintable() and 0 < len(name) <= 100:
+        return name
+    return ascii(name[:100]) + ("..." if len(name) > 100 else "")
+
+
+class _Header:
+    """One pass over the header. Every field is checked before it is believed, so no allocation trusts the file."""
+
+    def __init__(self, data: mmap.mmap, file_name: str):
+        self.data = data
+        self.size = len(data)
+        self.file_name = file_name
+        self.position = 0
+        self.check_magic()
+        tensor_count = self.count("tensor count", MAX_TENSORS)
+        entry_count = self.count("metadata entry count", MAX_METADATA_ENTRIES)
+        self.metadata: dict[str, Any] = {}
+        for index in range(entry_count):
+            self.read_metadata_entry(index)
+        self.alignment = self.checked_alignment()
+        directory = [self.read_tensor_entry(index) for index in range(tensor_count)]
+        self.tensors = self.placed(directory)
+
+    def error(self, reason: str) -> ModelError:
+        return ModelError(f"{self.file_name}: {reason}")
+
+    # --- fields ---
+
+    def take(self, size: int, field: str) -> int:
+        """Step over `size` bytes, which must exist; returns where they start."""
+        start = self.position
+        if size > self.size - start:
+            raise self.error(f"{field} needs {size:,} bytes at byte {start:,}, but the file ends at {self.size:,}")
+        self.position = start + size
+        return start
+
+    def u32(self, field: str) -> int:
+        return int(_U32.unpack_from(self.data, self.take(4, field))[0])
+
+    def u64(self, field: str) -> int:
+        return int(_U64.unpack_from(self.data, self.take(8, field))[0])
+
+    def count(self, field: str, limit: int) -> int:
+        value = self.u64(field)
+        if value > limit:
+            raise self.error(f"{field} is {value:,}, more than the limit of {limit:,}")
+        return value
+
+    def string(self, field: str) -> str:
+        length = self.count(f"length of {field}", MAX_STRING_BYTES)
+        start = self.take(length, field)
+        try:
+            return self.data[start : self.position].decode()
+        except UnicodeDecodeError:
+            raise self.error(f"{field} is not valid UTF-8") from None
+
+    def strings(self, count: int, field: str) -> list[str]:
+        """A vocabulary has 10^5: a tight loop stops at the first bad one, and `string` says what is wrong with it."""
+        data, size, position = self.data, self.size, self.position
+        unpack_length = _U64.unpack_from
+        found: list[str] = []
+        with suppress(struct.error, UnicodeDecodeError):
+            while len(found) < count:
+                start = position + 8
+                end = start + unpack_length(data, position)[0]
+                if end > size or end - start > MAX_STRING_BYTES:
+                    break
+                found.append(data[start:end].decode())
+                position = end
+        self.position = position
+        found.extend(self.string(f"{field}[{index}]") for index in range(len(found), count))
+        return found
+
+    def scalars(self, kind: int, count: int, field: str) -> list[Any]:
+        layout = f"<{count}{_SCALARS[kind]}"
+        values = list(struct.unpack_from(layout, self.data, self.take(struct.calcsize(layout), field)))
+        if kind != _BOOL:
+            return values
+        if max(values, default=0) > 1:
+            raise self.error(f"{field} is a boolean but holds {max(values)}")
+        return [value == 1 for value in values]
+
+    # --- sections ---
+
+    def check_magic(self) -> None:
+        if self.size < 8 or self.data[:4] != b"GGUF":
+            raise self.error("not a GGUF file: it does not start with the letters GGUF")
+        self.position = 4
+        version = self.u32("version")
+        if version not in (2, 3):
+            big_endian = version in (2 << 24, 3 << 24)
+            what = "is big-endian" if big_endian else f"has GGUF version {version}"
+            raise self.error(f"the file {what}; little-endian versions 2 and 3 can be read")
+
+    def read_metadata_entry(self, index: int) -> None:
+        key = self.string(f"key of metadata entry {index}")
+        field = f"metadata {_shown(key)}"
+        if key in self.metadata:
+            raise self.error(f"{field} appears twice")
+        kind = self.u32(f"type of {field}")
+        self.metadata[key] = self.array(field) if kind == _ARRAY else self.values(kind, 1, field)[0]
+
+    def array(self, field: str) -> list[Any]:
+        kind = self.u32(f"element type of {field}")
+        if kind == _ARRAY:
+            raise self.error(f"{field} is an array of arrays, which is not supported")
+        return self.values(kind, self.count(f"length of {field}", MAX_ARRAY_LENGTH), field)
+
+    def values(self, kind: int, count: int, field: str) -> list[Any]:
+        if kind == _STRING:
+            return self.strings(count, field) if count != 1 else [self.string(field)]
+        if kind not in _SCALARS:
+            raise self.error(f"{field} has the unknown value type {kind}")
+        return self.scalars(kind, count, field)
+
+    def checked_alignment(self) -> int:
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self.error(f"metadata general.alignment is {_shown(str(alignment))}, not a power of two")
+        return alignment
+
+    def read_tensor_entry(self, index: int) -> GGUFTensor:
+        """A tensor whose offset still counts from the start of the data section."""
+        name = self.string(f"name of tensor {index}")
+        field = f"tensor {_shown(name)}"
+        dimensions = self.u32(f"dimension count of {field}")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise self.error(f"{field} has {dimensions:,} dimensions; 1 to {MAX_DIMENSIONS} are possible")
+        shape = tuple(self.u64(f"dimension {axis} of {field}") for axis in range(dimensions))[::-1]
+        elements = math.prod(shape)
+        if not 1 <= elements <= MAX_ELEMENTS:
+            raise self.error(f"{field} has the impossible shape {list(shape)}")
+        kind_number = self.u32(f"type of {field}")
+        kind = TENSOR_TYPES.get(kind_number)
+        if kind is None:
+            known_as = OTHER_TYPE_NAMES.get(kind_number, "unknown")
+            supported = ", ".join(TENSOR_TYPE_BY_NAME)
+            raise self.error(f"{field} has type {kind_number} ({known_as}); supported are {supported}")
+        if shape[-1] % kind.block_size:
+            raise self.error(
+                f"{field} has rows of {shape[-1]:,} weights, not a multiple of {kind.name}'s block of {kind.block_size}"
+            )
+        offset = self.u64(f"offset of {field}")
+        if offset % self.alignment:
+            raise self.error(f"{field} starts at {offset:,}, not a multiple of the alignment {self.alignment:,}")
+        return GGUFTensor(name, shape, kind.name, offset, elements // kind.block_size * kind.block_bytes)
+
+    def placed(self, directory: list[GGUFTensor]) -> dict[str, GGUFTensor]:
+        """The tensors by name with offsets in the file, all inside it and apart from each other."""
+        data_start = -(-self.position // self.alignment) * self.alignment
+        tensors: dict[str, GGUFTensor] = {}
+        for entry in directory:
+            field = f"tensor {_shown(entry.name)}"
+            if entry.name in tensors:
+                raise self.error(f"{field} appears twice")
+            tensor = GGUFTensor(entry.name, entry.shape, entry.type, data_start + entry.offset, entry.nbytes)
+            needed = tensor.offset + tensor.nbytes
+            if needed > self.size:
+                raise self.error(f"file is {self.size:,} bytes, {field} needs {needed:,} (an incomplete download?)")
+            tensors[entry.name] = tensor
+        by_offset = sorted(tensors.values(), key=lambda tensor: tensor.offset)
+        for before, after in pairwise(by_offset):
+            if before.offset + before.nbytes > after.offset:
+                raise self.error(f"tensors {_shown(before.name)} and {_shown(after.name)} overlap")
+        return tensors

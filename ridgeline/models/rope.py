@@ -1,0 +1,139 @@
+"""Rotary position embedding as plain facts: every kind of scaling becomes one divisor per frequency and one scale.
+
+Knows the formulas and the spellings of transformers; builds no tables (`layers/rotary.py` does) and needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.errors import ModelError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    theta: float
+    dim: int                               # how many of a head's dimensions are rotated
+    divisors: tuple[float, ...] = ()       # of the dim/2 frequencies; empty: none is scaled
+    scale: float = 1.0                     # of cosine and sine
+    long_divisors: tuple[float, ...] = ()  # longrope: these, where the engine's context is longer than the original
+    original_context: int = 0
+
+    def frequencies(self, max_model_len: int) -> list[float]:
+        """Radians per position of each pair. The choice of longrope is made once, by the longest context served."""
+        divisors = self.divisors
+        if self.long_divisors and max_model_len > self.original_context:
+            divisors = self.long_divisors
+        plain = plain_frequencies(self.theta, self.dim)
+        return [f / d for f, d in zip(plain, divisors, strict=True)] if divisors else plain
+
+
+def plain_frequencies(theta: float, dim: int) -> list[float]:
+    return [theta ** (-2 * i / dim) for i in range(dim // 2)]
+
+
+def make_rope(scaling: Mapping[str, Any], theta: float, dim: int, max_position: int, longrope: bool, where: str) -> Rope:
+    """A rope from a `rope_scaling` or `rope_parameters` dictionary. `max_position` is the model's own, used where the
+    dictionary does not name the original context.
+    """
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if longrope and kind in ("su", "yarn"):      # Phi-3's older names
+        kind = "longrope"
+    if kind not in ROPE_TYPES or (kind == "longrope" and not longrope):
+        raise ModelError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi-3)")
+
+    def number(field: str, default: float | None = None) -> float:
+        value = scaling.get(field)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ModelError(f"{where}: {kind} rope needs a positive number as {field}, got {value!r}")
+        return float(value)
+
+    if kind == "default":
+        return Rope(theta, dim)
+    if kind == "linear":
+        return Rope(theta, dim, (number("factor"),) * (dim // 2))
+    original = number("original_max_position_embeddings", max_position)
+    if kind == "llama3":
+        divisors = llama3_divisors(theta, dim, number("factor"), number("low_freq_factor"), number("high_freq_factor"),
+                                   original)
+        return Rope(theta, dim, divisors)
+    if kind == "yarn":
+        factor = number("factor", max_position / original)
+        scale = scaling.get("attention_factor")
+        if scale is None:
+            mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+            scale = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all) if mscale and mscale_all else (
+                yarn_scale(factor, 1.0))
+        divisors = yarn_divisors(theta, dim, factor, original, number("beta_fast", 32.0), number("beta_slow", 1.0),
+                                 bool(scaling.get("truncate", True)))
+        return Rope(theta, dim, divisors, float(scale))
+    factor = number("factor", max_position / original)
+    scale = scaling.get("attention_factor")
+    if scale is None:
+        scale = longrope_scale(factor, original)
+    both = []
+    for field in ("short_factor", "long_factor"):
+        values = scaling.get(field)
+        if not isinstance(values, list) or len(values) != dim // 2 or not all(
+            isinstance(v, (int, float)) and v > 0 for v in values
+        ):
+            raise ModelError(f"{where}: longrope needs {dim // 2} positive numbers as {field}, got {_brief(values)}")
+        both.append(tuple(float(v) for v in values))
+    return Rope(theta, dim, both[0], float(scale), both[1], int(original))
+
+
+def llama3_divisors(
+    theta: float, dim: int, factor: float, low: float, high: float, original: float
+) -> tuple[float, ...]:
+    """Long waves are slowed by `factor`, short ones kept, those between blended by how often they turn."""
+    divisors = []
+    for frequency in plain_frequencies(theta, dim):
+        turns = original * frequency / (2 * math.pi)      # within the original context
+        if turns > high:
+            divisors.append(1.0)
+        elif turns < low:
+            divisors.append(factor)
+        else:
+            keep = (turns - low) / (high - low)
+            divisors.append(1.0 / ((1 - keep) / factor + keep))
+    return tuple(divisors)
+
+
+def yarn_divisors(
+    theta: float, dim: int, factor: float, original: float, fast: float, slow: float, truncate: bool
+) -> tuple[float, ...]:
+    """Frequencies that turn more than `fast` times in the original context are kept, less than `slow` interpolated."""
+
+    def pair_turning(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_turning(fast), pair_turning(slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    divisors = []
+    for pair in range(dim // 2):
+        interpolated = min(max((pair - first) / (last - first), 0.0), 1.0)
+        divisors.append(1.0 / (interpolated / factor + 1 - interpolated))
+    return tuple(divisors)
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def longrope_scale(factor: float, original: float) -> float:
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _brief(value: object) -> str:
+    return f"{len(value)}" if isinstance(value, list) else repr(value)

@@ -1,0 +1,155 @@
+"""The op contract: one definition, several implementations, and the cases and costs that hold for all of them.
+
+An `Op` is called like its reference function. It takes the first implementation that supports the call's site (device
+type, dtype, and the last dimension of the first argument, which is the one shape fact that is fixed per model), and
+remembers that choice, so that a call costs one dictionary lookup. The reference is always last and supports everything.
+`set_kernels("reference")` switches every op to its definition, to bisect a fault.
+
+This file knows no particular op, and nothing of models. A new kernel (Triton, native CPU) is one more `Implementation`
+in its op's declaration.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ridgeline.costs import Case, Cost, dtype_bytes
+from ridgeline.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Importing triton takes half a second: only where its kernels can run, on a GPU or in its interpreter (tests).
+TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None and (TRITON_INTERPRETED or torch.cuda.is_available())
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:
+    triton = tl = None
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def triton_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
+    """`triton.jit`, or the bare function where there is no triton (nothing may call it there).
+
+    Counts that change from step to step go into `do_not_specialize`: triton would otherwise compile anew whenever one
+    becomes 1 or a multiple of 16, in the middle of serving.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        return triton.jit(function, do_not_specialize=list(do_not_specialize)) if HAS_TRITON else function
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What an implementation may ask before it says yes."""
+
+    device: str                      # "cpu", "cuda"
+    dtype: torch.dtype
+    width: int                       # the last dimension of the op's first argument
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    name: str                        # "triton", "native"
+    function: Callable[..., Any]
+    supports: Callable[[Site], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a result may be from the float64 reference: |error| <= relative * |expected| + absolute."""
+
+    relative: float
+    absolute: float
+
+
+REGISTRY: dict[str, Op[Any, Any]] = {}
+_kernels = "auto"
+
+
+class Op(Generic[P, R]):
+    """A named operation. Call it like its reference."""
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[P, R],
+        *,
+        kernels: Iterable[Implementation] = (),
+        cases: Sequence[Case] = (),
+        cost: Callable[..., Cost],
+        inputs: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
+        tolerance: Mapping[str, Tolerance],
+    ) -> None:
+        """`kernels` are in order of preference. `cost(element_bytes=…, **case.sizes)` and
+        `inputs(generator, dtype, device, **case.sizes) -> (args, kwargs)` both take a case's sizes by name.
+        """
+        self.name = name
+        self.implementations = [*kernels, Implementation("reference", reference, lambda site: True)]
+        self.cases = tuple(cases)
+        self.cost = cost
+        self.inputs = inputs
+        self.tolerance = dict(tolerance)
+        self._chosen: dict[tuple[bool, torch.dtype, int], Callable[P, R]] = {}
+        REGISTRY[name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        first: Tensor = args[0]  # type: ignore[assignment]
+        function = self._chosen.get((first.is_cpu, first.dtype, first.shape[-1]))
+        if function is None:
+            site = Site(first.device.type, first.dtype, first.shape[-1])
+            function = self.choose(site).function
+            self._chosen[first.is_cpu, first.dtype, first.shape[-1]] = function
+        return function(*args, **kwargs)
+
+    def choose(self, site: Site) -> Implementation:
+        """The implementation that a call at this site runs."""
+        if _kernels == "auto":
+            for implementation in self.implementations:
+                if implementation.supports(site):
+                    return implementation
+        return self.implementations[-1]
+
+    def case_cost(self, case: Case, dtype: str) -> Cost:
+        return self.cost(element_bytes=dtype_bytes(dtype), **case.sizes)
+
+    def forget(self) -> None:
+        """Choose again at the next call."""
+        self._chosen.clear()
+
+
+def set_kernels(kernels: str) -> None:
+    """"auto": the best implementation of every op; "reference": its definition in plain torch."""
+    global _kernels
+    if kernels not in ("auto", "reference"):
+        raise ConfigError(f"kernels must be 'auto' or 'reference', got {kernels!r}")
+    _kernels = kernels
+    for op in REGISTRY.values():
+        op.forget()
+
+
+def support_table(widths: Sequence[int] = (64, 128)) -> str:
+    """Which implementation each registered op runs, per device and dtype, as text. `*` depends on the width."""
+    columns = [(device, dtype) for device in ("cpu", "cuda") for dtype in DTYPES]
+    rows = [["op", *(f"{device}:{dtype}" for device, dtype in columns)]]
+    for name, op in sorted(REGISTRY.items()):
+        row = [name]
+        for device, dtype in columns:
+            names = [op.choose(Site(device, getattr(torch, dtype), width)).name for width in widths]
+            row.append(names[0] if len(set(names)) == 1 else names[0] + "*")
+        rows.append(row)
+    pads = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(pad) for cell, pad in zip(row, pads, strict=True)).rstrip() for row in rows)

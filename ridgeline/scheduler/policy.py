@@ -1,0 +1,43 @@
+"""The choices of the scheduler that can be exchanged: who is next, when newcomers may join, how large a chunk may be."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ridgeline.scheduler.sequence import Sequence
+
+AGED_PRIORITY = -(2**63)             # what a request that waited too long counts as: ahead of everybody
+
+
+class Admission(Protocol):
+    def open(self, num_running: int) -> bool:
+        """May waiting sequences join the running ones in this step?"""
+
+
+class ContinuousBatching:
+    def open(self, num_running: int) -> bool:
+        return True
+
+
+class StaticBatching:
+    """The off version of continuous batching: a new batch starts only when the last one has finished whole."""
+
+    def open(self, num_running: int) -> bool:
+        return num_running == 0
+
+
+class StepTimeModel(Protocol):
+    def chunk_tokens(self, num_decodes: int, budget: int) -> int:
+        """The largest prefill chunk that keeps a step with that many decodes within its time."""
+
+
+class NoTimeModel:
+    """The off version: a chunk may fill the token budget."""
+
+    def chunk_tokens(self, num_decodes: int, budget: int) -> int:
+        return budget
+
+
+def rank(sequence: Sequence) -> tuple[int, int]:
+    """Smaller goes first: by priority, then by arrival."""
+    return (sequence.priority, sequence.order)

@@ -1,0 +1,502 @@
+"""The scheduler: one rule, no phases.
+
+A sequence has known tokens and computed tokens. Each step hands tokens to sequences until the token budget is spent;
+a sequence whose computed tokens catch up with its known ones samples the next. Chunked prefill, prefix hits, decode and
+resumption after preemption are all just numbers in that rule.
+
+    schedule()  ─▶ StepPlan          rows that run, then sequences that join
+    update()    ◀─ StepResult        token values, stops, full blocks; ─▶ TokenDelta for whoever asked
+
+Plans may be made while earlier ones are still in flight: `known` grows when a sample is planned, its value arrives with
+the result. So a stop is noticed one step late at most, and the extra token is dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ridgeline.cache.manager import Hit, KVManager
+from ridgeline.errors import BadRequest
+from ridgeline.messages import Logprobs, Request, RowAdded, Snapshot, StepPlan, StepResult, TokenDelta, Want
+from ridgeline.scheduler.policy import (
+    AGED_PRIORITY,
+    Admission,
+    ContinuousBatching,
+    NoTimeModel,
+    StepTimeModel,
+    rank,
+)
+from ridgeline.scheduler.rows import Rows
+from ridgeline.scheduler.sequence import Sequence
+
+
+_SAMPLED = np.int8(Want.TOKEN | Want.LOGPROBS | Want.HIDDEN)     # what comes with the last known token
+_PROMPT = np.int8(Want.PROMPT_LOGPROBS)                          # what comes with every prompt token
+_NONE = np.zeros(0, np.int32)
+_NOTHING: tuple = (_NONE, [], _NONE.reshape(0, 4), _NONE, _NONE, _NONE.astype(np.int8))
+
+
+@dataclass(slots=True)
+class SchedulerLimits:
+    max_rows: int                    # sequences that run at once
+    max_step_tokens: int             # token budget of a step
+    max_model_len: int
+    chunked_prefill: bool = True
+    max_waiting_steps: int = 10_000  # after that many steps a waiting request goes ahead of every priority
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    steps: int = 0
+    computed_tokens: int = 0
+    chunks: int = 0                  # partial prefills
+    preemptions: int = 0
+    wasted_tokens: int = 0           # computed twice because of preemptions
+    late_tokens: int = 0             # sampled after a stop, dropped
+    finished: int = 0
+    held_slots: int = 0              # KV slots held, and of these the ones in use, summed over steps: paging's waste
+    used_slots: int = 0
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What update() needs to remember of a plan."""
+
+    step: int
+    rows: np.ndarray
+    ends: np.ndarray                 # computed tokens of each row once the step is done
+    sampled: np.ndarray              # bool: the row samples
+    sequences: list[Sequence]
+
+
+@dataclass(slots=True)
+class _Delta:
+    """What the next plan has to tell the device beside the work itself."""
+
+    removed: list[int] = field(default_factory=list)
+    added: list[RowAdded] = field(default_factory=list)
+    appended: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        manager: KVManager,
+        eos_token_ids: frozenset[int] = frozenset(),
+        *,
+        admission: Admission | None = None,
+        time_model: StepTimeModel | None = None,
+        use_priorities: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.limits = limits
+        self.manager = manager
+        self.counters = SchedulerCounters()
+        self._eos = eos_token_ids
+        self._admission = admission or ContinuousBatching()
+        self._time_model = time_model or NoTimeModel()
+        self._use_priorities = use_priorities
+        self._seed = seed
+        self._rows = Rows(limits.max_rows)
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []       # a heap by rank
+        self._live: dict[str, list[Sequence]] = {}                       # request id -> its unfinished answers
+        self._flights: deque[_InFlight] = deque()
+        self._delta = _Delta()
+        self._step = 0
+        self._arrivals = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. It has been checked by whoever made it; here only what the engine itself cannot do fails."""
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        if request.request_id in self._live:
+            raise BadRequest(f"request id {request.request_id!r} is already running")
+        if num_prompt == 0:
+            raise BadRequest("the prompt is empty; it needs at least one token")
+        if num_prompt >= self.limits.max_model_len:
+            raise BadRequest(
+                f"the prompt has {num_prompt} tokens, which leaves no room for an answer: "
+                f"max_model_len is {self.limits.max_model_len}"
+            )
+        limit = self.limits.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, num_prompt + params.max_tokens)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            self._arrivals += 1
+            sequence = Sequence(request, index, self._arrivals, limit, self._noise_key(request, index), stop_ids)
+            sequence.priority = request.priority if self._use_priorities else 0
+            sequence.leader = sequences[0] if sequences else None
+            sequence.waiting_since = self._step
+            sequences.append(sequence)
+            heapq.heappush(self._waiting, (rank(sequence), sequence))
+        self._live[request.request_id] = sequences
+
+    def _noise_key(self, request: Request, index: int) -> int:
+        """Equal seeds give equal noise; the n answers of one request differ; without a seed every request differs."""
+        seed = request.params.seed
+        base = seed if seed is not None else self._seed * 0x9E3779B97F4A7C15 + self._arrivals * 0xD1B54A32D192ED03
+        return (base + index * 0xBF58476D1CE4E5B9) % 2**64
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request at once. False when it is not here (finished already, or never was)."""
+        sequences = self._live.get(request_id)
+        if sequences is None:
+            return False
+        for sequence in list(sequences):
+            self._end(sequence)
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not sequence.finished for _, sequence in self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flights)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live) or bool(self._flights)
+
+    def snapshot(self) -> Snapshot:
+        """The running rows as they would be added to a fresh device."""
+        return Snapshot(self._step, [self._row_added(sequence, 0) for sequence in self._rows.running()])
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step. Without rows there is nothing to do now, or everything waits for steps in flight.
+
+        Such a plan is not booked: it brings no result, and what it would tell the device goes with the next one.
+        """
+        rows, tokens, short = self._give_to_running()
+        budget = self.limits.max_step_tokens - int(tokens.sum())
+        if not short and budget > 0 and self._waiting and self._admission.open(len(self._rows)):
+            joined, joined_tokens = self._admit(budget, len(rows))
+            if joined:
+                rows = np.concatenate([rows, np.array(joined, np.int64)])
+                tokens = np.concatenate([tokens, np.array(joined_tokens, np.int64)])
+        if not len(rows):
+            return StepPlan(self._step, *_NOTHING)
+        return self._plan(rows, tokens)
+
+    def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Tokens for the rows that run: decodes first, then prefill chunks, by rank, until the budget is spent.
+
+        The last value says that blocks ran short: then nobody new may join.
+        """
+        table = self._rows
+        rows = table.ranked()
+        need = table.known[rows] - table.computed[rows]
+        # A row at its limit has all it may have; its last token needs no KV.
+        ready = (need > 0) & (table.known[rows] < table.limit[rows])
+        rows, need = rows[ready], need[ready]
+        prefill = need > 1
+        num_prefill = int(prefill.sum())
+        if num_prefill:
+            order = np.argsort(prefill, kind="stable")
+            rows, need = rows[order], need[order]
+            chunk = self._time_model.chunk_tokens(len(rows) - num_prefill, self.limits.max_step_tokens)
+            need = np.minimum(need, max(1, chunk))
+        before = np.cumsum(need) - need
+        tokens = np.minimum(need, np.maximum(0, self.limits.max_step_tokens - before))
+
+        size = self.manager.block_size
+        needed_blocks = -(-(table.computed[rows] + tokens) // size)
+        preemptions = self.counters.preemptions
+        short = False
+        for place in np.nonzero(needed_blocks > table.num_blocks[rows])[0].tolist():
+            sequence = table.sequences[rows[place]]
+            if sequence is None:                                 # preempted a moment ago, for somebody before it
+                continue
+            if not self._grow(sequence, int(table.computed[sequence.row] + tokens[place])):
+                tokens[place] = 0
+                short = True
+        if self.counters.preemptions > preemptions:
+            short = True
+            alive = np.array([table.sequences[row] is not None for row in rows.tolist()], bool)
+            rows, tokens = rows[alive], tokens[alive]
+        some = tokens > 0
+        return rows[some], tokens[some], short
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for a running sequence, at somebody's expense if need be. False: it waits, or was preempted itself."""
+        blocks, row = sequence.blocks, sequence.row
+        assert blocks is not None
+        while (entries := self.manager.grow(blocks, num_tokens)) is None:
+            if self.manager.pool.num_releasing:
+                return False                                     # room is on its way; take nobody else's
+            victim = self._victim(sequence)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._delta.appended.extend((group, row, index, block) for group, index, block in entries)
+        self._rows.num_blocks[row] = blocks.num_blocks
+        return True
+
+    def _victim(self, asking: Sequence) -> Sequence:
+        """Whose blocks to take: never the most important running sequence, never one more important than who asks.
+
+        Among the rest the least important priority, then the cheapest to recompute.
+        """
+        running = self._rows.running()
+        candidates = [sequence for sequence in running[1:] if sequence.priority >= asking.priority] or [asking]
+
+        def price(sequence: Sequence) -> tuple[int, float, int]:
+            assert sequence.blocks is not None
+            frees = self.manager.exclusive_blocks(sequence.blocks) > 0
+            cost = float(self._rows.computed[sequence.row]) if frees else float("inf")
+            return (-sequence.priority, cost, -sequence.order)
+
+        return min(candidates, key=price)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's row and blocks; it waits, and computes its known tokens again."""
+        self.counters.preemptions += 1
+        sequence.lost_tokens = int(self._rows.computed[sequence.row])
+        sequence.waiting_since = self._step
+        sequence.prompt_done = False
+        self._leave_row(sequence)
+        heapq.heappush(self._waiting, (rank(sequence), sequence))
+
+    def _admit(self, budget: int, num_scheduled: int) -> tuple[list[int], list[int]]:
+        """Let waiting sequences join, by rank, while rows, blocks and budget last. Unready ones are passed over."""
+        self._promote_aged()
+        table, manager = self._rows, self.manager
+        rows: list[int] = []
+        tokens: list[int] = []
+        unready: list[tuple[tuple[int, int], Sequence]] = []
+        chunk = max(1, self._time_model.chunk_tokens(num_scheduled, budget))
+        while self._waiting and budget > 0 and not table.full:
+            entry = self._waiting[0]
+            sequence = entry[1]
+            if sequence.finished:
+                heapq.heappop(self._waiting)
+                continue
+            if not sequence.ready:
+                unready.append(heapq.heappop(self._waiting))
+                continue
+            known = len(sequence.tokens)
+            hit = self._hit(sequence)
+            rest = known - hit.num_tokens
+            count = min(rest, budget, chunk) if self.limits.chunked_prefill else rest
+            if count > budget or not self._has_room(known, hit):
+                break                                            # whoever is next waits for room; nobody overtakes
+            blocks = manager.start(hit, hit.num_tokens + count)
+            if blocks is None:
+                break
+            heapq.heappop(self._waiting)
+            sequence.blocks = blocks
+            row = table.add(sequence, self._want(sequence))
+            table.known[row] = known
+            table.computed[row] = hit.num_tokens
+            table.num_blocks[row] = blocks.num_blocks
+            table.committed[row] = blocks.committed
+            self.counters.wasted_tokens += max(0, sequence.lost_tokens - hit.num_tokens)
+            if sequence.lost_tokens == 0:
+                sequence.num_cached = hit.num_tokens
+            self._delta.added.append(self._row_added(sequence, hit.num_tokens))
+            rows.append(row)
+            tokens.append(count)
+            budget -= count
+        for entry in unready:
+            heapq.heappush(self._waiting, entry)
+        return rows, tokens
+
+    def _promote_aged(self) -> None:
+        """A request that waited too long goes first: a stream of more important ones must not starve it."""
+        deadline = self._step - self.limits.max_waiting_steps
+        if deadline <= 0:
+            return
+        aged = [sequence for _, sequence in self._waiting if sequence.waiting_since <= deadline]
+        aged = [sequence for sequence in aged if sequence.priority != AGED_PRIORITY and not sequence.finished]
+        if aged:
+            for sequence in aged:
+                sequence.priority = AGED_PRIORITY
+            self._waiting = [(rank(sequence), sequence) for _, sequence in self._waiting]
+            heapq.heapify(self._waiting)
+
+    def _hit(self, sequence: Sequence) -> Hit:
+        """What need not be computed: the last known token always is, to have logits to sample from."""
+        salt, limit = sequence.request.cache_salt, len(sequence.tokens) - 1
+        if sequence.request.params.prompt_logprobs is not None:
+            limit = 0                                            # every prompt position needs its logits
+        hit = self.manager.lookup(sequence.tokens, salt, limit)
+        leader = sequence.leader
+        if leader is not None and leader.blocks is not None:
+            forked = self.manager.fork(leader.blocks, salt, min(limit, leader.num_prompt))
+            if forked.num_tokens > hit.num_tokens:
+                return forked
+        return hit
+
+    def _has_room(self, known: int, hit: Hit) -> bool:
+        """Room for all its known tokens, and for the ones already running to finish their prompts and go on a block.
+
+        Admitting on less would only preempt somebody a few steps later.
+        """
+        table, manager = self._rows, self.manager
+        rows = table.ranked()
+        num_groups = len(manager.groups)
+        new = manager.blocks_for(known, self.limits.max_step_tokens) - hit.num_tokens // manager.block_size * num_groups
+        unheld = sum(1 for held in hit.tables for block in held if block and not manager.pool.references(block))
+        promised = 0
+        if manager.grows:
+            missing = -(-table.known[rows] // manager.block_size) - table.num_blocks[rows]
+            promised = (int(np.maximum(missing, 0).sum()) + len(rows)) * num_groups
+        return manager.num_free >= max(new, 0) + unheld + promised
+
+    def _want(self, sequence: Sequence) -> int:
+        params = sequence.request.params
+        want = Want.TOKEN
+        if params.logprobs is not None:
+            want |= Want.LOGPROBS
+        if params.prompt_logprobs is not None and not sequence.prompt_logprobs_sent:
+            want |= Want.PROMPT_LOGPROBS
+        return int(want)
+
+    def _row_added(self, sequence: Sequence, num_computed: int) -> RowAdded:
+        assert sequence.blocks is not None
+        return RowAdded(
+            row=sequence.row,
+            token_ids=np.frombuffer(sequence.tokens.tobytes(), np.int32),
+            num_prompt=sequence.num_prompt,
+            num_computed=num_computed,
+            block_ids=[np.array(table, np.int32) for table in sequence.blocks.tables],
+            params=sequence.request.params,
+            seed=sequence.seed,
+            bad_words_token_ids=sequence.request.bad_words_token_ids,
+        )
+
+    def _plan(self, rows: np.ndarray, tokens: np.ndarray) -> StepPlan:
+        """Book the step as done, so that the next can be planned, and write it down as a delta."""
+        table, delta = self._rows, self._delta
+        self._step += 1
+        starts = table.computed[rows]
+        ends = starts + tokens
+        sampled = ends == table.known[rows]
+        asked = table.want[rows]
+        want = np.where(sampled, asked & _SAMPLED, 0) | np.where(starts < table.num_prompt[rows], asked & _PROMPT, 0)
+        sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
+        table.computed[rows] = ends
+        table.known[rows[sampled]] += 1
+        for sequence, samples in zip(sequences, sampled.tolist(), strict=True):
+            if samples:
+                sequence.num_promised += 1
+                sequence.prompt_done = True
+        plan = StepPlan(
+            step=self._step,
+            removed=np.array(delta.removed, np.int32),
+            added=delta.added,
+            appended=np.array(delta.appended, np.int32).reshape(-1, 4),
+            rows=rows.astype(np.int32),
+            num_tokens=tokens.astype(np.int32),
+            want=want.astype(np.int8),
+        )
+        self._delta = _Delta()
+        self._flights.append(_InFlight(self._step, rows, ends, sampled, sequences))
+        self.manager.pool.submitted(self._step)
+        counters = self.counters
+        counters.steps += 1
+        counters.chunks += len(rows) - int(sampled.sum())
+        counters.computed_tokens += int(tokens.sum())
+        running = table.ranked()
+        counters.held_slots += int(table.num_blocks[running].sum()) * self.manager.block_size
+        counters.used_slots += int(table.computed[running].sum())
+        return plan
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> list[TokenDelta]:
+        """Take in the oldest step in flight: token values, stops, full blocks."""
+        flight = self._flights.popleft()
+        if flight.step != result.step:
+            raise AssertionError(f"result of step {result.step} arrived, step {flight.step} is the oldest in flight")
+        self.manager.pool.retired(flight.step)
+        self._commit(flight, result.failed)
+        deltas: list[TokenDelta] = []
+        values = result.tokens[:, 0].tolist() if result.tokens.size else [0] * len(flight.sequences)
+        for place, (sequence, token, samples) in enumerate(
+            zip(flight.sequences, values, flight.sampled.tolist(), strict=True)
+        ):
+            if sequence.finished:
+                self.counters.late_tokens += samples
+                continue
+            if place in result.failed:
+                deltas.append(self._fail(sequence, result.failed[place]))
+                continue
+            if place in result.prompt_logprobs:
+                sequence.prompt_logprobs.append(result.prompt_logprobs[place])
+            if not samples:
+                continue
+            sequence.tokens.append(token)
+            sequence.num_promised -= 1
+            delta = TokenDelta(sequence.request.request_id, sequence.index, [token])
+            delta.num_cached_tokens = sequence.num_cached
+            if place in result.logprobs:
+                delta.logprobs.append(result.logprobs[place])
+            if sequence.prompt_logprobs:
+                delta.prompt_logprobs = _joined(sequence.prompt_logprobs)
+                sequence.prompt_logprobs = []
+                sequence.prompt_logprobs_sent = True
+            if token in sequence.stop_ids:
+                delta.finish_reason = "stop"
+                delta.stop_reason = token if token in sequence.request.params.stop_token_ids else None
+            elif len(sequence.tokens) >= sequence.limit:
+                delta.finish_reason = "length"
+            if delta.finish_reason:
+                self.counters.finished += 1
+                self._end(sequence)
+            deltas.append(delta)
+        return deltas
+
+    def _commit(self, flight: _InFlight, failed: dict[int, str]) -> None:
+        """Blocks that became full are offered to the prefix cache; those behind a window are freed."""
+        table = self._rows
+        full = flight.ends // self.manager.block_size
+        for place in np.nonzero(full > table.committed[flight.rows])[0].tolist():
+            sequence, row = flight.sequences[place], int(flight.rows[place])
+            if sequence.row == row and sequence.blocks is not None and place not in failed:
+                self.manager.commit(sequence.blocks, sequence.tokens, int(flight.ends[place]))
+                table.committed[row] = sequence.blocks.committed
+
+    def _fail(self, sequence: Sequence, reason: str) -> TokenDelta:
+        self._end(sequence)
+        return TokenDelta(
+            sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        """Finished, aborted or failed: forget it. Its blocks go once no step in flight can touch them."""
+        sequence.finished = True
+        if sequence.row >= 0:
+            self._leave_row(sequence)
+        live = self._live[sequence.request.request_id]
+        live.remove(sequence)
+        if not live:
+            del self._live[sequence.request.request_id]
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        assert sequence.blocks is not None
+        self.manager.free(sequence.blocks)
+        sequence.blocks = None
+        row = self._rows.remove(sequence)
+        self._delta.removed.append(row)
+        self._delta.appended = [entry for entry in self._delta.appended if entry[1] != row]
+
+
+def _joined(chunks: list[Logprobs]) -> Logprobs:
+    """The prompt's log-probabilities, whole again."""
+    names = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
+    return Logprobs(*(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names))

@@ -1,0 +1,51 @@
+"""A sequence: one answer in the making. A request with n answers has n of them."""
+
+from __future__ import annotations
+
+from array import array
+
+from ridgeline.cache.manager import SequenceBlocks
+from ridgeline.messages import Logprobs, Request
+
+
+class Sequence:
+    """What the scheduler remembers of one answer.
+
+    `tokens` holds the tokens whose values have arrived. While steps are in flight the sequence has more *known* tokens
+    than that: each sampled token is counted when its step is planned, and its value follows.
+    """
+
+    __slots__ = (
+        "blocks", "finished", "index", "leader", "limit", "lost_tokens", "num_cached", "num_promised", "num_prompt",
+        "order", "priority", "prompt_done", "prompt_logprobs", "prompt_logprobs_sent", "request", "row", "seed",
+        "stop_ids", "tokens", "waiting_since",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: Request, index: int, order: int, limit: int, seed: int, stop_ids: frozenset[int]
+    ) -> None:
+        self.request = request
+        self.index = index                               # which of the request's n answers
+        self.order = order                               # arrival number
+        self.priority = request.priority
+        self.tokens = array("i", request.prompt_token_ids)
+        self.num_prompt = len(request.prompt_token_ids)
+        self.limit = limit                               # most tokens it may come to, prompt included
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.row = -1                                    # -1 = waiting
+        self.blocks: SequenceBlocks | None = None
+        self.leader: Sequence | None = None              # the first of n answers, whose prompt blocks are shared
+        self.prompt_done = False
+        self.finished = False
+        self.num_promised = 0                            # tokens sampled by steps in flight
+        self.num_cached = 0                              # prompt tokens that the prefix cache saved at first admission
+        self.lost_tokens = 0                             # computed tokens that a preemption threw away
+        self.waiting_since = 0                           # the step at which it began to wait
+        self.prompt_logprobs: list[Logprobs] = []        # chunks that have arrived
+        self.prompt_logprobs_sent = False
+
+    @property
+    def ready(self) -> bool:
+        """May it be admitted? Not while a token is in flight, nor before the prompt it shares is computed."""
+        return self.num_promised == 0 and (self.leader is None or self.leader.prompt_done or self.leader.finished)
