@@ -1,7 +1,7 @@
 """The collectives that sharded layers need. At size 1 each is the identity.
 
-Processes meet through a file, not a port: nothing listens on the network to be found or abused. This file moves tensors;
-which part of a tensor belongs to whom is `plan.py`'s business.
+Processes meet through a file, not a port: nothing listens on the network to be found or abused. This file moves
+tensors; which part of a tensor belongs to whom is `plan.py`'s business.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Communicator:
 class ProcessGroup(Communicator):
     """Ranks in processes of their own, over gloo (CPU) or NCCL (CUDA)."""
 
-    def __init__(self, rank: int, size: int, store: Path, backend: str = "gloo", timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self, rank: int, size: int, store: Path, backend: str = "gloo", timeout_seconds: float = 600.0
+    ) -> None:
         """`store` is a path that no file has yet, the same for all ranks."""
         if not 0 <= rank < size:
             raise ConfigError(f"rank must be in 0..{size - 1}, got {rank}")

@@ -29,6 +29,7 @@ from ridgeline.models.rope import Rope, make_rope, yarn_divisors, yarn_scale
 logger = get_logger("models")
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3)
+LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 ACTIVATIONS = {
     "silu": "silu",
@@ -76,7 +77,7 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Weights and biases, the embedding counted once if the head shares it."""
         heads = self.num_heads + 2 * self.num_kv_heads
-        layer = self.hidden_size * self.head_dim * (heads + self.num_heads) + 3 * self.hidden_size * self.intermediate_size
+        layer = self.hidden_size * (self.head_dim * (heads + self.num_heads) + 3 * self.intermediate_size)
         layer += self.hidden_size * (4 if self.post_norms else 2) + (2 * self.head_dim if self.qk_norm else 0)
         layer += heads * self.head_dim * self.qkv_bias + self.hidden_size * self.output_bias
         layer += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
@@ -203,14 +204,15 @@ def hf_model_config(
     quantization = raw.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(f"{where}: quantization_config ({method}) is not supported; use the unquantised checkpoint or a "
-                         "GGUF file")
+        raise ModelError(f"{where}: quantization_config ({method}) is not supported; use the unquantised checkpoint "
+                         "or a GGUF file")
     if "auto_map" in raw:
-        logger.warning("%s names code of its own (auto_map); it is ignored, the built-in %s is used", where, family.name)
+        logger.warning("%s names code of its own (auto_map); it is ignored, %s is built in", where, family.name)
     text = raw.get("text_config")
     if isinstance(text, dict):
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
     fields = Fields(where, raw, family.defaults)
+    generation_fields = Fields("generation_config.json", generation, {})
 
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
@@ -240,7 +242,7 @@ def hf_model_config(
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
-        eos_token_ids=_unique(fields.ids("eos_token_id"), Fields("generation_config.json", generation, {}).ids("eos_token_id")),
+        eos_token_ids=_unique(fields.ids("eos_token_id"), generation_fields.ids("eos_token_id")),
         tied=fields.flag("tie_word_embeddings", family.tied),
         activation=ACTIVATIONS[activation],
         qkv_bias=attention_bias or family.qkv_bias,
@@ -295,9 +297,9 @@ def _hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | 
         if not isinstance(types, list) or len(types) != num_layers:
             raise ModelError(f"{fields.where}: layer_types must list {num_layers} layers, got {types!r}")
         for kind in types:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: full_attention, "
-                                 "sliding_attention")
+            if kind not in LAYER_TYPES:
+                raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: "
+                                 f"{', '.join(LAYER_TYPES)}")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.window == "all":
         return (window,) * num_layers
@@ -315,7 +317,7 @@ def _hf_ropes(
     scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
     if not isinstance(scaling, dict):
         raise ModelError(f"{fields.where}: rope_scaling must be an object, got {scaling!r}")
-    nested = {kind: scaling[kind] for kind in ("full_attention", "sliding_attention") if isinstance(scaling.get(kind), dict)}
+    nested = {kind: scaling[kind] for kind in LAYER_TYPES if isinstance(scaling.get(kind), dict)}
     if nested and "full_attention" not in nested:
         raise ModelError(f"{fields.where}: rope_parameters has no full_attention")
     everywhere = nested.get("full_attention", scaling)
@@ -432,7 +434,8 @@ def _gguf_ropes(
     theta = fields.number(key("rope.freq_base"), 10_000.0)
     dim = fields.integer(key("rope.dimension_count"), head_dim)
     if dim % 2 or dim > head_dim:
-        raise ModelError(f"{fields.where}: {key('rope.dimension_count')} must be even and at most {head_dim}, got {dim}")
+        raise ModelError(f"{fields.where}: {key('rope.dimension_count')} must be even and at most {head_dim}, "
+                         f"got {dim}")
     kind = fields.get(key("rope.scaling.type"), "none")
 
     def divisors(name: str) -> tuple[float, ...]:
@@ -458,8 +461,8 @@ def _gguf_ropes(
         scaled = tuple(factor * divisor for divisor in stored)
         full = Rope(theta, dim, scaled if set(scaled) != {1.0} else ())
     else:
-        raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {kind!r} is not supported; supported: none, linear, "
-                         "yarn, longrope")
+        raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {kind!r} is not supported; supported: none, "
+                         "linear, yarn, longrope")
     local = full
     if family.local_rope:
         local = Rope(fields.number(key("rope.freq_base_swa"), GGUF_LOCAL_THETA), dim)

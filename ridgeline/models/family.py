@@ -11,17 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 
-def names(*maps: Mapping[str, str]) -> Mapping[str, str]:
-    """Later maps override earlier ones."""
-    return MappingProxyType({name: target for each in maps for name, target in each.items()})
-
-
 # How transformers names the modules of Llama; most families follow.
-LLAMA_NAMES = names({
+LLAMA_NAMES = {
     "model.embed_tokens": "embed",
     "model.layers.{}.input_layernorm": "layers.{}.attention_norm",
     "model.layers.{}.self_attn.q_proj": "layers.{}.attention.qkv:q",
@@ -34,15 +28,15 @@ LLAMA_NAMES = names({
     "model.layers.{}.mlp.down_proj": "layers.{}.mlp.down",
     "model.norm": "norm",
     "lm_head": "head",
-})
+}
 
-QK_NORM_NAMES = names({
+QK_NORM_NAMES = {
     "model.layers.{}.self_attn.q_norm": "layers.{}.attention.q_norm",
     "model.layers.{}.self_attn.k_norm": "layers.{}.attention.k_norm",
-})
+}
 
 # GGUF has one vocabulary of names for all families.
-GGUF_NAMES = names({
+GGUF_NAMES = {
     "token_embd": "embed",
     "blk.{}.attn_norm": "layers.{}.attention_norm",
     "blk.{}.attn_q": "layers.{}.attention.qkv:q",
@@ -60,7 +54,10 @@ GGUF_NAMES = names({
     "blk.{}.post_ffw_norm": "layers.{}.post_mlp_norm",
     "output_norm": "norm",
     "output": "head",
-})
+}
+
+# Rope frequencies come from the config.
+ROPE_TENSORS = (r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +82,10 @@ class Family:
     local_rope: bool = False         # layers with a window have a rope of their own
 
     # What transformers assumes where config.json is silent, other than its usual defaults.
-    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    names: Mapping[str, str] = LLAMA_NAMES
-    gguf_names: Mapping[str, str] = GGUF_NAMES
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, hash=False, repr=False)
+    gguf_names: Mapping[str, str] = field(default_factory=lambda: GGUF_NAMES, hash=False, repr=False)
     gguf_permuted: bool = False      # GGUF stores the q and k rows of this family interleaved
-    text_prefixes: tuple[str, ...] = ()  # of the language model inside a checkpoint with other modalities
-    ignored: tuple[str, ...] = ()    # patterns of checkpoint tensors that nothing here needs
+    # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
+    prefixes: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that nothing here needs

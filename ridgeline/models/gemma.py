@@ -2,9 +2,7 @@
 layers. Gemma-2 caps its scores and logits; Gemma-3 has q/k norms and a rope of its own for layers with a window.
 """
 
-from types import MappingProxyType
-
-from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, Family, names
+from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, Family
 
 # "post_attention_layernorm" is here what it says; in Llama it stands before the MLP.
 SANDWICH_NAMES = {
@@ -26,14 +24,14 @@ GEMMA2 = Family(
     softcaps=True,
     window="pattern",
     full_every=2,
-    defaults=MappingProxyType({
+    defaults={
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "sliding_window": 4096,
-    }),
-    names=names(LLAMA_NAMES, SANDWICH_NAMES),
+    },
+    names=LLAMA_NAMES | SANDWICH_NAMES,
 )
 
 GEMMA3 = Family(
@@ -52,7 +50,7 @@ GEMMA3 = Family(
     full_every=6,
     local_rope=True,
     # Checkpoints with a vision tower leave out most fields of `text_config`.
-    defaults=MappingProxyType({
+    defaults={
         "vocab_size": 262_208,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -63,8 +61,8 @@ GEMMA3 = Family(
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
-    }),
-    names=names(LLAMA_NAMES, QK_NORM_NAMES, SANDWICH_NAMES),
-    text_prefixes=("language_model.", "model.language_model."),
-    ignored=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    },
+    names=LLAMA_NAMES | QK_NORM_NAMES | SANDWICH_NAMES,
+    prefixes={"language_model.": "", "model.language_model.": "model."},
+    ignored=(*ROPE_TENSORS, r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
 )

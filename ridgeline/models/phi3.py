@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4-mini: q, k, v and gate, up are fused in the checkpoint, heads may be rotated in part, longrope."""
 
-from ridgeline.models.family import GGUF_NAMES, LLAMA_NAMES, Family, names
+from ridgeline.models.family import GGUF_NAMES, LLAMA_NAMES, Family
 
 PHI3 = Family(
     name="phi3",
@@ -9,9 +9,9 @@ PHI3 = Family(
     partial_rotary=True,
     longrope=True,
     window="all",
-    names=names(LLAMA_NAMES, {
+    names=LLAMA_NAMES | {
         "model.layers.{}.self_attn.qkv_proj": "layers.{}.attention.qkv:q+k+v",
         "model.layers.{}.mlp.gate_up_proj": "layers.{}.mlp.gate_up:gate+up",
-    }),
-    gguf_names=names(GGUF_NAMES, {"blk.{}.ffn_up": "layers.{}.mlp.gate_up:gate+up"}),
+    },
+    gguf_names=GGUF_NAMES | {"blk.{}.ffn_up": "layers.{}.mlp.gate_up:gate+up"},
 )

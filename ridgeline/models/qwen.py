@@ -1,6 +1,6 @@
 """Qwen2 and 2.5 (biases on q, k, v), and Qwen3 (norms on q and k). Their upper layers may have a sliding window."""
 
-from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, Family, names
+from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, Family
 
 QWEN2 = Family(
     name="qwen2",
@@ -16,5 +16,5 @@ QWEN3 = Family(
     gguf="qwen3",
     qk_norm=True,
     window="upper",
-    names=names(LLAMA_NAMES, QK_NORM_NAMES),
+    names=LLAMA_NAMES | QK_NORM_NAMES,
 )

@@ -37,7 +37,9 @@ def plain_frequencies(theta: float, dim: int) -> list[float]:
     return [theta ** (-2 * i / dim) for i in range(dim // 2)]
 
 
-def make_rope(scaling: Mapping[str, Any], theta: float, dim: int, max_position: int, longrope: bool, where: str) -> Rope:
+def make_rope(
+    scaling: Mapping[str, Any], theta: float, dim: int, max_position: int, longrope: bool, where: str
+) -> Rope:
     """A rope from a `rope_scaling` or `rope_parameters` dictionary. `max_position` is the model's own, used where the
     dictionary does not name the original context.
     """

@@ -1,6 +1,6 @@
 """How a linear keeps its weight and multiplies by it. Each linear has a scheme object; layers never ask which.
 
-    create   registers the parameters on the linear, empty
+    create   registers the parameters on the linear: zeros where `padded`, else empty
     finish   after loading: whatever layout the product wants
     apply    the product; `batch` is there for schemes that depend on the step's rows
 
@@ -15,28 +15,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.layers.batch import Batch
-
 
 class Scheme(Protocol):
-    def create(self, linear: nn.Module, rows: int, columns: int, bias: bool, dtype: torch.dtype,
-               device: torch.device) -> None: ...
+    def create(
+        self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None: ...
 
     def finish(self, linear: nn.Module) -> None: ...
 
-    def apply(self, linear: nn.Module, x: Tensor, batch: Batch) -> Tensor: ...
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor: ...
 
 
 class Unquantised:
     """The weight as it is, [rows, columns]."""
 
-    def create(self, linear: nn.Module, rows: int, columns: int, bias: bool, dtype: torch.dtype,
-               device: torch.device) -> None:
-        linear.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
-        linear.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+    def create(
+        self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        new = torch.zeros if padded else torch.empty
+        linear.weight = nn.Parameter(new(rows, columns, dtype=dtype, device=device), requires_grad=False)
+        linear.bias = nn.Parameter(new(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
 
     def finish(self, linear: nn.Module) -> None:
         pass
 
-    def apply(self, linear: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
         return F.linear(x, linear.weight, linear.bias)

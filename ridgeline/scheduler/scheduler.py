@@ -145,14 +145,13 @@ class Scheduler:
         base = seed if seed is not None else self._seed * 0x9E3779B97F4A7C15 + self._arrivals * 0xD1B54A32D192ED03
         return (base + index * 0xBF58476D1CE4E5B9) % 2**64
 
-    def abort(self, request_id: str) -> bool:
-        """Forget a request at once. False when it is not here (finished already, or never was)."""
-        sequences = self._live.get(request_id)
-        if sequences is None:
-            return False
-        for sequence in list(sequences):
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Forget a request, or one of its answers, at once. False when it is not here (finished, or never was)."""
+        sequences = self._live.get(request_id, [])
+        wanted = [sequence for sequence in sequences if index is None or sequence.index == index]
+        for sequence in wanted:
             self._end(sequence)
-        return True
+        return bool(wanted)
 
     @property
     def num_waiting(self) -> int:

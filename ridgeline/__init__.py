@@ -1,0 +1,33 @@
+"""Ridgeline: an LLM inference engine that knows its roofline.
+
+Public names are loaded when first used, so that `import ridgeline` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.version import __version__
+
+if TYPE_CHECKING:
+    from ridgeline.engine.async_llm import AsyncLLM
+    from ridgeline.engine.llm import LLM
+    from ridgeline.engine.outputs import CompletionOutput, RequestOutput
+    from ridgeline.sampling_params import SamplingParams
+
+_PUBLIC = {
+    "LLM": "ridgeline.engine.llm",
+    "AsyncLLM": "ridgeline.engine.async_llm",
+    "SamplingParams": "ridgeline.sampling_params",
+    "RequestOutput": "ridgeline.engine.outputs",
+    "CompletionOutput": "ridgeline.engine.outputs",
+}
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ridgeline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

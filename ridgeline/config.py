@@ -1,0 +1,145 @@
+"""Every option, declared once: name, type, default, help. The CLI, the Python API and the docs are made from this.
+
+Options that users of vLLM know keep their names. `None` or "auto" means that `resolve.py` picks a value, once, and
+can say why. Nothing here looks at a model, a device or a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from ridgeline.errors import ConfigError
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | float | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    model: str = option("", "HF directory or .gguf file; empty: the embedded SmolLM2-135M-Instruct")
+    tokenizer: str = option("", "where to take the tokenizer from, if not from the model")
+    skip_tokenizer_init: bool = option(False, "work on token ids only; no tokenizer is needed")
+    load_format: str = option("auto", "dummy: random weights, only config.json is needed", ("auto", "dummy"))
+    dtype: str = option(
+        "auto", "type of weights and activations", ("auto", "float32", "bfloat16", "float16", "float64")
+    )
+    max_model_len: int | None = option(None, "longest prompt and answer together, in tokens", low=2)
+    device: str = option("auto", "where the model runs", ("auto", "cpu", "cuda"))
+    kernels: str = option("auto", "reference: every op by its plain definition, to bisect a fault", ("auto", "reference"))
+    seed: int = option(0, "noise of requests without a seed of their own, and dummy weights", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    block_size: int = option(16, "tokens per KV block", low=1)
+    kv_cache_memory_bytes: int | None = option(None, "memory for the KV cache", low=1)
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a memory size", low=2)
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", low=0.01)
+    enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike")
+    kv_layout: str = option(
+        "paged", "contiguous: reserve max_model_len for every request (the off version of paging)",
+        ("paged", "contiguous"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    max_num_seqs: int | None = option(None, "most sequences that run at once", low=1)
+    max_num_batched_tokens: int | None = option(None, "token budget of a step", low=1)
+    enable_chunked_prefill: bool = option(True, "split long prompts over several steps")
+    scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    batching: str = option(
+        "continuous", "static: a new batch starts when the last one is done (the off version)", ("continuous", "static")
+    )
+    async_scheduling: bool | None = option(None, "plan a step while the one before it runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    tensor_parallel_size: int = option(1, "processes that share each layer", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: ModelOptions = ModelOptions()
+    cache: CacheOptions = CacheOptions()
+    scheduler: SchedulerOptions = SchedulerOptions()
+    parallel: ParallelOptions = ParallelOptions()
+
+    @classmethod
+    def of(cls, **options: Any) -> EngineConfig:
+        """From flat option names; an unknown name or an impossible value is a ConfigError."""
+        declared = {entry[0].name: entry for entry in declared_options()}
+        values = {}
+        for name, value in options.items():
+            if name not in declared:
+                close = difflib.get_close_matches(name, declared, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"unknown option {name!r}{hint}")
+            values[name] = checked(*declared[name], value)
+        return cls(
+            **{
+                group: kind(**{name: values[name] for name in _fields(kind) if name in values})
+                for group, kind in _groups().items()
+            }
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """The options that differ from their defaults; `EngineConfig.of(**config.flat())` gives it back."""
+        groups = [getattr(self, group) for group in _groups()]
+        return {
+            name: getattr(group, name)
+            for group in groups
+            for name, declared in _fields(type(group)).items()
+            if getattr(group, name) != declared.default
+        }
+
+
+def _groups() -> dict[str, type]:
+    return {
+        "model": ModelOptions, "cache": CacheOptions, "scheduler": SchedulerOptions, "parallel": ParallelOptions
+    }  # fmt: skip
+
+
+def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
+    return {declared.name: declared for declared in dataclasses.fields(kind)}
+
+
+def declared_options(*kinds: type) -> list[tuple[dataclasses.Field[Any], type, bool]]:
+    """(field, plain type, may be None) of every option of these groups, for the CLI and the docs."""
+    listed = []
+    for kind in kinds or tuple(_groups().values()):
+        hints = typing.get_type_hints(kind)
+        for declared in dataclasses.fields(kind):
+            listed.append((declared, *plain_type(hints[declared.name])))
+    return listed
+
+
+def plain_type(hint: Any) -> tuple[type, bool]:
+    """`int | None` -> (int, True)"""
+    if isinstance(hint, types.UnionType):
+        return next(each for each in typing.get_args(hint) if each is not types.NoneType), True
+    return hint, False
+
+
+def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value: Any) -> Any:
+    """The value in its declared type, or a ConfigError that names the option."""
+    name = declared.name
+    if value is None and optional:
+        return None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
+    choices, low = declared.metadata["choices"], declared.metadata["low"]
+    if choices and value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    if low is not None and value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")
+    return value

@@ -1,0 +1,105 @@
+"""The engine's core: one step at a time, and `step` below is the whole engine in a few lines.
+
+It knows requests as token ids. Text, streams, HTTP and processes are outside; tensors are below the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ridgeline.cache.manager import KVManager
+from ridgeline.config import EngineConfig
+from ridgeline.engine.executor import Executor, make_executor
+from ridgeline.errors import BadRequest
+from ridgeline.log import get_logger
+from ridgeline.messages import Request, TokenDelta
+from ridgeline.resolve import ResolvedConfig, resolve
+from ridgeline.runner.worker import device_facts
+from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
+from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
+
+logger = get_logger("engine")
+
+
+class EngineCore:
+    def __init__(self, config: ResolvedConfig, executor: Executor) -> None:
+        self.config = config
+        self.executor = executor
+        self.scheduler = make_scheduler(config)
+
+    @classmethod
+    def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
+        """Resolve, load, and be ready."""
+        config = resolve(options, device_facts(options))
+        for name, reason in config.reasons.items():
+            logger.debug("%s: %s", name, reason)
+        return cls(config, make_executor(config, progress))
+
+    def add(self, request: Request) -> None:
+        """Queue a request; BadRequest when it cannot run here."""
+        check_token_ids(request, self.config.model.vocab_size)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Forget a request, or one of its answers. Unknown ids are no error: it may have finished meanwhile."""
+        return self.scheduler.abort(request_id, index)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[TokenDelta]:
+        """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
+        plan = self.scheduler.schedule()
+        if len(plan.rows):
+            self.executor.submit(plan)
+            self.executor.sample()
+            if self.scheduler.num_in_flight <= self.config.depth:
+                return []
+        elif not self.scheduler.num_in_flight:
+            return []
+        return self.scheduler.update(self.executor.collect())
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def make_scheduler(config: ResolvedConfig) -> Scheduler:
+    options = config.options
+    manager = KVManager(
+        config.groups,
+        config.num_blocks,
+        prefix_caching=config.prefix_caching,
+        contiguous_tokens=config.max_model_len if config.contiguous else None,
+    )
+    limits = SchedulerLimits(
+        max_rows=config.max_num_seqs,
+        max_step_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        chunked_prefill=options.scheduler.enable_chunked_prefill,
+    )
+    static = options.scheduler.batching == "static"
+    return Scheduler(
+        limits,
+        manager,
+        frozenset(config.model.eos_token_ids),
+        admission=StaticBatching() if static else ContinuousBatching(),
+        use_priorities=options.scheduler.scheduling_policy == "priority",
+        seed=options.model.seed,
+    )
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Every id that enters the model is checked: on the device a wrong one reads somebody else's memory."""
+    params = request.params
+    lists = {
+        "prompt_token_ids": request.prompt_token_ids,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or [],
+        "logit_bias": list(params.logit_bias or {}),
+        "bad_words": [token for word in request.bad_words_token_ids for token in word],
+    }
+    for name, tokens in lists.items():
+        if tokens and not (0 <= min(tokens) and max(tokens) < vocab_size):
+            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise BadRequest(f"{name} holds token id {wrong}; this model's ids go from 0 to {vocab_size - 1}")

@@ -1,0 +1,135 @@
+"""Typed messages between processes: msgpack over ZeroMQ on private ipc sockets, never pickle.
+
+A frame is decoded against the type that is expected there; anything else is a DecodeError. Sockets live in a directory
+only this user can enter, under a name nobody can guess. No torch, and no knowledge of what the messages mean.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from ridgeline.messages import Request, StepPlan, TokenDelta
+
+MAX_FRAME = 256 * 2**20
+_DTYPES = {"int8": np.int8, "int32": np.int32, "int64": np.int64, "float32": np.float32, "float64": np.float64}
+
+T = TypeVar("T")
+DecodeError = msgspec.DecodeError
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes one type (or union of types) of message."""
+
+    def __init__(self, kind: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+
+    def encode(self, message: T) -> bytes:
+        return self._encoder.encode(message)
+
+    def decode(self, frame: bytes | memoryview) -> T:
+        if len(frame) > MAX_FRAME:
+            raise DecodeError(f"a frame of {len(frame)} bytes is larger than the limit of {MAX_FRAME}")
+        return self._decoder.decode(frame)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.name, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind.__name__} cannot be received")
+    try:
+        name, shape, data = value
+        return np.frombuffer(data, _DTYPES[name]).reshape([int(size) for size in shape])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise msgspec.ValidationError("not an array") from None
+
+
+# -- what is said between the front end and the engine's process -------------------------------------------------------
+
+
+class Add(msgspec.Struct, tag=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_id: str
+    index: int | None = None         # one of the n answers; None = all
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    pass
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine can take requests."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    num_blocks: int
+    block_size: int
+    seconds: float
+
+
+class Loading(msgspec.Struct, tag=True):
+    done: int
+    total: int
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine could not start, or has died; one line says why. `config` tells a bad setting from a fault."""
+
+    reason: str
+    config: bool = False
+
+
+class Refused(msgspec.Struct, tag=True):
+    """A request that the engine did not take."""
+
+    request_id: str
+    reason: str
+
+
+class Deltas(msgspec.Struct, tag=True):
+    deltas: list[TokenDelta]
+
+
+TO_ENGINE: Codec[Add | Abort | Shutdown] = Codec(Add | Abort | Shutdown)
+FROM_ENGINE: Codec[Ready | Loading | Failed | Refused | Deltas] = Codec(Ready | Loading | Failed | Refused | Deltas)
+
+# -- what is said between ranks ----------------------------------------------------------------------------------------
+
+PLAN: Codec[StepPlan] = Codec(StepPlan)
+
+
+class SocketDir:
+    """A private directory for ipc sockets; gone with close()."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"ridgeline-{secrets.token_hex(8)}-"))
+        os.chmod(self.path, 0o700)
+
+    def address(self, name: str) -> str:
+        return f"ipc://{self.path / name}"
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)

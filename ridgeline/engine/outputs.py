@@ -1,0 +1,57 @@
+"""What a caller gets back. Names and fields follow vLLM's offline API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsAt = dict[int, Logprob]      # the token at one position, and the most likely ones there
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsAt] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All answers to one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[LogprobsAt | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class AnswerDelta:
+    """What is new in one answer: the unit of streaming."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[LogprobsAt] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    text_offsets: list[int] = field(default_factory=list)        # where in the answer's text each new token begins

@@ -1,0 +1,56 @@
+"""The vocabulary's two ends: embedding and head, each divided among the ranks by rows of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.distributed.plan import even_shard, whole
+from ridgeline.layers.batch import Batch
+from ridgeline.layers.linear import Linear, Placement
+from ridgeline.layers.piece import Piece
+
+
+class VocabEmbedding(nn.Module):
+    """tokens [T] → [T, hidden], on every rank."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float, place: Placement) -> None:
+        super().__init__()
+        self.comm = place.comm
+        self.shard = even_shard(vocab_size, place.comm.rank, place.comm.size)
+        new = torch.zeros if self.shard.filled < self.shard.size else torch.empty
+        self.weight = nn.Parameter(
+            new(self.shard.size, hidden_size, dtype=place.dtype, device=place.device), requires_grad=False
+        )
+        # Rounded to the weights' dtype, as in training.
+        self.scale = None if scale == 1.0 else torch.tensor(scale, dtype=place.dtype).item()
+
+    def pieces(self) -> dict[str, Piece]:
+        shard, hidden = self.shard, self.weight.shape[1]
+        kept = (slice(shard.start, shard.stop), slice(None))
+        return {"weight:": Piece((shard.total, hidden), kept, self.weight.data[: shard.filled], (0.0, hidden**-0.5))}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.comm.size == 1:
+            x = F.embedding(tokens, self.weight)
+        else:
+            local = tokens - self.shard.start
+            mine = (local >= 0) & (local < self.shard.filled)
+            x = F.embedding(local * mine, self.weight) * mine.unsqueeze(-1)
+            x = self.comm.all_reduce(x)
+        return x if self.scale is None else x * self.scale
+
+
+class LMHead(Linear):
+    """rows [S, hidden] → logits [S, vocabulary] on every rank. May share the embedding's weight."""
+
+    def __init__(self, embedding: VocabEmbedding, tied: bool, place: Placement) -> None:
+        shard, hidden_size = embedding.shard, embedding.weight.shape[1]
+        super().__init__({"": shard}, whole(hidden_size), False, place, shared=embedding.weight if tied else None)
+        self.comm = place.comm
+        self.vocab_size = shard.total
+
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        logits = self.comm.all_gather(super().forward(x, batch))
+        return logits[:, : self.vocab_size]

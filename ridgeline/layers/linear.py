@@ -1,0 +1,120 @@
+"""Linear layers that know their shard. A column linear divides its outputs among the ranks, a row linear its inputs.
+
+Fused projections are column linears with several parts, each divided on its own. The shard comes from the communicator;
+nobody above this file does arithmetic with ranks. How a weight is stored and multiplied is its scheme's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.plan import Shard, even_shard, head_shards, whole
+from ridgeline.layers.batch import Batch
+from ridgeline.layers.piece import Piece
+from ridgeline.quant.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What every layer needs to make its parameters."""
+
+    comm: Communicator
+    scheme: Scheme
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Linear(nn.Module):
+    """x [T, columns] → [T, rows], for this rank's rows and columns. `rows` lists the fused parts in order."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, rows: Mapping[str, Shard], columns: Shard, bias: bool, place: Placement,
+        shared: nn.Parameter | None = None,
+    ) -> None:
+        """`shared` is another layer's parameter to multiply by; that layer loads it."""
+        super().__init__()
+        self.rows = rows
+        self.columns = columns
+        self.scheme = place.scheme
+        self.shares = shared is not None
+        if shared is not None:
+            self.weight, self.bias = shared, None
+            return
+        padded = any(shard.filled < shard.size for shard in (*rows.values(), columns))
+        place.scheme.create(
+            self, sum(shard.size for shard in rows.values()), columns.size, bias, padded, place.dtype, place.device
+        )
+
+    def pieces(self) -> dict[str, Piece]:
+        """By "weight:part" and "bias:part"; the part is empty where there is only one."""
+        pieces: dict[str, Piece] = {}
+        if self.shares:
+            return pieces
+        columns, first = self.columns, 0
+        for part, rows in self.rows.items():
+            here, kept = slice(first, first + rows.filled), slice(rows.start, rows.stop)
+            pieces[f"weight:{part}"] = Piece(
+                (rows.total, columns.total), (kept, slice(columns.start, columns.stop)),
+                self.weight.data[here, : columns.filled], (0.0, columns.total**-0.5),
+            )
+            if self.bias is not None:
+                pieces[f"bias:{part}"] = Piece((rows.total,), (kept,), self.bias.data[here], (0.0, 0.02))
+            first += rows.size
+        return pieces
+
+    def finish(self) -> None:
+        self.scheme.finish(self)
+
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        return self.scheme.apply(self, x, batch)
+
+
+class ColumnLinear(Linear):
+    """Outputs divided among the ranks."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, place: Placement) -> None:
+        super().__init__({"": even_shard(outputs, place.comm.rank, place.comm.size)}, whole(inputs), bias, place)
+
+
+class GateUpLinear(Linear):
+    """gate and up, one after the other."""
+
+    def __init__(self, inputs: int, intermediate: int, bias: bool, place: Placement) -> None:
+        shard = even_shard(intermediate, place.comm.rank, place.comm.size)
+        super().__init__({"gate": shard, "up": shard}, whole(inputs), bias, place)
+
+
+class QKVLinear(Linear):
+    """q, k and v, one after the other; whole heads, and KV heads repeated where there are fewer of them than ranks."""
+
+    def __init__(
+        self, inputs: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, place: Placement
+    ) -> None:
+        heads, kv_heads = head_shards(num_heads, num_kv_heads, place.comm.rank, place.comm.size)
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
+        q, kv = heads.scaled(head_dim), kv_heads.scaled(head_dim)
+        super().__init__({"q": q, "k": kv, "v": kv}, whole(inputs), bias, place)
+
+
+class RowLinear(Linear):
+    """Inputs divided among the ranks, outputs summed over them."""
+
+    def __init__(self, inputs: Shard, outputs: int, bias: bool, place: Placement) -> None:
+        super().__init__({"": whole(outputs)}, inputs, bias, place)
+        self.comm = place.comm
+
+    def finish(self) -> None:
+        if self.bias is not None and self.comm.rank > 0:
+            self.bias.zero_()        # the sum over ranks must count it once
+        super().finish()
+
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        return self.comm.all_reduce(self.scheme.apply(self, x, batch))

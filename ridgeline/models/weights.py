@@ -1,0 +1,317 @@
+"""Filling a decoder: read → rename → shard → fuse → convert → assign, one tensor at a time.
+
+Names and shapes are checked against the model before the first byte of weights is read: every checkpoint tensor is used
+once (or stands on the family's ignore list), every parameter is filled once, or loading fails and names them. Sources
+are mapped files, so peak memory is one copy of the weights and one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ridgeline.errors import ModelError
+from ridgeline.layers.piece import Piece
+from ridgeline.models.config import ModelConfig, read_json
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.gguf import GGUFFile
+
+Progress = Callable[[int, int], None]        # bytes done, bytes in all
+
+LOAD_FORMATS = ("auto", "dummy")
+SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a checkpoint, as its file's header describes it."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+class Source(Protocol):
+    """A checkpoint: what it holds, and its tensors one by one."""
+
+    tensors: dict[str, Stored]       # in file order, so that reading is sequential
+
+    def read(self, name: str, into: Tensor | None) -> Tensor:
+        """The tensor, on the CPU. A source that must expand it anyway may do so into `into` (float32, its shape)."""
+
+    def __enter__(self) -> Source: ...
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None: ...
+
+
+def load_weights(
+    model: Decoder, path: str | Path, config: ModelConfig, load_format: str = "auto", progress: Progress | None = None,
+    seed: int = 0,
+) -> None:
+    """Fill every parameter of `model` from the checkpoint at `path`, or with seeded noise ("dummy")."""
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
+    pieces = model_pieces(model)
+    with torch.inference_mode():
+        if load_format == "dummy":
+            _fill_dummy(pieces, seed, progress)
+        else:
+            with open_checkpoint(Path(path)) as source:
+                _fill(pieces, source, config, progress)
+        model.finish()
+
+
+def model_pieces(model: Decoder) -> dict[str, Piece]:
+    """Everything to fill, by "module.parameter:part"."""
+    pieces = {}
+    for module_name, module in model.named_modules():
+        if hasattr(module, "pieces"):
+            pieces |= {f"{module_name}.{name}": piece for name, piece in module.pieces().items()}
+    return pieces
+
+
+def open_checkpoint(path: Path) -> Source:
+    if path.suffix == ".gguf":
+        return GGUFSource(path)
+    return SafetensorsSource(path)
+
+
+# ---- matching a checkpoint with a model ------------------------------------------------------------------------------
+
+
+class Renamer:
+    """From checkpoint names to pieces, by the family's name map."""
+
+    def __init__(self, config: ModelConfig, gguf: bool) -> None:
+        self.names = config.family.gguf_names if gguf else config.family.names
+        self.prefixes = config.family.prefixes
+        self.ignored = re.compile("|".join(config.family.ignored))
+        self.tied = config.tied
+
+    def pieces_of(self, name: str) -> list[str] | None:
+        """The pieces that a checkpoint tensor holds, in its order of rows. Empty: ignored. None: unknown."""
+        if self.ignored.fullmatch(name):
+            return []
+        for prefix, stands_for in self.prefixes.items():
+            if name.startswith(prefix):
+                name = stands_for + name.removeprefix(prefix)
+                break
+        module, _, parameter = name.rpartition(".")
+        layer = re.search(r"\.(\d+)\.", module)
+        if layer is not None:
+            module = module[: layer.start()] + ".{}." + module[layer.end() :]
+        target = self.names.get(module)
+        if target is None:
+            return None
+        if target == "head" and self.tied:
+            return []                # some checkpoints keep a second copy of a tied head
+        target, _, parts = target.partition(":")
+        if layer is not None:
+            target = target.format(layer[1])
+        return [f"{target}.{parameter}:{part}" for part in parts.split("+")]
+
+    def checkpoint_name(self, piece: str) -> str:
+        """What a checkpoint usually calls a piece: for messages."""
+        path, _, part = piece.partition(":")
+        module, _, parameter = path.rpartition(".")
+        layer = re.search(r"\.(\d+)\.", module)
+        if layer is not None:
+            module = module[: layer.start()] + ".{}." + module[layer.end() :]
+        for name, target in self.names.items():
+            base, _, parts = target.partition(":")
+            if base == module and part in parts.split("+"):
+                return f"{name.format(layer[1]) if layer else name}.{parameter}"
+        return piece
+
+
+def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer) -> dict[str, list[str]]:
+    """The pieces of every checkpoint tensor, complete and without overlap, shapes checked; or an error."""
+    matched: dict[str, list[str]] = {}
+    filled: dict[str, str] = {}
+    unknown = []
+    for name, stored in source.tensors.items():
+        targets = renamer.pieces_of(name)
+        if targets is None or not all(target in pieces for target in targets):
+            unknown.append(name)
+            continue
+        for target in targets:
+            if target in filled:
+                raise ModelError(f"{stored.file}: tensors {filled[target]} and {name} are the same parameter")
+            filled[target] = name
+        if targets:
+            expected = _joined_shape([pieces[target].shape for target in targets])
+            if stored.shape != expected:
+                raise ModelError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}, the config asks for "
+                                 f"{list(expected)}")
+            matched[name] = targets
+    missing = dict.fromkeys(renamer.checkpoint_name(piece) for piece in pieces if piece not in filled)
+    if missing:
+        raise ModelError(f"the checkpoint lacks {_listed(missing)}")
+    if unknown:
+        raise ModelError(f"the checkpoint has tensors that this model does not know: {_listed(unknown)}")
+    return matched
+
+
+def _joined_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _listed(names: Iterable[str], shown: int = 4) -> str:
+    names = list(names)
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more tensors" if more > 0 else "")
+
+
+# ---- filling ---------------------------------------------------------------------------------------------------------
+
+
+def _fill(pieces: dict[str, Piece], source: Source, config: ModelConfig, progress: Progress | None) -> None:
+    gguf = isinstance(source, GGUFSource)
+    matched = _match(pieces, source, Renamer(config, gguf))
+    total = sum(source.tensors[name].nbytes for name in matched)
+    done = 0
+    for name, targets in matched.items():
+        interleaved = gguf and config.family.gguf_permuted and targets[0].endswith((".qkv.weight:q", ".qkv.weight:k",
+                                                                                    ".qkv.bias:q", ".qkv.bias:k"))
+        only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
+        tensor = source.read(name, only)
+        if interleaved:
+            tensor = deinterleaved(tensor, config.head_dim)
+        first = 0
+        for target in targets:
+            piece = pieces[target]
+            rows = tensor[first : first + piece.shape[0]]
+            first += piece.shape[0]
+            if rows.data_ptr() != piece.target.data_ptr():
+                piece.target.copy_(rows[piece.kept])
+            _check_finite(piece.target, name, source.tensors[name].file)
+        done += source.tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+def deinterleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo GGUF's order of a llama's q and k rows: pairs that rotate together lie side by side there, half a head apart
+    here.
+    """
+    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def _check_finite(values: Tensor, name: str, file: str) -> None:
+    if values.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(values)):
+        raise ModelError(f"{file}: tensor {name} holds values that are not finite in {str(values.dtype)[6:]}")
+
+
+def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) -> None:
+    """Noise keyed by (seed, name) and drawn for the whole tensor, so that it does not depend on the sharding."""
+    total = sum(piece.target.nbytes for piece in pieces.values())
+    done = 0
+    for name, piece in pieces.items():
+        target = piece.target
+        generator = torch.Generator(target.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        whole = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
+        target.copy_(whole.normal_(*piece.dummy, generator=generator)[piece.kept])
+        done += target.nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
+
+class SafetensorsSource:
+    """A directory with model.safetensors, or with several files and their index. Tensors are views of mapped files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tensors: dict[str, Stored] = {}
+        self._files = ExitStack()
+        self._open_files = {}
+        for file in _safetensors_files(directory):
+            try:
+                handle = self._files.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file.name} is damaged or not a safetensors file: {error}") from None
+            self._open_files[file.name] = handle
+            for name in handle.offset_keys():
+                self._add(name, file.name, handle)
+        if (directory / INDEX).is_file():
+            listed = read_json(directory / INDEX)["weight_map"]
+            absent = [f"{name} ({file})" for name, file in listed.items() if name not in self.tensors]
+            if absent:
+                raise ModelError(f"{INDEX} lists tensors that their files do not hold: {_listed(absent)}")
+
+    def _add(self, name: str, file: str, handle: safe_open) -> None:
+        if name in self.tensors:
+            raise ModelError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
+        header = handle.get_slice(name)
+        shape, dtype = tuple(header.get_shape()), header.get_dtype()
+        if dtype not in SAFETENSORS_DTYPES:
+            raise ModelError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(SAFETENSORS_DTYPES)}")
+        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES[dtype] * torch.Size(shape).numel(), file)
+
+    def read(self, name: str, into: Tensor | None) -> Tensor:
+        return self._open_files[self.tensors[name].file].get_tensor(name)
+
+    def __enter__(self) -> SafetensorsSource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open_files.clear()
+        self._files.close()
+
+
+def _safetensors_files(directory: Path) -> list[Path]:
+    single = directory / "model.safetensors"
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ModelError(f"{directory / INDEX}: weight_map must map tensor names to files")
+        files = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
+    elif single.is_file():
+        files = [single]
+    else:
+        other = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pth")))
+        hint = f"found {other[0]}, which is not supported: save the model as safetensors" if other else (
+            f"no model.safetensors and no {INDEX}")
+        raise ModelError(f"{directory} has no weights: {hint}")
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{directory} lacks {file.name}, which {INDEX} names")
+    return files
+
+
+class GGUFSource:
+    """A GGUF file. Packed tensors are expanded to float32 as they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile(path)
+        in_order = sorted(self._file.tensors.values(), key=lambda tensor: tensor.offset)
+        self.tensors = {each.name: Stored(each.shape, each.nbytes, path.name) for each in in_order}
+
+    def read(self, name: str, into: Tensor | None) -> Tensor:
+        if (
+            into is not None and into.device.type == "cpu" and into.dtype == torch.float32 and into.is_contiguous()
+            and into.shape == self.tensors[name].shape
+        ):
+            self._file.read(name, into.numpy())
+            return into
+        return torch.from_numpy(self._file.read(name))
+
+    def __enter__(self) -> GGUFSource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()

@@ -1,0 +1,34 @@
+"""The memory of the KV cache. This file alone decides how pages lie in it.
+
+One buffer holds a fixed number of layer *slots*; a group's i-th layer uses slot i, whatever group it is in. A block id
+therefore means the same pages in every group, and one pool of ids serves them all. Buffers start as zeros: nobody's old
+data is ever visible.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.kv_spec import KVGroupSpec
+from ridgeline.messages import BlockOp
+
+
+class KVBuffers:
+    def __init__(self, groups: list[KVGroupSpec], num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        spec = groups[0]
+        num_slots = max(len(group.layers) for group in groups)
+        shape = (num_slots, 2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self._pages = torch.zeros(shape, dtype=dtype, device=device)
+        self._slots = {layer: slot for group in groups for slot, layer in enumerate(group.layers)}
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """(keys, values) of every layer: [blocks, block_size, kv_heads, head_dim]."""
+        pages = [self._pages[self._slots[layer]] for layer in sorted(self._slots)]
+        return [(page[0], page[1]) for page in pages]
+
+    def run(self, block_ops: list[BlockOp]) -> None:
+        for op in block_ops:
+            if op.kind != "copy":
+                raise AssertionError(f"unknown block operation {op.kind!r}")
+            self._pages[:, :, op.target] = self._pages[:, :, op.source]

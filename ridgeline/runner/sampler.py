@@ -1,0 +1,258 @@
+"""The sampler: every row's sampling parameters and state, and the order in which a batch goes through ops/sample.py.
+
+Parameters are numpy columns on the host, so which stages a batch needs is decided without asking the device; a stage
+that no row of the batch uses is not run, and a batch of plain greedy rows is one argmax. State that depends on sampled
+tokens (what a row has said so far) is on the device. A row's state follows from its RowAdded alone: the same row added
+again with more tokens goes on as if it had never left.
+
+It knows rows and token ids. Stop strings, max_tokens and log-probabilities are others' work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.messages import RowAdded
+from ridgeline.ops.sample import CHOICE, apply_mask, apply_penalties, keep_only, sample, to_device
+
+GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best id, but for overflow
+
+# What a row does to its logits before a token is chosen.
+_EDIT = np.dtype([
+    ("edited", np.bool_),            # any of the next four
+    ("allowed", np.bool_), ("bad_words", np.bool_), ("biased", np.bool_), ("penalized", np.bool_),
+    ("min_tokens", np.int64),
+    ("repetition", np.float64), ("presence", np.float64), ("frequency", np.float64),
+    ("remembers", np.bool_), ("num_known", np.int64),        # rows with a `known` list, and its length
+])
+
+
+@dataclass(slots=True)
+class Sampled:
+    tokens: Tensor                   # int64 [S], on the device
+    failed: Tensor                   # bool [S]: the logits held a NaN or an infinity, or no id was left to choose
+
+
+class _RowLists:
+    """A list per row of (id, what belongs to it), kept as flat columns so that a step needs no loop over its rows."""
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, tuple[np.ndarray, ...]] = {}
+        self._flat: tuple[np.ndarray, ...] | None = None     # row, id, …; made anew after a row came or went
+
+    def put(self, row: int, *columns: np.ndarray) -> None:
+        self._by_row[row] = columns
+        self._flat = None
+
+    def drop(self, row: int) -> None:
+        if self._by_row.pop(row, None) is not None:
+            self._flat = None
+
+    def select(self, place: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The entries of the rows that have a place (>= 0) in the batch: place, id, and the other columns."""
+        if self._flat is None:
+            rows = np.repeat(list(self._by_row), [len(columns[0]) for columns in self._by_row.values()])
+            self._flat = (rows, *map(_concatenate, zip(*self._by_row.values(), strict=True)))
+        rows, *columns = self._flat
+        places = place[rows]
+        chosen = np.flatnonzero(places >= 0)
+        return places[chosen], *(column[chosen] for column in columns)
+
+
+def _concatenate(parts: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Along the entries; lists of tokens are right-aligned and padded with -1."""
+    if parts[0].ndim == 1:
+        return np.concatenate(parts)
+    width = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (width - part.shape[1], 0)), constant_values=-1) for part in parts])
+
+
+class Sampler:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        eos_token_ids: set[int],
+        device: torch.device | str,
+        logits_dtype: torch.dtype,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._device = torch.device(device)
+        self._choice = np.zeros(max_rows, CHOICE)
+        self._edit = np.zeros(max_rows, _EDIT)
+        self._place = np.full(max_rows, -1)                  # row -> place in the batch, while one is sampled
+        self._allowed, self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(4))
+        # For rows that look back, the prompt's distinct ids and then the answer. A row's unused columns repeat its
+        # first id, which is harmless where each occurrence of an id says the same.
+        self._known = torch.zeros((max_rows, 256), dtype=torch.int64, device=self._device)
+        self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.int32, device=self._device)   # in the answer
+        self._edited_logits = torch.empty(
+            (max_rows, vocab_size),
+            dtype=torch.float64 if logits_dtype == torch.float64 else torch.float32,
+            device=self._device,
+        )
+
+    # ---- rows come and go -------------------------------------------------------------------------------------------
+
+    def add_row(self, row: int, added: RowAdded) -> None:
+        self.remove_row(row)
+        params = added.params
+        index = len(added.token_ids) - added.num_prompt
+        self._choice[row] = (
+            added.seed % 2**64,
+            index,
+            params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
+            params.min_p,
+            params.top_k if params.top_k < self._vocab_size else 0,
+            params.top_p,
+            params.typical_p,
+        )
+        if params.allowed_token_ids is not None:
+            self._allowed.put(row, self._ids(params.allowed_token_ids))
+        if added.bad_words_token_ids:
+            self._put_bad_words(row, added.bad_words_token_ids)
+        if params.logit_bias:
+            self._put_bias(row, params.logit_bias)
+        if index < params.min_tokens:
+            self._stops.put(row, self._ids([*self._eos_token_ids, *params.stop_token_ids]))
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        flags = (
+            params.allowed_token_ids is not None,
+            bool(added.bad_words_token_ids),
+            bool(params.logit_bias),
+            penalties != (1.0, 0.0, 0.0),
+        )
+        remembers = flags[3] or any(len(word) > 1 for word in added.bad_words_token_ids)
+        num_known = self._remember(row, added, penalized=flags[3]) if remembers else 0
+        self._edit[row] = (any(flags), *flags, params.min_tokens, *penalties, remembers, num_known)
+
+    def remove_row(self, row: int) -> None:
+        self._edit[row] = np.zeros((), _EDIT)
+        for lists in (self._allowed, self._bad_words, self._stops, self._biases):
+            lists.drop(row)
+
+    def _ids(self, ids: list[int]) -> np.ndarray:
+        """As an array; ids that the vocabulary does not have can neither be chosen nor forbidden."""
+        array = np.unique(np.array(ids, np.int64))
+        return array[(array >= 0) & (array < self._vocab_size)]
+
+    def _put_bias(self, row: int, bias: dict[int, float]) -> None:
+        ids = self._ids(list(bias))
+        self._biases.put(row, ids, np.array([bias[token] for token in ids.tolist()], np.float64))
+
+    def _put_bad_words(self, row: int, words: list[list[int]]) -> None:
+        """A word forbids its last token wherever the tokens before it have just been said."""
+        width = max(len(word) for word in words) - 1
+        prefix = np.array([[-1] * (width - len(word) + 1) + word[:-1] for word in words], np.int64)
+        last = np.array([word[-1] for word in words], np.int64)
+        length = np.array([len(word) - 1 for word in words], np.int64)
+        self._bad_words.put(row, last, prefix.reshape(len(words), width), length)
+
+    def _remember(self, row: int, added: RowAdded, penalized: bool) -> int:
+        tokens = added.token_ids.astype(np.int64)
+        prompt, answer = tokens[: added.num_prompt], tokens[added.num_prompt :]
+        known = np.concatenate([np.unique(prompt), answer]) if penalized else answer
+        while len(known) > self._known.shape[1]:
+            self._widen_known()
+        if len(known):
+            self._known[row] = int(known[0])
+            self._known[row, : len(known)] = to_device(known, self._device)
+        if penalized:
+            self._counts[row] = 0
+            self._counts[row].index_put_(
+                (to_device(answer, self._device),),
+                torch.ones((), dtype=torch.int32, device=self._device),
+                accumulate=True,
+            )
+        return len(known)
+
+    def _widen_known(self) -> None:
+        self._known = torch.cat([self._known, self._known[:, :1].expand_as(self._known)], dim=1)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def sample(self, logits: Tensor, rows: np.ndarray, masks: Tensor | None = None) -> Sampled:
+        """One token for each of the (distinct) rows, from logits [S, V], which are left as they are.
+
+        `masks` are the ids a grammar allows, bool [S, V] or packed int32 [S, ceil(V / 32)] with the lowest id in the
+        lowest bit.
+        """
+        rows = rows.astype(np.int64)
+        how, edit = self._choice[rows], self._edit[rows]
+        too_early = how["index"] < edit["min_tokens"]
+        if masks is None and not (edit["edited"] | too_early).any():
+            tokens, failed = sample(logits, how)
+        else:
+            edited = self._edited_logits[: len(rows)].copy_(logits)
+            if masks is not None:
+                apply_mask(edited, masks)
+            self._edit_logits(edited, rows, how, edit, too_early)
+            tokens, failed = sample(edited, how)
+            failed |= ~logits.amax(-1).isfinite()            # nor may a mask hide that the row is broken
+        self._choice["index"][rows] += 1
+        if edit["remembers"].any():
+            self._say(rows, edit, tokens)
+        return Sampled(tokens, failed)
+
+    def _edit_logits(
+        self, logits: Tensor, rows: np.ndarray, how: np.ndarray, edit: np.ndarray, too_early: np.ndarray
+    ) -> None:
+        place = self._place
+        place[rows] = np.arange(len(rows))
+        if edit["allowed"].any():
+            where, ids = self._to_device(*self._allowed.select(place))
+            keep_only(logits, *self._to_device(np.flatnonzero(edit["allowed"])), where, ids)
+        if edit["bad_words"].any():
+            self._forbid_bad_words(logits, rows, how, edit)
+        if too_early.any():
+            where, ids = self._stops.select(place)
+            early = too_early[where]
+            logits[self._to_device(where[early], ids[early])] = -torch.inf
+        if edit["biased"].any():
+            where, ids, bias = self._to_device(*self._biases.select(place))
+            logits[where, ids] += bias.to(logits.dtype)
+        if edit["penalized"].any():
+            self._penalize(logits, rows, edit)
+        place[rows] = -1
+
+    def _forbid_bad_words(self, logits: Tensor, rows: np.ndarray, how: np.ndarray, edit: np.ndarray) -> None:
+        where, last, prefix, length = self._bad_words.select(self._place)
+        back = np.arange(-prefix.shape[1], 0)
+        column = np.maximum(edit["num_known"][where, None] + back, 0)
+        long_enough = how["index"][where] >= length          # the words are looked for in the answer alone
+        row, column, where, last, prefix, long_enough = self._to_device(
+            rows[where], column, where, last, prefix, long_enough
+        )
+        said = ((self._known[row[:, None], column] == prefix) | (prefix < 0)).all(-1) & long_enough
+        # Added, because two words may end alike and only one of them have been begun.
+        forbid = torch.zeros_like(last, dtype=logits.dtype).masked_fill_(said, -torch.inf)
+        logits.index_put_((where, last), forbid, accumulate=True)
+
+    def _penalize(self, logits: Tensor, rows: np.ndarray, edit: np.ndarray) -> None:
+        who = np.flatnonzero(edit["penalized"])
+        edit = edit[who]
+        place, row = self._to_device(who, rows[who])
+        known = self._known[row, : int(edit["num_known"].max())]
+        amounts = np.stack([edit["repetition"], edit["presence"], edit["frequency"]])[:, :, None]
+        repetition, presence, frequency = to_device(amounts, self._device).to(logits.dtype)
+        apply_penalties(logits, place, known, self._counts[row[:, None], known], repetition, presence, frequency)
+
+    def _say(self, rows: np.ndarray, edit: np.ndarray, tokens: Tensor) -> None:
+        """Remember what the rows that look back have just said."""
+        who = np.flatnonzero(edit["remembers"])
+        num_known = edit["num_known"][who]
+        if num_known.max() == self._known.shape[1]:
+            self._widen_known()
+        place, row, column = self._to_device(who, rows[who], num_known)
+        self._known[row, column] = tokens[place]
+        self._edit["num_known"][rows[who]] += 1
+        place, row = self._to_device(*(array[edit["penalized"][who]] for array in (who, rows[who])))
+        self._counts[row, tokens[place]] += 1
+
+    def _to_device(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+        return tuple(to_device(array, self._device) for array in arrays)
