@@ -35,8 +35,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_fac
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT,
         "beta_fast": 4.0, "beta_slow": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e3, "original_max_position_embeddings": ORIGINAL_CONTEXT,
-            "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.2, 3.9]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.2, 3.9]}
 PLAIN = {"rope_type": "default", "rope_theta": 1e3}
 GEMMA_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2}}
@@ -57,7 +56,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-window": ("Qwen3", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True,
                                "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "phi3": ("Phi3", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "sliding_window": WINDOW}),
-    "phi3-long": ("Phi3", {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}}),
+    "phi3-long": ("Phi3", {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+                           "original_max_position_embeddings": ORIGINAL_CONTEXT}),
     "gemma2": ("Gemma2", {"rope_parameters": PLAIN, "head_dim": 16, "query_pre_attn_scalar": 24,
                           "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {"rope_parameters": GEMMA_ROPES, "head_dim": 16, "query_pre_attn_scalar": 24,

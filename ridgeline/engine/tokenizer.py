@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
@@ -347,12 +346,246 @@ class _TokenType(IntEnum):
 # Characters assigned after Unicode 15.1, whose tables llama.cpp has. The regular expressions of `tokenizers` follow
 # newer tables: without this the ids would change with the version of that library.
 _NEWER_CHARACTERS = "".join(
-    rf"\x{{{first}}}-\x{{{last}}}"
-    for first, last in pairwise(
-        """
-        0897 0897 1B4E 1B4F 1B7F 1B7F 1C89 1C8A 2427 2429 31E4 31E5 A7CB A7CD A7DA A7DC 105C0 105F3 10D40 10D8F
-        10EC2 10EFC 11380 113E2 116D0 116E3 11BC0 11BF9 11F5A 11F5A 13460 143FA 16100 16139 16D40 16D79 18CFF 18CFF
-        1CC00 1CEB3 1E5D0 1E5FF 1F8B2 1F8C1 1FA89 1FA8F 1FABE 1FABE 1FAC6 1FAC6 1FADC 1FADF 1FAE9 1FAE9 1FBCB 1FBEF
-        """.split()
-    )
+    "\\x{%s}-\\x{%s}" % tuple(bounds.split("-"))
+    for bounds in """
+        0897-0897 1B4E-1B4F 1B7F-1B7F 1C89-1C8A 2427-2429 31E4-31E5 A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D8F
+        10EC2-10EFC 11380-113E2 116D0-116E3 11BC0-11BF9 11F5A-11F5A 13460-143FA 16100-16139 16D40-16D79 18CFF-18CFF
+        1CC00-1CEB3 1E5D0-1E5FF 1F8B2-1F8C1 1FA89-1FA8F 1FABE-1FABE 1FAC6-1FAC6 1FADC-1FADF 1FAE9-1FAE9 1FBCB-1FBEF
+    """.split()
 )
+_LETTER, _NUMBER, _PUNCTUATION, _SYMBOL, _MARK = (
+    rf"[\p{{{category}}}&&[^{_NEWER_CHARACTERS}]]" for category in ("L", "N", "P", "S", "M")
+)
+_NOT_LOWER, _NOT_UPPER = f"[{_LETTER}&&[^a-z]]", f"[{_LETTER}&&[^A-Z]]"
+_CONTRACTION = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTER}+| ?{_NUMBER}+| ?[^\s{_LETTER}{_NUMBER}]+|\s+(?!\S)|\s+"
+
+
+_DEEPSEEK = (
+    rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n{_LETTER}{_PUNCTUATION}{_SYMBOL}]?[{_LETTER}{_MARK}]+"
+    rf"| ?[{_PUNCTUATION}{_SYMBOL}]+[\r\n]*|{_BLANKS}"
+)
+
+
+def _word_pattern(number: str, marks: str = "") -> str:
+    """A contraction, a word with one character before it, a number, other signs, or blanks: the pattern since Llama 3."""
+    word = rf"[^\r\n{_LETTER}{_NUMBER}]?[{_LETTER}{marks}]+"
+    return rf"{_CONTRACTION}|{word}|{number}| ?[^\s{_LETTER}{marks}{_NUMBER}]+[\r\n]*|{_BLANKS}"
+
+
+def _cased_pattern(suffix: str, number: str) -> str:
+    """The same, but a word also ends where small letters turn to capitals."""
+    start = rf"[^\r\n{_LETTER}{_NUMBER}]?"
+    words = f"{start}{_NOT_LOWER}*{_NOT_UPPER}+{suffix}|{start}{_NOT_LOWER}+{_NOT_UPPER}*{suffix}"
+    return rf"{words}|{number}| ?[^\s{_LETTER}{_NUMBER}]+[\r\n/]*|{_BLANKS}"
+
+
+class _PreTokenizer(NamedTuple):
+    """How a text is cut before merging: by each pattern in turn, every match and every gap a piece of its own."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False      # a piece that is a token is taken whole, however its merges would go
+    add_bos: bool = False            # where the file does not say
+
+
+_DIGITS_THEN_GPT2 = _PreTokenizer((_NUMBER, _GPT2))
+_LLAMA3 = _PreTokenizer((_word_pattern(f"{_NUMBER}{{1,3}}"),), ignore_merges=True, add_bos=True)
+_QWEN2 = _PreTokenizer((_word_pattern(_NUMBER),))
+
+# By the value of tokenizer.ggml.pre. Each of them is checked against llama.cpp by scripts/make_tokenizer_golden.py.
+_PRE_TOKENIZERS = {
+    "default": _PreTokenizer((rf"[{_PUNCTUATION}$+<=>^~|]+", _GPT2, f"{_NUMBER}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _PreTokenizer((_GPT2,)),
+    "phi-2": _PreTokenizer((_GPT2,)),
+    "olmo": _PreTokenizer((_GPT2,)),
+    "mpt": _PreTokenizer((_GPT2,)),
+    "smollm": _DIGITS_THEN_GPT2,
+    "starcoder": _DIGITS_THEN_GPT2,
+    "refact": _DIGITS_THEN_GPT2,
+    "command-r": _DIGITS_THEN_GPT2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": _QWEN2,
+    "qwen35": _PreTokenizer((_word_pattern(_NUMBER, marks=_MARK),)),
+    "smaug-bpe": _PreTokenizer(_LLAMA3.patterns),
+    "dbrx": _PreTokenizer(_LLAMA3.patterns),
+    "deepseek-v3": _PreTokenizer((f"{_NUMBER}{{1,3}}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK)),
+    "tekken": _PreTokenizer((_cased_pattern("", _NUMBER),), ignore_merges=True, add_bos=True),
+    "gpt-4o": _PreTokenizer((_cased_pattern(f"(?:{_CONTRACTION})?", f"{_NUMBER}{{1,3}}"),)),
+    "llama4": _PreTokenizer((_cased_pattern(f"(?:{_CONTRACTION})?", f"{_NUMBER}{{1,3}}"),)),
+}
+
+# Chat models end a turn with one of these, whatever the file calls its end-of-sequence token.
+_END_OF_TURN = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> </s> <eos> "
+    "<｜end▁of▁sentence｜>".split()
+)
+
+
+class _GGUFVocabulary:
+    """The tokenizer.* part of a GGUF file's metadata, checked, and the tokenizer built from it."""
+
+    def __init__(self, metadata: Mapping[str, Any], file_name: str) -> None:
+        self.metadata = metadata
+        self.file_name = file_name
+        self.model = self._text("tokenizer.ggml.model", "")
+        if self.model not in ("gpt2", "llama"):
+            raise self._error(
+                f"tokenizer.ggml.model is {self.model!r}; supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
+            )
+        self.tokens = self._array("tokenizer.ggml.tokens", str)
+        if not self.tokens:
+            raise self._error("it has no vocabulary (tokenizer.ggml.tokens)")
+        self.tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(self.tokens)]
+        self.ids = {token: place for place, token in enumerate(self.tokens)}
+        if len(self.ids) < len(self.tokens):
+            twice = next(token for place, token in enumerate(self.tokens) if self.ids[token] != place)
+            raise self._error(f"tokenizer.ggml.tokens holds {twice!r} twice")
+        self.types = self._array("tokenizer.ggml.token_type", int) or [int(_TokenType.NORMAL)] * len(self.tokens)
+        self._same_length("tokenizer.ggml.token_type", self.types)
+        # Converters often leave them as ordinary tokens. Not so </s>: where that is ordinary, it is a piece of HTML.
+        self.ends = {self.ids[token] for token in _END_OF_TURN & self.ids.keys()}
+        self.ends -= {place for place in self.ends if self.tokens[place] == "</s>" and self.types[place] == _TokenType.NORMAL}
+        for place in self.ends:
+            self.types[place] = _TokenType.CONTROL
+
+    # --- reading ---
+
+    def _error(self, reason: str) -> ModelError:
+        return ModelError(f"{self.file_name}: {reason}")
+
+    def _text(self, key: str, default: str) -> str:
+        value = self.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise self._error(f"{key} must be a string, not {type(value).__name__}")
+        return value
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self.metadata.get(key, default)
+        if not isinstance(value, bool):
+            raise self._error(f"{key} must be a boolean, not {type(value).__name__}")
+        return value
+
+    def _array(self, key: str, kind: type) -> list[Any]:
+        value = self.metadata.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise self._error(f"{key} must be an array of {kind.__name__}")
+        return list(value)
+
+    def _id(self, key: str) -> int | None:
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
+
+    def _same_length(self, key: str, values: Sequence[Any]) -> None:
+        if len(values) != len(self.tokens):
+            raise self._error(f"{key} has {len(values):,} entries for {len(self.tokens):,} tokens")
+
+    # --- building ---
+
+    def tokenizer(self) -> Tokenizer:
+        core, pieces, add_bos = self._byte_level() if self.model == "gpt2" else self._sentencepiece()
+        self._add_special_tokens(core)
+        bos, eos = self._id("bos_token_id"), self._id("eos_token_id")
+        if self.model == "llama":        # older files leave out what every SentencePiece model of their time had
+            bos, eos = (1 if bos is None else bos), (2 if eos is None else eos)
+        ends = {eos, self._id("eot_token_id"), self._id("eom_token_id")} - {None}
+        named = {"bos_token": bos, "eos_token": eos, "unk_token": self._id("unknown_token_id"),
+                 "pad_token": self._id("padding_token_id")}  # fmt: skip
+        return Tokenizer(
+            core,
+            pieces,
+            [place for place, kind in enumerate(self.types) if kind not in _SHOWN_TYPES],
+            bos_token_id=bos,
+            eos_token_ids={*ends, *self.ends},
+            prefix_ids=[bos] if self._flag("tokenizer.ggml.add_bos_token", add_bos) and bos is not None else [],
+            suffix_ids=[eos] if self._flag("tokenizer.ggml.add_eos_token", False) and eos is not None else [],
+            has_prefix_space=self.model == "llama" and self._flag("tokenizer.ggml.add_space_prefix", True),
+            special_tokens={name: self.tokens[place] for name, place in named.items() if place is not None},
+            chat_templates=self._chat_templates(),
+        )
+
+    def _byte_level(self) -> tuple[tokenizers.Tokenizer, list[bytes], bool]:
+        name = self._text("tokenizer.ggml.pre", "default")
+        if name not in _PRE_TOKENIZERS:
+            raise self._error(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(sorted(_PRE_TOKENIZERS))}")
+        pre = _PRE_TOKENIZERS[name]
+        merges = [tuple(merge.split(" ", 1)) for merge in self._array("tokenizer.ggml.merges", str)]
+        if not merges:
+            raise self._error("it has no merges (tokenizer.ggml.merges)")
+        core = tokenizers.Tokenizer(self._bpe(merges, ignore_merges=pre.ignore_merges))
+        core.pre_tokenizer = pre_tokenizers.Sequence([
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ])
+        pieces = [
+            _byte_level_piece(token) if kind == _TokenType.NORMAL else token.encode()
+            for token, kind in zip(self.tokens, self.types, strict=True)
+        ]
+        return core, pieces, pre.add_bos
+
+    def _sentencepiece(self) -> tuple[tokenizers.Tokenizer, list[bytes], bool]:
+        unknown = self._id("unknown_token_id") or 0
+        core = tokenizers.Tokenizer(
+            self._bpe(self._merges_from_scores(), byte_fallback=True, unk_token=self.tokens[unknown])
+        )
+        spaces = [normalizers.Replace(" ", SPACE_MARK)]
+        if self._flag("tokenizer.ggml.add_space_prefix", True):
+            spaces.insert(0, normalizers.Prepend(SPACE_MARK))
+        core.normalizer = normalizers.Sequence(spaces)
+        pieces = []
+        for token, kind in zip(self.tokens, self.types, strict=True):
+            byte = _byte_of(token) if kind == _TokenType.BYTE else None
+            normal = kind == _TokenType.NORMAL
+            pieces.append(byte if byte is not None else _sentencepiece_piece(token) if normal else token.encode())
+        return core, pieces, True
+
+    def _bpe(self, merges: list[tuple[str, ...]], **options: Any) -> models.BPE:
+        try:
+            return models.BPE(vocab=self.ids, merges=merges, **options)
+        except Exception as error:       # the library raises plain Exception whatever is wrong
+            raise self._error(f"its merges do not fit its vocabulary: {error}") from None
+
+    def _merges_from_scores(self) -> list[tuple[str, ...]]:
+        """SentencePiece joins whichever neighbours make the best-scored token: every way to cut a token is a merge."""
+        scores = self._array("tokenizer.ggml.scores", (int, float))
+        self._same_length("tokenizer.ggml.scores", scores)
+        ids = self.ids
+        merges: list[tuple[str, ...]] = []
+        for place in sorted(range(len(scores)), key=lambda place: -scores[place]):
+            token = self.tokens[place]
+            if self.types[place] in _MERGED_TYPES:
+                merges += [
+                    (token[:cut], token[cut:])
+                    for cut in range(1, len(token))
+                    if token[:cut] in ids and token[cut:] in ids
+                ]
+        return merges
+
+    def _add_special_tokens(self, core: tokenizers.Tokenizer) -> None:
+        """Tokens found in the text before anything else is done to it."""
+        model_name = str(self.metadata.get("general.name", "")).lower()
+        strips = "phi-3" in model_name or "phi3" in model_name     # Phi-3 swallows the blanks behind its special tokens
+        special, plain = [], []
+        for token, kind in zip(self.tokens, self.types, strict=True):
+            if kind in (_TokenType.CONTROL, _TokenType.UNKNOWN, _TokenType.USER_DEFINED):
+                rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
+                added = AddedToken(token, rstrip=rstrip, normalized=False, special=kind != _TokenType.USER_DEFINED)
+                (plain if kind == _TokenType.USER_DEFINED else special).append(added)
+        core.add_special_tokens(special)
+        core.add_tokens(plain)
+
+    def _chat_templates(self) -> dict[str, str]:
+        """tokenizer.chat_template, and tokenizer.chat_template.NAME for those of another name."""
+        prefix = "tokenizer.chat_template"
+        found = {key: self._text(key, "") for key in self.metadata if key == prefix or key.startswith(prefix + ".")}
+        return {key[len(prefix) + 1 :] or "default": template for key, template in found.items()}
+
+
+_SHOWN_TYPES = (_TokenType.NORMAL, _TokenType.USER_DEFINED, _TokenType.BYTE)
+_MERGED_TYPES = (_TokenType.NORMAL, _TokenType.USER_DEFINED, _TokenType.UNUSED)

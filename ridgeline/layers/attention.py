@@ -62,4 +62,4 @@ class Attention(nn.Module):
             query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
         )
-        return self.output(out.view(num_tokens, -1), batch)
+        return self.output(out.flatten(1), batch)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import GateUpLinear, Placement, RowLinear
-from ridgeline.ops.gated_activation import gated_activation
+from ridgeline.ops.activation import gated_activation
 
 
 class GatedMLP(nn.Module):

@@ -239,7 +239,7 @@ def hf_model_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_position,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps"),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_unique(fields.ids("eos_token_id"), generation_fields.ids("eos_token_id")),
@@ -304,7 +304,7 @@ def _hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | 
     if family.window == "all":
         return (window,) * num_layers
     if family.window == "upper":
-        first = fields.integer("max_window_layers", 28, minimum=0)
+        first = fields.integer("max_window_layers", minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     every = fields.integer("sliding_window_pattern", family.full_every)
     return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
@@ -329,8 +329,8 @@ def _hf_ropes(
     if dim % 2 or not 0 < dim <= head_dim:
         raise ModelError(f"{fields.where}: {dim} rotated dimensions of a head of {head_dim}: must be even")
     original = fields.get("original_max_position_embeddings")
-    if original is not None:         # Phi-3 has it outside the dictionary
-        everywhere = {"original_max_position_embeddings": original, **everywhere}
+    if original is not None:         # Phi-3 has it outside the dictionary, and there it counts
+        everywhere = {**everywhere, "original_max_position_embeddings": original}
 
     def rope(parameters: Mapping[str, Any], theta_name: str) -> Rope:
         own = Fields(fields.where, parameters, {})
@@ -342,8 +342,8 @@ def _hf_ropes(
     if family.local_rope:
         local = rope(nested.get("sliding_attention", {}), "rope_local_base_freq")
     if everywhere.get("rope_type", everywhere.get("type")) == "yarn" and not family.longrope:
-        stretched = everywhere.get("original_max_position_embeddings", max_position) * everywhere.get("factor", 1.0)
-        max_position = max(max_position, int(stretched))
+        before = everywhere.get("original_max_position_embeddings") or max_position
+        max_position = max(max_position, int(before * (everywhere.get("factor") or 1.0)))
     return tuple(full if window is None else local for window in windows), max_position
 
 

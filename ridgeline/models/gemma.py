@@ -30,6 +30,7 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "sliding_window": 4096,
+        "rms_norm_eps": 1e-6,
     },
     names=LLAMA_NAMES | SANDWICH_NAMES,
 )

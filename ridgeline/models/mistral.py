@@ -6,4 +6,5 @@ MISTRAL = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
     window="all",
+    defaults={"sliding_window": 4096},
 )

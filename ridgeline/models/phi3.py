@@ -9,6 +9,7 @@ PHI3 = Family(
     partial_rotary=True,
     longrope=True,
     window="all",
+    defaults={"original_max_position_embeddings": 4096},
     names=LLAMA_NAMES | {
         "model.layers.{}.self_attn.qkv_proj": "layers.{}.attention.qkv:q+k+v",
         "model.layers.{}.mlp.gate_up_proj": "layers.{}.mlp.gate_up:gate+up",

@@ -8,6 +8,7 @@ QWEN2 = Family(
     gguf="qwen2",
     qkv_bias=True,
     window="upper",
+    defaults={"sliding_window": 4096, "max_window_layers": 28},
 )
 
 QWEN3 = Family(
@@ -16,5 +17,6 @@ QWEN3 = Family(
     gguf="qwen3",
     qk_norm=True,
     window="upper",
+    defaults={"sliding_window": 4096, "max_window_layers": 28},
     names=LLAMA_NAMES | QK_NORM_NAMES,
 )

@@ -221,7 +221,7 @@ def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) 
     done = 0
     for name, piece in pieces.items():
         target = piece.target
-        generator = torch.Generator(target.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         whole = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
         target.copy_(whole.normal_(*piece.dummy, generator=generator)[piece.kept])
         done += target.nbytes
@@ -245,7 +245,7 @@ class SafetensorsSource:
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file.name} is damaged or not a safetensors file: {error}") from None
             self._open_files[file.name] = handle
-            for name in handle.offset_keys():
+            for name in handle.keys():
                 self._add(name, file.name, handle)
         if (directory / INDEX).is_file():
             listed = read_json(directory / INDEX)["weight_map"]

@@ -20,7 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ridgeline.costs import Case, Cost, dtype_bytes
+from ridgeline.costs import DTYPE_BYTES, Case, Cost
 from ridgeline.errors import ConfigError
 
 P = ParamSpec("P")
@@ -124,7 +124,7 @@ class Op(Generic[P, R]):
         return self.implementations[-1]
 
     def case_cost(self, case: Case, dtype: str) -> Cost:
-        return self.cost(element_bytes=dtype_bytes(dtype), **case.sizes)
+        return self.cost(element_bytes=DTYPE_BYTES[dtype], **case.sizes)
 
     def forget(self) -> None:
         """Choose again at the next call."""

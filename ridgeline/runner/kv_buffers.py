@@ -7,6 +7,9 @@ data is ever visible.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +22,7 @@ class KVBuffers:
         spec = groups[0]
         num_slots = max(len(group.layers) for group in groups)
         shape = (num_slots, 2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self._pages = torch.zeros(shape, dtype=dtype, device=device)
+        self._pages = _zeros(shape, dtype, device)
         self._slots = {layer: slot for group in groups for slot, layer in enumerate(group.layers)}
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -32,3 +35,12 @@ class KVBuffers:
             if op.kind != "copy":
                 raise AssertionError(f"unknown block operation {op.kind!r}")
             self._pages[:, :, op.target] = self._pages[:, :, op.source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On the CPU through numpy, which takes fresh pages from the system as they are first touched; torch would
+    write gigabytes of zeros at start-up."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ridgeline.distributed.comm import Communicator
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
-from ridgeline.ops.logits import token_logprobs
+from ridgeline.ops.logits import logprobs as token_logprobs
 from ridgeline.runner.forward import Forward
 from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.rows import DeviceRows

@@ -1,0 +1,116 @@
+"""`ridgeline bench host`: what the host spends per step and per token, without any model.
+
+Planning a decode step (schedule), packing it (apply and pack), taking in its result (update), at several numbers of
+running requests; and how fast text becomes tokens and tokens text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pydoc_data.topics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ridgeline import embedded
+from ridgeline.bench.record import finish, percentiles, record
+from ridgeline.cache.manager import KVManager
+from ridgeline.engine.text import TextStream
+from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.kv_spec import KVGroupSpec
+from ridgeline.messages import Request, StepPlan, StepResult
+from ridgeline.runner.rows import DeviceRows
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
+
+BLOCK_SIZE, PROMPT, ANSWER = 16, 100, 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="numbers of running requests")
+    parser.add_argument("--steps", type=int, default=200, help="decode steps to time")
+    parser.add_argument("--out", help="also write the record to this file")
+
+
+def run(args: argparse.Namespace) -> None:
+    figures: dict[str, Any] = {}
+    for running in args.running:
+        figures[f"running_{running}"] = times = host_step(running, args.steps)
+        print(
+            f"{running:6d} running: plan {times['plan_ms']['median']:.3f} ms  pack {times['pack_ms']['median']:.3f} ms  "
+            f"together {times['plan_and_pack_ms']['median']:.3f} ms  update {times['update_ms']['median']:.3f} ms"
+        )
+    figures["text"] = text = text_rates(embedded.require())
+    print(
+        f"  tokenise {text['encode_tokens_per_s']:,.0f} tokens/s   "
+        f"detokenise, streamed {text['stream_tokens_per_s']:,.0f} tokens/s"
+    )
+    finish(record("host", {"running": args.running, "steps": args.steps, "prompt": PROMPT}, figures), args.out)
+
+
+def host_step(running: int, steps: int) -> dict[str, Any]:
+    """Times of a steady decode step with that many rows, in milliseconds."""
+    groups = [KVGroupSpec((0,), None, BLOCK_SIZE, 1, 1)]
+    blocks = running * -(-(PROMPT + ANSWER) // BLOCK_SIZE) + 1
+    limits = SchedulerLimits(max_rows=running, max_step_tokens=running * PROMPT, max_model_len=PROMPT + ANSWER)
+    scheduler = Scheduler(limits, KVManager(groups, blocks))
+    rows = DeviceRows(groups, running, limits.max_model_len, limits.max_step_tokens, torch.device("cpu"))
+    rng = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    for number in range(running):
+        # Different lengths, so that block borders do not fall on the same step for all.
+        prompt = rng.integers(0, 1000, PROMPT - number % BLOCK_SIZE).tolist()
+        scheduler.add(Request(str(number), prompt, params))
+    plan_ms, pack_ms, update_ms = [], [], []
+    for step in range(steps + 10):
+        plan, planned = _timed(scheduler.schedule)
+
+        def pack(plan: StepPlan = plan) -> None:
+            rows.apply(plan)
+            rows.pack(plan)
+
+        _, packed = _timed(pack)
+        result = _result(plan)
+        _, updated = _timed(lambda result=result: scheduler.update(result))
+        if step >= 10:
+            plan_ms.append(planned)
+            pack_ms.append(packed)
+            update_ms.append(updated)
+    together = [plan + pack for plan, pack in zip(plan_ms, pack_ms, strict=True)]
+    return {
+        "plan_ms": percentiles(plan_ms),
+        "pack_ms": percentiles(pack_ms),
+        "plan_and_pack_ms": percentiles(together),
+        "update_ms": percentiles(update_ms),
+    }
+
+
+def _result(plan: StepPlan) -> StepResult:
+    ones = np.ones(len(plan.rows), np.int32)
+    return StepResult(plan.step, ones.reshape(-1, 1) * 7, ones, ones)
+
+
+def text_rates(model: Path) -> dict[str, float]:
+    tokenizer = Tokenizer.load(model)
+    text = "".join(pydoc_data.topics.topics.values())
+    lines = [line for line in text.splitlines() if line.strip()]
+    encoded, encode_ms = _timed(lambda: [tokenizer.encode(line) for line in lines])
+    tokens = [token for line in encoded for token in line]
+    stream = TextStream(tokenizer)
+    _, stream_ms = _timed(lambda: [stream.feed([token]) for token in tokens])
+    return {
+        "characters": float(len(text)),
+        "tokens": float(len(tokens)),
+        "encode_tokens_per_s": len(tokens) / encode_ms * 1e3,
+        "stream_tokens_per_s": len(tokens) / stream_ms * 1e3,
+    }
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    value = call()
+    return value, (time.perf_counter() - start) * 1e3

@@ -1,0 +1,176 @@
+"""`ridgeline bench offline`: speed of the engine without a server, against the machine's memory and against a peer.
+
+    decode tok/s = requests × (out − 1) / (time of the run − time of a run with one token each)
+
+The same formula is applied to the peer in the same run, alternating, so that a noisy machine is unfair to nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ridgeline.bench.peer_transformers import TransformersPeer
+from ridgeline.bench.record import finish, percentiles, record
+from ridgeline.bench.workloads import PRESETS, Workload
+from ridgeline.config import EngineConfig
+from ridgeline.costs import DecoderShape, decoder_step
+from ridgeline.engine.core import EngineCore
+from ridgeline.messages import Request
+from ridgeline.models.config import ModelConfig
+from ridgeline.resolve import ELEMENT_SIZE, ResolvedConfig
+from ridgeline.sampling_params import SamplingParams
+
+
+class Contender(Protocol):
+    name: str
+
+    def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
+        """Answer all prompts; seconds from the start to each request's first token, and last the total."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("--workload", nargs="+", choices=sorted(PRESETS), default=sorted(PRESETS))
+    parser.add_argument("--against", choices=["transformers"], help="measure a peer in the same run")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each workload; the median counts")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    parser.add_argument("--out", help="also write the record to this file")
+
+
+def run(args: argparse.Namespace) -> None:
+    engine = Engine(args.model, dtype=args.dtype, load_format=args.load_format)
+    contenders: list[Contender] = [engine]
+    if args.against:
+        contenders.append(TransformersPeer(str(engine.config.model_path)))
+    bandwidth = read_bandwidth()
+    workloads = [workload for name in args.workload for workload in PRESETS[name]]
+    figures: dict[str, Any] = {"read_bandwidth_gb_s": bandwidth / 1e9}
+    for workload in workloads:
+        figures[workload.name] = row = measure(workload, contenders, engine.config, bandwidth, args.repeats)
+        print(_line(workload, row), flush=True)
+    setting = {
+        "model": engine.config.model_path.name, "dtype": engine.config.dtype, "threads": torch.get_num_threads(),
+        "repeats": args.repeats, "workloads": [workload.name for workload in workloads],
+    }  # fmt: skip
+    finish(record("offline", setting, figures), args.out)
+
+
+class Engine:
+    """Ridgeline's core, driven directly. The prefix cache is off: repeated prompts would measure it, not the model."""
+
+    name = "ridgeline"
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._core = EngineCore.start(EngineConfig.of(model=model, enable_prefix_caching=False, **options))
+        self._count = 0
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self._core.config
+
+    def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
+        core, first = self._core, {}
+        params = SamplingParams(temperature=0, max_tokens=tokens_out, ignore_eos=True)
+        start = time.perf_counter()
+        for prompt in prompts:
+            self._count += 1
+            core.add(Request(str(self._count), prompt, params))
+        while core.has_work:
+            for delta in core.step():
+                first.setdefault(delta.request_id, time.perf_counter() - start)
+        return [*first.values(), time.perf_counter() - start]
+
+
+def measure(
+    workload: Workload, contenders: list[Contender], config: ResolvedConfig, bandwidth: float, repeats: int
+) -> dict[str, Any]:
+    """Every contender's figures for one workload, and ours over the peer's."""
+    vocab = config.model.vocab_size
+    times: dict[str, list[tuple[float, float, float]]] = {contender.name: [] for contender in contenders}
+    for repeat in range(-1, repeats):                    # the first is warm-up
+        prompts = workload.prompts(vocab, repeat)
+        for contender in contenders:
+            one = contender.run(prompts, 1)
+            *first, total = contender.run(prompts, workload.tokens_out) if workload.tokens_out > 1 else one
+            if repeat >= 0:
+                times[contender.name].append((one[-1], total, sum(first) / len(first)))
+    row = {name: _figures(workload, runs) for name, runs in times.items()}
+    if workload.tokens_out > 1:
+        moved = decode_bytes(config.model, config.dtype, workload)
+        for figures in row.values():
+            decode_seconds = workload.requests * (workload.tokens_out - 1) / figures["decode_tok_s"]["median"]
+            figures["share_of_bandwidth"] = moved / decode_seconds / bandwidth
+    if len(contenders) > 1:
+        ours, theirs = (row[contender.name] for contender in contenders[:2])
+        key = "decode_tok_s" if workload.tokens_out > 1 else "prefill_tok_s"
+        row["ratio"] = ours[key]["median"] / theirs[key]["median"]
+    return row
+
+
+def _figures(workload: Workload, runs: list[tuple[float, float, float]]) -> dict[str, Any]:
+    tokens_in, tokens_out = workload.requests * workload.tokens_in, workload.requests * workload.tokens_out
+    figures: dict[str, Any] = {
+        "prefill_tok_s": percentiles([tokens_in / one for one, _, _ in runs]),
+        "ttft_ms": percentiles([first * 1e3 for _, _, first in runs]),
+    }
+    if workload.tokens_out > 1:
+        decoded = tokens_out - workload.requests
+        figures["decode_tok_s"] = percentiles([decoded / (total - one) for one, total, _ in runs])
+        figures["tpot_ms"] = percentiles(
+            [(total - one) * 1e3 / (workload.tokens_out - 1) for one, total, _ in runs]
+        )
+        figures["output_tok_s"] = percentiles([tokens_out / total for _, total, _ in runs])
+    return figures
+
+
+def decode_bytes(model: ModelConfig, dtype: str, workload: Workload) -> float:
+    """Bytes that the decode steps of a workload must move."""
+    shape = decoder_shape(model, dtype)
+    contexts = range(workload.tokens_in + 1, workload.tokens_in + workload.tokens_out)
+    return float(sum(decoder_step(shape, [(1, context)] * workload.requests).bytes for context in contexts))
+
+
+def decoder_shape(model: ModelConfig, dtype: str) -> DecoderShape:
+    size = ELEMENT_SIZE[dtype]
+    windows = [window for window in model.windows if window is not None]
+    return DecoderShape(
+        hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,
+        kv_heads=model.num_kv_heads, head_dim=model.head_dim, layers=model.num_layers, vocab=model.vocab_size,
+        weight_bytes=size, kv_bytes=size, activation_bytes=size,
+        window=windows[0] if windows else None, window_layers=len(windows),
+    )  # fmt: skip
+
+
+def read_bandwidth(size: int = 2**30) -> float:
+    """Bytes per second that all threads together can read: the sum over a buffer larger than any cache."""
+    buffer = torch.ones(size // 4)
+    seconds = [_seconds(buffer.sum) for _ in range(5)]
+    return size / min(seconds)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _line(workload: Workload, row: dict[str, Any]) -> str:
+    parts = [f"{workload.name:9s}"]
+    for name, figures in row.items():
+        if name == "ratio":
+            parts.append(f"ratio {figures:.2f}")
+            continue
+        text = f"{name}: prefill {figures['prefill_tok_s']['median']:.0f} tok/s, TTFT {figures['ttft_ms']['median']:.0f} ms"
+        if "decode_tok_s" in figures:
+            text += (
+                f", decode {figures['decode_tok_s']['median']:.1f} tok/s, TPOT {figures['tpot_ms']['median']:.1f} ms, "
+                f"{figures['share_of_bandwidth']:.0%} of read bandwidth"
+            )
+        parts.append(text)
+    return "  |  ".join(parts)

@@ -1,0 +1,39 @@
+"""transformers' `generate` on the same model and dtype, as a yardstick. Needs transformers, which Ridgeline itself does not."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.errors import ConfigError
+
+
+class TransformersPeer:
+    name = "transformers"
+
+    def __init__(self, model: str, dtype: str = "float32") -> None:
+        try:
+            transformers: Any = importlib.import_module("transformers")
+        except ImportError:
+            raise ConfigError("--against transformers needs the package transformers: pip install transformers") from None
+        path = Path(model)
+        where = {"pretrained_model_name_or_path": path}
+        if path.suffix == ".gguf":
+            where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype)).eval()
+
+    def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
+        """Only the total can be seen from outside: it stands for every request's first token too."""
+        inputs = torch.tensor(prompts)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            self._model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, pad_token_id=0,
+                min_new_tokens=tokens_out, max_new_tokens=tokens_out,
+            )  # fmt: skip
+        total = time.perf_counter() - start
+        return [total, total]

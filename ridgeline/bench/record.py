@@ -1,0 +1,74 @@
+"""A benchmark's record: the figures, and everything needed to read them later: machine, versions, commit, workload."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform as python_platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from ridgeline import platform
+from ridgeline.version import __version__
+
+
+def record(name: str, workload: dict[str, Any], figures: dict[str, Any], quality: str = "exact") -> dict[str, Any]:
+    return {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": {
+            "cpu": platform.cpu_name(),
+            "architecture": python_platform.machine(),
+            "cores": platform.cpu_count(),
+            "load_before": os.getloadavg()[0],
+        },
+        "versions": {
+            "ridgeline": __version__,
+            "python": python_platform.python_version(),
+            **{package: _version(package) for package in ("torch", "numpy", "tokenizers", "transformers")},
+        },
+        "commit": _commit(),
+        "quality": quality,
+        "workload": workload,
+        "figures": figures,
+    }
+
+
+def finish(result: dict[str, Any], out: str | None) -> None:
+    """The last line is JSON; with --out it is also kept as a file."""
+    if out:
+        path = Path(out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Median with P10 and P90."""
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+
+    return {"median": at(0.5), "p10": at(0.1), "p90": at(0.9)}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    done = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip()

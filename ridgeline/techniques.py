@@ -1,0 +1,50 @@
+"""Every technique, declared once: the option that switches it, the term of the iron law it attacks, what it may cost.
+
+    T = max(compute / peak FLOP/s, bytes / bandwidth) + overhead
+
+Laws, documentation, planning and diagnosis read this list. A technique is not here until it has an off version and a law.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    name: str
+    on: dict[str, Any]               # options that switch it on, and its off version
+    off: dict[str, Any]
+    term: str                        # of the iron law: compute, bytes, overhead, or capacity (more rows for the bytes)
+    exact: bool                      # same greedy tokens on and off (in float64); otherwise a stated bound
+    gain: str                        # what to expect, and when
+    module: str
+
+
+TECHNIQUES = (
+    Technique(
+        "paged KV", {"kv_layout": "paged"}, {"kv_layout": "contiguous"}, "capacity", True,
+        "as many more rows as max_model_len is longer than the average request", "cache/block_pool.py",
+    ),
+    Technique(
+        "continuous batching", {"batching": "continuous"}, {"batching": "static"}, "capacity", True,
+        "rows that would idle until the longest answer of their batch is done", "scheduler/policy.py",
+    ),
+    Technique(
+        "chunked prefill", {"enable_chunked_prefill": True}, {"enable_chunked_prefill": False}, "overhead", True,
+        "a long prompt delays others by one chunk instead of its whole length", "scheduler/scheduler.py",
+    ),
+    Technique(
+        "prefix caching", {"enable_prefix_caching": True}, {"enable_prefix_caching": False}, "compute", True,
+        "the prefill of every token that was computed before", "cache/prefix_cache.py",
+    ),
+    Technique(
+        "overlap", {"async_scheduling": True}, {"async_scheduling": False}, "overhead", True,
+        "planning and collecting, hidden behind the device's work", "engine/core.py",
+    ),
+    Technique(
+        "tensor parallelism", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}, "bytes", False,
+        "weights and KV divided by the ranks, for two all-reduces a layer", "distributed/comm.py",
+    ),
+)  # fmt: skip
