@@ -31,7 +31,7 @@ class ModelOptions:
     )
     max_model_len: int | None = option(None, "longest prompt and answer together, in tokens", low=2)
     device: str = option("auto", "where the model runs", ("auto", "cpu", "cuda"))
-    kernels: str = option("auto", "reference: every op by its plain definition, to bisect a fault", ("auto", "reference"))
+    kernels: str = option("auto", "reference: every op by its definition, to bisect a fault", ("auto", "reference"))
     seed: int = option(0, "noise of requests without a seed of their own, and dummy weights", low=0)
 
 

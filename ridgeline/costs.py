@@ -191,6 +191,8 @@ PAGED_ATTENTION_CASES = (
     Case("window", _attention([(1, 14), (1, 3), (6, 15), (9, 9), (1, 18)], window=5)),
     Case("softcap", _attention([(1, 7), (1, 12), (4, 10), (5, 5)], softcap=3.0)),
     Case("window-softcap", _attention([(1, 13), (1, 15), (7, 12)], window=6, softcap=2.0)),
+    Case("long", _attention([(1, 75), (40, 70), (2, 3)])),               # several tiles of keys and of queries
+    Case("long-window", _attention([(1, 90), (40, 80), (45, 45)], window=20)),
     Case("one-kv-head", _attention([(1, 5), (3, 7)], heads=6, kv_heads=1)),
     Case("no-groups", _attention([(1, 5), (1, 4), (3, 7)], heads=3, kv_heads=3)),
     Case("odd", _attention([(1, 11), (3, 8), (1, 2)], heads=3, kv_heads=1, head_dim=20, block_size=3)),
@@ -214,6 +216,23 @@ LOGPROBS_CASES = (
     Case("chosen-only", {"rows": 2, "vocab": 16, "top_k": 0}, dtypes=("float64", "float32")),
     Case("odd", {"rows": 3, "vocab": 37, "top_k": 5}, dtypes=("float64", "float32")),
     Case("decode-32", {"rows": 32, "vocab": 49152, "top_k": 5}, dtypes=("float32",), timed=True),
+)
+
+
+def sample_cost(*, rows: int, vocab: int, kind: str, element_bytes: int) -> Cost:
+    """Greedy: a comparison per id. Random: subtraction, division, exponential, logarithm, division, comparison. The
+    integer work of the noise and the sorting of the filters are not FLOPs."""
+    flops = rows * vocab * (1 if kind == "greedy" else 6)
+    return Cost(flops, rows * vocab * element_bytes + rows * (INDEX_BYTES + 1))
+
+
+SAMPLE_CASES = tuple(
+    Case(f"{kind}{suffix}", {"rows": rows, "vocab": vocab, "kind": kind}, dtypes=("float64", *dtypes), timed=timed)
+    for kind in ("greedy", "random", "filtered", "mixed")
+    for suffix, rows, vocab, dtypes, timed in (
+        ("", 6, 37, ("float32", "bfloat16"), False),
+        ("-32", 32, 49152, ("float32",), True),
+    )
 )
 
 

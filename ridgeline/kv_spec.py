@@ -1,8 +1,8 @@
 """The shape of the KV cache: a list of groups, known to both halves of the engine.
 
-A group is a set of layers whose KV lives and dies together: full attention keeps everything, a sliding window frees what
-lies behind it. Every group has the same number of layer slots per page (some may stay unused), so a page has the same
-size in every group and one pool of page ids serves them all.
+A group is a set of layers whose KV lives and dies together: full attention keeps everything, a sliding window frees
+what lies behind it. Every group has the same number of layer slots per page (some may stay unused), so a page has the
+same size in every group and one pool of page ids serves them all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class KVGroupSpec:
 
 
 def group_layers(windows: list[int | None]) -> list[tuple[int | None, tuple[int, ...]]]:
-    """Split layers by window into groups no larger than the rarest kind, so that pages can be shared without much waste.
+    """Split layers by window into groups no larger than the rarest kind: pages are then shared without much waste.
 
     26 layers of which 4 are global give one group of 4 global layers and six groups of at most 4 local ones.
     """
@@ -36,7 +36,7 @@ def group_layers(windows: list[int | None]) -> list[tuple[int | None, tuple[int,
 
 
 def blocks_for(groups: list[KVGroupSpec], num_tokens: int, max_chunk: int) -> int:
-    """Most blocks one sequence of that many tokens holds at once, when it is computed in chunks of at most `max_chunk`."""
+    """Most blocks that one sequence of that many tokens, computed in chunks of at most `max_chunk`, holds at once."""
     total = 0
     for group in groups:
         blocks = -(-num_tokens // group.block_size)

@@ -113,7 +113,8 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
 def _dtype(config: EngineConfig, model: ModelConfig, device: DeviceFacts, reasons: dict[str, str]) -> str:
     if config.model.dtype != "auto":
         if config.model.dtype not in (*device.fast_dtypes, "float64"):
-            reasons["dtype"] = f"{config.model.dtype} as asked; slow on this {device.kind}, {device.fast_dtypes[0]} is fast"
+            fast = device.fast_dtypes[0]
+            reasons["dtype"] = f"{config.model.dtype} as asked; slow on this {device.kind}, {fast} is fast"
         return config.model.dtype
     if device.kind == "cpu":
         reasons["dtype"] = "float32: the exact choice on a CPU"
@@ -193,7 +194,7 @@ def _budget(config: EngineConfig, budget: int, max_model_len: int, reasons: dict
         return budget
     if config.scheduler.max_num_batched_tokens is not None:
         raise ConfigError(
-            f"without chunked prefill max_num_batched_tokens ({budget}) must be at least max_model_len ({max_model_len})"
+            f"without chunked prefill max_num_batched_tokens ({budget}) must be at least max_model_len, {max_model_len}"
         )
     reasons["max_num_batched_tokens"] = "max_model_len: without chunks a prompt is one step"
     return max_model_len

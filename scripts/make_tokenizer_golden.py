@@ -311,7 +311,9 @@ def sentencepiece_tokens(common: int) -> Callable[[dict[str, Any]], Iterable[int
         other = [place for place, kind in enumerate(types) if kind != NORMAL]
         best = [place for place, kind in enumerate(types) if kind == NORMAL][:common]
         characters = {character for place in best for character in tokens[place]} | set("".join(SENTENCES[:30]))
-        return [*other, *best, *(ids[character] for character in characters if character in ids)]
+        # Runs of spaces share one score, and llama.cpp merges equals from the left: that is our order only if all are there.
+        runs = [place for place, token in enumerate(tokens) if set(token) == {"▁"}]
+        return [*other, *best, *runs, *(ids[character] for character in characters if character in ids)]
 
     return keep
 

@@ -1,19 +1,22 @@
 """A device half without arithmetic: it obeys plans, and checks that every KV slot a token would read is the right one.
 
-Each slot is stamped with a hash of all tokens up to its position. Before a row computes, every visible position must carry
-the stamp of its own prefix; a stale block, a wrong table, a lost token or a block reused too early shows at once. The
-next token is a function of the prefix alone, so answers can be compared whatever else was in the batch.
+Each slot is stamped with its group and a hash of all tokens up to its position. Before a row computes, every visible
+position must carry the stamp of its own prefix; a stale block, a wrong table or a lost token shows at once. A step in
+flight may touch its slots at any moment until it is collected, so they are checked when it is submitted and again when
+it is collected: a block reused too early shows too. The next token is a function of the prefix alone, so answers can be
+compared whatever else was in the batch.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ridgeline.kv_spec import KVGroupSpec
-from ridgeline.messages import RowAdded, StepPlan, StepResult, Want
+from ridgeline.messages import Logprobs, RowAdded, StepPlan, StepResult, Want
 
 
 class SlotError(AssertionError):
@@ -31,6 +34,7 @@ def next_token(prefix_stamp: int, vocab: int) -> int:
 class _Row:
     def __init__(self, added: RowAdded) -> None:
         self.tokens = added.token_ids.tolist()
+        self.num_prompt = added.num_prompt
         self.length = added.num_computed
         self.tables = [table.tolist() for table in added.block_ids]
         self.stamps = [0]
@@ -42,19 +46,34 @@ class _Row:
         self.stamps.append(stamp(self.stamps[-1], token))
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step between submit and collect."""
+
+    plan: StepPlan
+    tokens: list[int | None] = field(default_factory=list)           # by place in the batch; None = nothing sampled
+    lengths: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    touched: list[tuple[int, int, int]] = field(default_factory=list)    # slot, group, stamp
+
+
 class FakeRunner:
-    def __init__(self, groups: list[KVGroupSpec], num_blocks: int, vocab: int = 64, fail_tokens: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, groups: list[KVGroupSpec], num_blocks: int, vocab: int = 64, fail_tokens: tuple[int, ...] = ()
+    ) -> None:
         self.groups, self.vocab, self.fail_tokens = groups, vocab, fail_tokens
-        self.slots = [dict[int, int]() for _ in groups]
         self.num_blocks = num_blocks
+        self.slots: dict[int, tuple[int, int]] = {}      # one memory for all groups: slot -> group, stamp
         self.rows: dict[int, _Row] = {}
-        self.results: deque[StepResult] = deque()
         self.reads = 0
-        self._sampled: tuple[StepPlan, list[int | None]] | None = None
+        self._submitted: _Step | None = None
+        self._steps: deque[_Step] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         for row in plan.removed.tolist():
-            self.rows.pop(row, None)
+            if row not in self.rows:
+                raise SlotError(f"row {row} is removed, it was not there")
+            del self.rows[row]
         for added in plan.added:
             if added.row in self.rows:
                 raise SlotError(f"row {added.row} is added twice")
@@ -66,58 +85,86 @@ class FakeRunner:
             table.append(block)
         if len(set(plan.rows.tolist())) != len(plan.rows):
             raise SlotError("a row is scheduled twice")
-        tokens: list[int | None] = []
-        for row, count, want in zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.want.tolist(), strict=True):
-            tokens.append(self._compute(row, count, Want(want)))
-        self._sampled = (plan, tokens)
+        step = _Step(plan)
+        work = zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.want.tolist(), strict=True)
+        for place, (number, count, want) in enumerate(work):
+            if number not in self.rows:
+                raise SlotError(f"row {number} is scheduled, it is not there")
+            row = self.rows[number]
+            self._compute(row, number, count, step)
+            if want & Want.PROMPT_LOGPROBS:
+                first, last = row.length - count + 1, min(row.length + 1, row.num_prompt)
+                if last > first:
+                    step.prompt_logprobs[place] = fake_logprobs(row.tokens[first:last])
+            step.tokens.append(self._sample(row, number) if want & Want.TOKEN else None)
+            step.lengths.append(row.length)
+        self._check(step)
+        self._submitted = step
 
     def _slot(self, row: _Row, group: int, position: int) -> int:
         size = self.groups[group].block_size
-        block = row.tables[group][position // size]
+        index = position // size
+        block = row.tables[group][index] if index < len(row.tables[group]) else -1
         if not 0 < block < self.num_blocks:
             raise SlotError(f"group {group}: position {position} has block {block}")
         return block * size + position % size
 
-    def _compute(self, number: int, count: int, want: Want) -> int | None:
-        row = self.rows[number]
+    def _compute(self, row: _Row, number: int, count: int, step: _Step) -> None:
         start, end = row.length, row.length + count
         if count <= 0 or end > len(row.tokens):
             raise SlotError(f"row {number} computes {start}..{end} of {len(row.tokens)} known tokens")
         for group, spec in enumerate(self.groups):
-            for position in range(start, end):
-                self.slots[group][self._slot(row, group, position)] = row.stamps[position + 1]
             first = 0 if spec.window is None else max(0, start - spec.window + 1)
-            for position in range(first, end):
-                self.reads += 1
-                if self.slots[group].get(self._slot(row, group, position)) != row.stamps[position + 1]:
-                    raise SlotError(f"row {number}, group {group}: position {position} holds somebody else's KV")
+            slots = [self._slot(row, group, position) for position in range(first, end)]
+            for slot, value in zip(slots[start - first :], row.stamps[start + 1 : end + 1], strict=True):
+                self.slots[slot] = (group, value)
+            step.touched += zip(slots, [group] * len(slots), row.stamps[first + 1 : end + 1], strict=True)
         row.length = end
-        if not want & Want.TOKEN:
-            return None
-        if end != len(row.tokens):
+
+    def _check(self, step: _Step) -> None:
+        """Every slot the step reads or writes holds what it should."""
+        self.reads += len(step.touched)
+        for slot, group, value in step.touched:
+            if self.slots.get(slot) != (group, value):
+                raise SlotError(f"step {step.plan.step}, group {group}: slot {slot} holds somebody else's KV")
+
+    def _sample(self, row: _Row, number: int) -> int:
+        if row.length != len(row.tokens):
             raise SlotError(f"row {number} samples before its known tokens are computed")
         token = next_token(row.stamps[-1], self.vocab)
         row.push(token)
         return token
 
     def sample(self, masks: None = None) -> None:
-        assert self._sampled is not None
-        plan, tokens = self._sampled
-        self._sampled = None
-        values = np.array([[-1 if token is None else token] for token in tokens], np.int32).reshape(-1, 1)
-        self.results.append(
-            StepResult(
-                step=plan.step,
-                tokens=values,
-                num_new=(values[:, 0] >= 0).astype(np.int32),
-                lengths=np.array([self.rows[row].length for row in plan.rows.tolist()], np.int32),
-                failed={i: "planted" for i, token in enumerate(tokens) if token in self.fail_tokens},
-                useful=plan.total_tokens,
-            )
-        )
+        assert self._submitted is not None
+        self._steps.append(self._submitted)
+        self._submitted = None
 
     def collect(self) -> StepResult:
-        return self.results.popleft()
+        step = self._steps.popleft()
+        self._check(step)
+        values = np.array([[-1 if token is None else token] for token in step.tokens], np.int32).reshape(-1, 1)
+        logprobs = {
+            place: fake_logprobs([token])
+            for place, token in enumerate(step.tokens)
+            if token is not None and step.plan.want[place] & Want.LOGPROBS
+        }
+        return StepResult(
+            step=step.plan.step,
+            tokens=values,
+            num_new=(values[:, 0] >= 0).astype(np.int32),
+            lengths=np.array(step.lengths, np.int32),
+            logprobs=logprobs,
+            prompt_logprobs=step.prompt_logprobs,
+            failed={place: "planted" for place, token in enumerate(step.tokens) if token in self.fail_tokens},
+            useful=step.plan.total_tokens,
+        )
+
+
+def fake_logprobs(tokens: list[int]) -> Logprobs:
+    """Log-probabilities that say nothing but which tokens they belong to."""
+    ids = np.array(tokens, np.int32)
+    return Logprobs(ids, -ids.astype(np.float32), np.ones_like(ids), ids[:, None], -ids[:, None].astype(np.float32))
 
 
 def expected_answer(prompt: list[int], limit: int, stop_ids: frozenset[int] = frozenset(), vocab: int = 64) -> list[int]:

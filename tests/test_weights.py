@@ -153,7 +153,7 @@ def save_gguf(directory: Path, architecture: str, rope: dict[str, Any], tensors:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.ropes[-1].theta,
         "rope.dimension_count": config.ropes[0].dim,
         **{key: value for key, value in {
-            "attention.sliding_window": max((window or 0 for window in config.windows)),
+            "attention.sliding_window": max(window or 0 for window in config.windows),
             "attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.final_softcap,
         }.items() if value},
         **rope,

@@ -76,7 +76,7 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
 
 def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """The transformers model itself, with weights that depend only on the name."""
-    import transformers              # takes seconds: only for the tests that need it
+    import transformers  # takes seconds: only for the tests that need it
 
     kind, differences = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
@@ -118,8 +118,7 @@ def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
         rope.pop("original_max_position_embeddings", None)
     kind = rope.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
-    if "layer_types" in config:
-        del config["layer_types"]
+    config.pop("layer_types", None)
     config.pop("_sliding_window_pattern", None)
     if config["model_type"].startswith("gemma"):
         del config["tie_word_embeddings"], config["hidden_activation"]

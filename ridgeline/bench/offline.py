@@ -75,7 +75,7 @@ class Engine:
         return self._core.config
 
     def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
-        core, first = self._core, {}
+        core, first = self._core, dict[str, float]()
         params = SamplingParams(temperature=0, max_tokens=tokens_out, ignore_eos=True)
         start = time.perf_counter()
         for prompt in prompts:
@@ -166,7 +166,8 @@ def _line(workload: Workload, row: dict[str, Any]) -> str:
         if name == "ratio":
             parts.append(f"ratio {figures:.2f}")
             continue
-        text = f"{name}: prefill {figures['prefill_tok_s']['median']:.0f} tok/s, TTFT {figures['ttft_ms']['median']:.0f} ms"
+        text = f"{name}: prefill {figures['prefill_tok_s']['median']:.0f} tok/s"
+        text += f", TTFT {figures['ttft_ms']['median']:.0f} ms"
         if "decode_tok_s" in figures:
             text += (
                 f", decode {figures['decode_tok_s']['median']:.1f} tok/s, TPOT {figures['tpot_ms']['median']:.1f} ms, "

@@ -1,4 +1,4 @@
-"""transformers' `generate` on the same model and dtype, as a yardstick. Needs transformers, which Ridgeline itself does not."""
+"""transformers' `generate` on the same model and dtype, as a yardstick. Ridgeline itself does not need transformers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TransformersPeer:
         try:
             transformers: Any = importlib.import_module("transformers")
         except ImportError:
-            raise ConfigError("--against transformers needs the package transformers: pip install transformers") from None
+            raise ConfigError("--against transformers needs that package: pip install transformers") from None
         path = Path(model)
-        where = {"pretrained_model_name_or_path": path}
+        where: dict[str, Any] = {"pretrained_model_name_or_path": path}
         if path.suffix == ".gguf":
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         self._model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype)).eval()

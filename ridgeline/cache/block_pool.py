@@ -1,10 +1,10 @@
 """The pool of KV blocks: who holds which block, and in what order unheld ones may be reused.
 
-A block is *free* (nothing in it), *held* (reference count > 0) or *cached* (count 0, but its contents are still indexed by
-the prefix cache; the least recently released is reused first). Block 0 is null: padding writes there, nobody owns it.
+A block is *free* (nothing in it), *held* (reference count > 0) or *cached* (count 0, but its contents are still indexed
+by the prefix cache; the least recently released is reused first). Block 0 is null: padding writes there, nobody owns it.
 
-A block that a step in flight may still touch must not be reused. So a release is dated with the last step submitted, and
-takes effect when that step is retired; with nothing in flight that is at once.
+A block that a step in flight may still touch must not be reused. So a release is dated with the last step submitted,
+and takes effect when that step is retired; with nothing in flight that is at once.
 
     allocate ─▶ held ─ release ─▶ (in flight until its step retires) ─▶ free, or cached ─ evicted by allocate ─▶ held
 """
@@ -119,7 +119,7 @@ class SlabPool(BlockPool):
     def __init__(self, num_blocks: int, slab: int) -> None:
         super().__init__(num_blocks, on_evict=lambda block: None)
         self._slab = slab
-        self._free_slabs = [first for first in range(1, num_blocks - slab + 1, slab)][::-1]
+        self._free_slabs = list(range(1, num_blocks - slab + 1, slab))[::-1]
         self._slab_left: dict[int, int] = {}                     # first block of a slab -> blocks not yet back
 
     @property

@@ -106,7 +106,8 @@ class KVManager:
         self.counters.lookups += 1
         self.counters.asked_tokens += len(tokens)
         self.counters.hit_tokens += length * size
-        return self._hit([child.blocks for child in path[:length]], path[length - 1] if length else self.cache.root(salt))
+        stands_on = path[length - 1] if length else self.cache.root(salt)
+        return self._hit([child.blocks for child in path[:length]], stands_on)
 
     def fork(self, source: SequenceBlocks, salt: str, limit: int) -> Hit:
         """The same, from the blocks of a running sequence with the same prompt (the n answers of one request)."""
@@ -191,7 +192,7 @@ class KVManager:
         return entries
 
     def commit(self, blocks: SequenceBlocks, tokens: array[int], num_computed: int) -> None:
-        """The first `num_computed` tokens are in the cache and known: make full blocks findable, free behind windows."""
+        """The first `num_computed` tokens are known and computed: make full blocks findable, free behind windows."""
         full = num_computed // self.block_size
         while blocks.committed < full:
             index = blocks.committed
@@ -199,9 +200,8 @@ class KVManager:
             if blocks.node is None:
                 continue
             start = index * self.block_size
-            node, taken = self.cache.insert(
-                blocks.node, tokens[start : start + self.block_size].tobytes(), [table[index] for table in blocks.tables]
-            )
+            content = tokens[start : start + self.block_size].tobytes()
+            node, taken = self.cache.insert(blocks.node, content, [table[index] for table in blocks.tables])
             for block in taken:
                 self.pool.index(block)
             if node is None:

@@ -4,9 +4,9 @@
            ├─ [t0 … t15] ─ [t16 … t31] ─ …        a node is one block of tokens; `blocks` holds its KV, one id per group
            └─ [u0 … u15] ─ …
 
-The salt is in the root's key, so requests with different salts share nothing. The key is a BLAKE2b hash keyed by a secret
-of this process, and the token ids are compared on every hit: a collision is a miss, never a wrong answer. Whether a block
-stays is the pool's business; it tells us when it reuses one.
+The salt is in the root's key, so requests with different salts share nothing. The key is a BLAKE2b hash keyed by a
+secret of this process, and the token ids are compared on every hit: a collision is a miss, never a wrong answer.
+Whether a block stays is the pool's business; it tells us when it reuses one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PrefixCache:
         return node, taken
 
     def stand_on(self, node: Node, instead_of: Node) -> None:
-        """A sequence moves on to `node`: it stays in the tree, blocks or not, so that what comes next can hang below it."""
+        """A sequence moves on to `node`, which stays in the tree, blocks or not: what comes next hangs below it."""
         node.users += 1
         self.leave(instead_of)
 

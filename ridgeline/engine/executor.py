@@ -1,7 +1,7 @@
 """Executors: where plans are carried out. In this process, or in this one and others that share every layer.
 
-submit() launches a plan's forward pass, sample() its sampling, collect() brings the oldest result. Rank 0 is always here;
-with tensor parallelism each plan is sent to the other ranks first, and they obey it in step.
+submit() launches a plan's forward pass, sample() its sampling, collect() brings the oldest result. Rank 0 is always
+here; with tensor parallelism each plan is sent to the other ranks first, and they obey it in step.
 """
 
 from __future__ import annotations

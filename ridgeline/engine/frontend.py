@@ -34,7 +34,8 @@ class Frontend:
         if isinstance(prompt, dict):
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
-                raise BadRequest(f"a prompt has `prompt` or `prompt_token_ids`, and may have `cache_salt`: got {sorted(prompt)}")
+                known = "`prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
+                raise BadRequest(f"a prompt as a dict holds {known}; got {sorted(prompt)}")
             text = prompt.get("prompt")
             tokens = prompt.get("prompt_token_ids")
             return (text, list(tokens)) if tokens is not None else self.prompt_tokens(text or "")

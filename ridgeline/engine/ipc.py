@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from ridgeline.errors import RidgelineError
 from ridgeline.messages import Request, StepPlan, TokenDelta
 
 MAX_FRAME = 256 * 2**20
@@ -38,7 +39,11 @@ class Codec(Generic[T]):
     def decode(self, frame: bytes | memoryview) -> T:
         if len(frame) > MAX_FRAME:
             raise DecodeError(f"a frame of {len(frame)} bytes is larger than the limit of {MAX_FRAME}")
-        return self._decoder.decode(frame)
+        try:
+            return self._decoder.decode(frame)
+        except (RidgelineError, RecursionError, UnicodeDecodeError) as error:
+            # A value that its own type refuses, nesting without end, text that is none: all are just bad frames.
+            raise DecodeError(f"{type(error).__name__}: {error}") from None
 
 
 def _encode_array(value: Any) -> Any:
@@ -82,10 +87,11 @@ class Ready(msgspec.Struct, tag=True):
 
     model: str
     max_model_len: int
+    max_num_seqs: int
     vocab_size: int
     dtype: str
     device: str
-    num_blocks: int
+    num_blocks: int                  # KV blocks that requests can have, all of them free now
     block_size: int
     seconds: float
 
@@ -110,7 +116,11 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Deltas(msgspec.Struct, tag=True):
+    """What one step brought, and how full the engine is after it."""
+
     deltas: list[TokenDelta]
+    running: int                     # sequences that have a row
+    free_blocks: int                 # KV blocks that nobody holds; the prefix cache may still know their contents
 
 
 TO_ENGINE: Codec[Add | Abort | Shutdown] = Codec(Add | Abort | Shutdown)

@@ -1,4 +1,4 @@
-"""LLM: offline generation in this process. The shape of the class follows vLLM's, so that an import is all to change."""
+"""LLM: offline generation in this process. The class follows vLLM's in shape, so that an import is all to change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to all prompts, in their order. A prompt that cannot run fails the call before anything is computed."""
+        """Answers to all prompts, in order. A prompt that cannot run fails the call before anything is computed."""
         listed = _as_list(prompts)
         params = _one_each(sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = list(priority) if priority is not None else [0] * len(listed)

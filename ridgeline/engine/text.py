@@ -22,7 +22,7 @@ class TextStream:
 
     `feed` returns what may be shown at once; a suffix that could begin a stop string waits. `finish` returns the rest.
     The pieces joined are `text`, whatever the chunks in which the tokens came. When `stopped_by` is set the answer is
-    over: it needed `num_tokens` tokens, and further tokens are ignored.
+    over: `num_tokens` tokens belong to it, and further tokens are ignored.
     """
 
     __slots__ = (
@@ -41,7 +41,7 @@ class TextStream:
         at_start: bool = False,
     ) -> None:
         """`at_start`: the tokens begin a text and do not continue a prompt, so a SentencePiece prefix space goes."""
-        self.num_tokens = 0                          # tokens fed, and after a stop: the tokens up to that stop
+        self.num_tokens = 0                          # tokens taken; those fed after a stop are not
         self.text_offsets: list[int] = []            # where in the text each of those tokens begins
         self.stopped_by: str | None = None
         self._pieces = tokenizer.token_pieces(skip_special_tokens)
@@ -110,19 +110,18 @@ class TextStream:
         self._held += text
         self._length += len(text)
         if self._finder is not None:
-            self._finder.advance(text, self.num_tokens if self.num_tokens > self._min_tokens else 0)
+            self._finder.advance(text, counts=self.num_tokens > self._min_tokens)
             if self._finder.decided:
                 self._finished = True
                 self._stop(self._finder)
 
     def _stop(self, finder: StopFinder) -> None:
-        """Cut the held text at the stop string that was found, and the tokens after the one that completed it."""
+        """Cut the held text at the stop string that was found."""
         assert finder.best is not None
-        start, index, self.num_tokens = finder.best
+        start, index = finder.best
         self.stopped_by = finder.stops[index]
         end = start if self._hide_stop else start + len(self.stopped_by)
         self._held = self._held[: end - (self._length - len(self._held))]
-        del self.text_offsets[self.num_tokens :]
 
     def _show(self) -> str:
         text = self._held
@@ -146,7 +145,7 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self.best: tuple[int, int, int] | None = None      # start, index of the stop string, token that completed it
+        self.best: tuple[int, int] | None = None     # where it starts, and which of the stop strings it is
         self.decided = False
         self._fallbacks = [_fallback_table(stop) for stop in self.stops]
         self._matched = [0] * len(self.stops)
@@ -158,8 +157,8 @@ class StopFinder:
         settled = self._position - max(self._matched)
         return settled if self.best is None else min(settled, self.best[0])
 
-    def advance(self, text: str, token: int) -> None:
-        """Look at the next characters, all brought by token number `token`; with 0 a match that ends here is none."""
+    def advance(self, text: str, counts: bool = True) -> None:
+        """Look at the next characters. With `counts` false a stop string that ends among them is none."""
         if self.best is None and not any(self._matched):
             # The usual case: nothing is open and nothing can open before the first character of some stop string.
             openings = [place for stop in self.stops if (place := text.find(stop[0])) >= 0]
@@ -175,8 +174,8 @@ class StopFinder:
                 if stop[length] == character:
                     length += 1
                 if length == len(stop):
-                    if token:
-                        found = (self._position - length, index, token)
+                    if counts:
+                        found = (self._position - length, index)
                         self.best = found if self.best is None else min(self.best, found)
                     length = fallback[length - 1]
                 self._matched[index] = length
@@ -184,10 +183,8 @@ class StopFinder:
                 self.decided = True
                 return
 
-    def _better_may_come(self, best: tuple[int, int, int]) -> bool:
-        return any(
-            length and (self._position - length, index) < best[:2] for index, length in enumerate(self._matched)
-        )
+    def _better_may_come(self, best: tuple[int, int]) -> bool:
+        return any(length and (self._position - length, index) < best for index, length in enumerate(self._matched))
 
 
 def _fallback_table(pattern: str) -> list[int]:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
 # How transformers names the modules of Llama; most families follow.
 LLAMA_NAMES = {
     "model.embed_tokens": "embed",

@@ -278,8 +278,10 @@ def paged_attention_triton(
     if longest == 0:
         return out
     # Two shapes of program, so that serving compiles two: decode and short drafts, and prompt chunks.
-    tile_queries = max(16, triton.next_power_of_2(group)) if longest * group <= 64 else 64
-    tile_keys = 32 if q.dtype == torch.float32 or head_dim > 128 else 64
+    # float32 has no tensor cores to feed: its dot products are unrolled, and large tiles take seconds to compile.
+    wide = q.dtype == torch.float32
+    tile_queries = max(16, triton.next_power_of_2(group)) if longest * group <= 64 else 32 if wide else 64
+    tile_keys = 32 if wide or head_dim > 128 else 64
     grid = (rows, kv_heads, triton.cdiv(longest * group, tile_queries))
     _paged_attention_kernel[grid](
         q, k_cache, v_cache, out, block_table, query_start, kv_len,

@@ -108,7 +108,7 @@ rms_norm = Op(
     cases=RMS_NORM_CASES,
     cost=rms_norm_cost,
     inputs=_inputs,
-    # Narrow dtypes round the sum and the result, and the rms of rounded sums is off by as much: three times half a unit.
+    # Narrow dtypes round the sum and the result, and the rms of rounded sums is off as much: three times half a unit.
     # float32: the same, and the sum of the squares.
     tolerance={
         "float32": Tolerance(2e-6, 1e-7),

@@ -23,12 +23,16 @@ difference to the result which of several equivalent ways (all ids, or only thos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ridgeline.costs import SAMPLE_CASES, sample_cost
+from ridgeline.ops.registry import Op, Tolerance
 
 # How each row of a batch chooses. 0 turns temperature (greedy), top_k and min_p off, 1 turns top_p and typical_p off.
 CHOICE = np.dtype([
@@ -44,7 +48,7 @@ SCRATCH_ELEMENTS = 1 << 21           # and filters never copy more logits than t
 LOW_WORD = 0xFFFFFFFF
 
 
-# ---- noise ----------------------------------------------------------------------------------------------------------
+# ── noise ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, key0: Any, key1: Any) -> tuple[Any, Any, Any, Any]:
     """Ten rounds of Philox4x32 on numpy uint64 arrays, int64 tensors or ints below 2^32; shapes broadcast.
@@ -87,10 +91,10 @@ def _exponential(words: Tensor) -> Tensor:
     return words.double().add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
 
 
-# ---- what changes the logits, in place ------------------------------------------------------------------------------
+# ── what changes the logits, in place ─────────────────────────────────────────────────────────────────────────────────
 
 def apply_mask(logits: Tensor, mask: Tensor) -> None:
-    """Forbid what the mask does not allow: bool [S, V], or int32 [S, ceil(V / 32)] with id 32 w + b at bit b of word w."""
+    """Forbid what the mask does not allow: bool [S, V], or int32 [S, ceil(V / 32)], id 32 w + b at bit b of word w."""
     if mask.dtype != torch.bool:
         bits = torch.arange(32, dtype=torch.int32, device=mask.device)
         mask = ((mask[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
@@ -118,7 +122,7 @@ def apply_penalties(
     logits[row, known] = value - (frequency * count + presence * (count > 0))
 
 
-# ---- choosing -------------------------------------------------------------------------------------------------------
+# ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def sample_reference(logits: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
     """Tokens int64 [S], and which rows failed: those with a NaN, an infinity, or nothing left to choose from.
@@ -140,7 +144,7 @@ def sample_reference(logits: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
         ):
             for rows in _slices(np.flatnonzero(members), max(1, elements // logits.shape[1])):
                 place = to_device(rows, logits.device)
-                scaled = _scale(logits[place], best[place], how["temperature"][rows])
+                scaled = _scale(logits.index_select(0, place), best[place], how["temperature"][rows])
                 tokens[place] = choose(scaled, how[rows])
     return tokens.masked_fill_(failed, 0), failed
 
@@ -162,11 +166,13 @@ def _slices(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def _scale(logits: Tensor, best: Tensor, temperature: np.ndarray) -> Tensor:
-    """(logits - best) / temperature, so that the largest is 0 and its weight exp(0) = 1; padded to whole blocks."""
-    rows, vocab = logits.shape
-    scaled = logits.new_full((rows, -(-vocab // BLOCK) * BLOCK), -torch.inf)
-    torch.sub(logits, best, out=scaled[:, :vocab])
-    return scaled.div_(to_device(temperature, logits.device).to(logits.dtype)[:, None])
+    """(logits - best) / temperature, so that the largest is 0 and its weight exp(0) = 1; padded to whole blocks.
+
+    Works in place where it can: the logits are its own.
+    """
+    logits -= best
+    logits /= to_device(temperature, logits.device).to(logits.dtype)[:, None]
+    return torch.nn.functional.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf)
 
 
 def _race(scaled: Tensor, how: np.ndarray) -> Tensor:
@@ -186,146 +192,201 @@ def _race_bounded(scaled: Tensor, how: np.ndarray) -> Tensor:
     bound = scaled.new_empty((rows, width // 4, 4))
     for lane, word in enumerate(words):
         bound[:, :, lane] = word
-    bound = scaled.exp().div_(bound.view(rows, width).add_(0.5)).numpy()           # weight / v, over 2^32
+    bound = scaled.exp().div_(bound.view(rows, width).add_(0.5))                   # weight / v, over 2^32
 
-    def score(row: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        word = np.choose(ids & 3, [word.numpy()[row, ids >> 2] for word in words])
-        return np.exp(scaled.numpy()[row, ids].astype(np.float64)) / _exponential(torch.from_numpy(word)).numpy()
+    def score(row: Tensor, ids: Tensor) -> Tensor:
+        lanes = torch.stack([word[row, ids >> 2] for word in words])
+        noise = _exponential(lanes.gather(0, (ids & 3)[None])[0])
+        return scaled[row, ids].double().exp_().div_(noise)
 
-    known = score(np.arange(rows), bound.argmax(-1)) * (2.0**-32 * (1 - BOUND_SLACK))
-    row, ids = np.divmod(np.flatnonzero(bound >= known[:, None].astype(bound.dtype)), width)
-    order = np.lexsort((-ids, score(row, ids), row))                               # a row's winner comes last
-    last = np.searchsorted(row, np.arange(rows), side="right") - 1
-    return torch.from_numpy(ids[order[last]])
+    known = score(torch.arange(rows), argmax(bound)) * (2.0**-32 * (1 - BOUND_SLACK))
+    row, ids = _find(bound, operator.ge, known.to(bound.dtype))
+    return _winners(row, ids, score(row, ids), rows)
 
+
+def _winners(row: Tensor, ids: Tensor, score: Tensor, rows: int) -> Tensor:
+    """Of (row, id, score > 0) triples the best id in each row, the lowest of equals."""
+    best = score.new_zeros(rows).scatter_reduce_(0, row, score, "amax")
+    last = torch.iinfo(ids.dtype).max
+    ids = torch.where(score == best[row], ids, last)
+    return ids.new_full((rows,), last).scatter_reduce_(0, row, ids, "amin")
+
+
+# ── filters ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def _race_filtered(scaled: Tensor, how: np.ndarray) -> Tensor:
     """Only the ids that survive min_p, top_k, top_p and typical_p take part.
 
-    In the order of (value, id) the survivors of the first three are a prefix, so it is enough to sort the ids at or
-    above a floor that does not lie above the last of them.
+    The survivors of the first three are all ids above some value and, of those equal to it, the first few. To find
+    that value takes the sorted values, but not their ids, and of rows with a top_k or min_p only the largest.
     """
-    block_best = scaled.view(len(how), -1, BLOCK).amax(-1)
-    with np.errstate(divide="ignore"):
-        floor = np.log(how["min_p"])
-    total, entropy = np.full((2, len(how)), np.nan)          # of all ids, where the survivors alone do not tell
+    rows = len(how)
+    lowest = scaled.new_empty(rows)
+    ties = torch.empty(rows, dtype=torch.int64, device=scaled.device)
+    total, entropy = torch.empty((2, rows), dtype=torch.float64, device=scaled.device)
     open_ended = (how["top_k"] == 0) & (how["min_p"] == 0)
+    for members, sorted_values in ((open_ended, _all_values), (~open_ended, _largest_values)):
+        which = np.flatnonzero(members)
+        if len(which):
+            place = to_device(which, scaled.device)
+            own = scaled if len(which) == rows else scaled.index_select(0, place)
+            lowest[place], ties[place], total[place], entropy[place] = _cut(sorted_values(own, how[which]), how[which])
 
-    rows = np.flatnonzero(how["top_k"] > 0)
-    if len(rows):
-        floor[rows] = np.maximum(floor[rows], _top_k_floor(scaled, block_best, rows, how["top_k"][rows]))
-    rows = np.flatnonzero(open_ended & (how["top_p"] < 1))
-    if len(rows):
-        floor[rows], total[rows] = _top_p_floor(scaled[to_device(rows, scaled.device)], how["top_p"][rows])
-    rows = np.flatnonzero(open_ended & (how["top_p"] == 1))
-    if len(rows):
-        floor[rows], total[rows], entropy[rows] = _typical_floor(
-            scaled[to_device(rows, scaled.device)], how["typical_p"][rows]
-        )
-    floor = np.maximum(floor, torch.finfo(scaled.dtype).min)           # above -inf: what is masked never takes part
-    return _race_above(scaled, block_best, floor, total, entropy, how)
-
-
-def _top_k_floor(scaled: Tensor, block_best: Tensor, rows: np.ndarray, top_k: np.ndarray) -> np.ndarray:
-    """The k-th largest block maximum: at least k ids are as large."""
-    largest = int(top_k.max())
-    values = block_best if largest <= block_best.shape[1] else scaled
-    values = values[to_device(rows, scaled.device)].topk(min(largest, scaled.shape[1])).values
-    return values.gather(1, to_device(top_k - 1, scaled.device)[:, None])[:, 0].double().cpu().numpy()
+    _forbid_surplus(scaled, lowest, ties)
+    row, ids = _find(scaled, operator.ge, lowest)
+    if (how["typical_p"] < 1).any():
+        kept = _typical(row, scaled[row, ids], total, entropy, to_device(how["typical_p"], scaled.device))
+        scaled[row[~kept], ids[~kept]] = -torch.inf
+        row, ids = row[kept], ids[kept]
+    if 8 * len(ids) > scaled.numel():                        # noise for chosen ids costs four times as much each
+        return _race(scaled.masked_fill_(scaled < lowest[:, None], -torch.inf), how)
+    noise = exponential_noise(how[row.cpu().numpy()], ids[:, None])[:, 0]
+    return _winners(row, ids, scaled[row, ids].double().exp_().div_(noise), rows)
 
 
-def _top_p_floor(scaled: Tensor, top_p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The smallest value in the nucleus, and the weight of all ids."""
-    if scaled.is_cpu:                # sorting values without their ids: 0.2 ms a row instead of 5
-        values = torch.from_numpy(np.sort(scaled.numpy(), axis=-1)).flip(-1)
-    else:
-        values = torch.sort(scaled, dim=-1, descending=True).values
-    sums = values.double().exp_().cumsum(-1)
-    goal = sums[:, -1:] * to_device(top_p, scaled.device)[:, None]
-    floor = values.gather(1, torch.searchsorted(sums, goal))[:, 0]
-    return floor.double().cpu().numpy(), sums[:, -1].cpu().numpy()
+def _forbid_surplus(scaled: Tensor, lowest: Tensor, ties: Tensor) -> None:
+    """Of the ids whose value is just the lowest, only the first `ties` survive."""
+    row, ids = _find(scaled, operator.eq, lowest)
+    surplus = _count_in_row(row) > ties[row]
+    scaled[row[surplus], ids[surplus]] = -torch.inf
 
 
-def _typical_floor(scaled: Tensor, typical_p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A value that no typical id is below, and the weight and the entropy of all ids.
+def _find(x: Tensor, compare: Callable[[Any, Any], Any], value: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column, in order, of every element of which the comparison with its row's value holds."""
+    if x.is_cpu:                     # a tenth of the time of torch's comparison and nonzero
+        flat = torch.from_numpy(np.flatnonzero(compare(x.numpy(), value.numpy()[:, None])))
+        row = torch.div(flat, x.shape[1], rounding_mode="floor")
+        return row, flat - row * x.shape[1]
+    row, column = compare(x, value[:, None]).nonzero(as_tuple=True)
+    return row, column
 
-    Ids with a share below (1 - p) / V have less than 1 - p of mass between them (the half below is for rounding). They
-    are the last to be taken if they are also farther from the entropy than the most likely id can be, that is, if
-    their surprise is above twice the entropy.
+
+def descending(values: Tensor) -> Tensor:
+    if values.is_cpu:                # numpy sorts values alone by vector instructions: 0.2 ms a row instead of 5
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
+    return torch.sort(values, dim=-1, descending=True).values
+
+
+def _all_values(scaled: Tensor, how: np.ndarray) -> Tensor:
+    return descending(scaled)
+
+
+def _largest_values(scaled: Tensor, how: np.ndarray) -> Tensor:
+    """Sorted values that top_k and min_p do not rule out, and perhaps a few more; padded with -inf."""
+    rows = len(how)
+    block_best = scaled.view(rows, -1, BLOCK).amax(-1)
+    floor = _min_p_floor(how, scaled)
+    if (how["top_k"] > 0).any():
+        # At least k ids are as large as the k-th largest block maximum.
+        rank = np.clip(how["top_k"], 1, scaled.shape[1])
+        source = block_best if rank.max() <= block_best.shape[1] else scaled
+        largest = source.topk(int(rank.max())).values
+        kth = largest.gather(1, to_device(rank - 1, scaled.device)[:, None])[:, 0]
+        kth.masked_fill_(to_device(how["top_k"] == 0, scaled.device), -torch.inf)
+        floor = torch.maximum(floor, kth)
+    row, block = _find(block_best, operator.ge, floor)
+    inside = scaled.view(rows, -1, BLOCK)[row, block]
+    which, lane = _find(inside, operator.ge, floor[row])
+    row = row[which]
+    column = _count_in_row(row) - 1
+    values = scaled.new_full((rows, int(column.max()) + 1), -torch.inf)
+    values[row, column] = inside[which, lane]
+    return descending(values)
+
+
+def _min_p_floor(how: np.ndarray, scaled: Tensor) -> Tensor:
+    """A share of at least min_p of the best id's; at any rate above -inf, so that what is masked never takes part."""
+    with np.errstate(divide="ignore"):
+        floor = to_device(np.log(how["min_p"]), scaled.device).to(scaled.dtype)
+    return floor.clamp_(min=torch.finfo(scaled.dtype).min)
+
+
+def _cut(values: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where min_p, top_k and top_p end in sorted values [n, K]: the lowest value that survives and how many ids with
+    just that value do; also, for typical_p, the survivors' weight and entropy (else 0).
     """
-    weight = scaled.double().exp_()
-    total = weight.sum(-1).cpu().numpy()
-    entropy = np.log(total) - torch.special.xlogy(weight, weight).sum(-1).cpu().numpy() / total
-    share = np.minimum(np.log((1 - typical_p) / (2 * scaled.shape[1])), -2 * entropy)
-    return np.log(total) + share, total, entropy
-
-
-def _race_above(
-    scaled: Tensor, block_best: Tensor, floor: np.ndarray, total: np.ndarray, entropy: np.ndarray, how: np.ndarray
-) -> Tensor:
-    """Filter and race the ids at or above the floor."""
-    device = scaled.device
-    all_weight, all_entropy, top_p = (to_device(column, device) for column in (total, entropy, how["top_p"]))
-    limit = to_device(np.where(how["top_k"] > 0, how["top_k"], scaled.shape[1]), device)
-
-    values, ids = _sorted_above(scaled, block_best, to_device(floor, device).to(scaled.dtype))
+    rows, width = values.shape
+    device = values.device
+    limit = to_device(np.where(how["top_k"] > 0, np.minimum(how["top_k"], width), width), device)
+    column = torch.arange(width, device=device)
     weight = values.double().exp_()
-    weight.masked_fill_(torch.arange(values.shape[1], device=device) >= limit[:, None], 0)           # min_p, top_k
+    if (how["top_k"] > 0).any():
+        weight.masked_fill_(column >= limit[:, None], 0)
     sums = weight.cumsum(-1)
-    goal = top_p * torch.where(all_weight.isnan(), sums[:, -1], all_weight)
-    goal.masked_fill_(top_p == 1, torch.inf)
-    weight.masked_fill_(_before(sums) >= goal[:, None], 0)                                           # top_p
+    top_p = to_device(how["top_p"], device)
+    nucleus = torch.searchsorted(sums, (top_p * sums[:, -1])[:, None])[:, 0] + 1
+    kept = torch.where(top_p < 1, nucleus, limit)
+    lowest = torch.maximum(values.gather(1, kept[:, None] - 1)[:, 0], _min_p_floor(how, values))
+    ties = kept - torch.searchsorted(values.neg(), lowest.neg()[:, None])[:, 0]
+
+    total, entropy = torch.zeros((2, rows), dtype=torch.float64, device=device)
     typical = np.flatnonzero(how["typical_p"] < 1)
     if len(typical):
         place = to_device(typical, device)
-        kept = _typical(weight[place], ids[place], all_weight[place], all_entropy[place], how["typical_p"][typical])
-        weight[place] = weight[place].masked_fill_(~kept, 0)
-
-    survivors = int((weight > 0).any(0).nonzero()[-1]) + 1
-    weight, ids = weight[:, :survivors], ids[:, :survivors]
-    if 4 * survivors < scaled.shape[1]:
-        noise = exponential_noise(how, ids)
-    else:
-        noise = exponential_noise_all(how, scaled.shape[1], device).gather(1, ids)
-    score = weight / noise
-    winners = score == score.amax(-1, keepdim=True)
-    return torch.where(winners, ids, scaled.shape[1]).amin(-1)
-
-
-def _sorted_above(scaled: Tensor, block_best: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and ids at or above each row's floor, largest first, equal ones by id; padded with -inf and id 0."""
-    rows = len(floor)
-    row, block = (block_best >= floor[:, None]).nonzero(as_tuple=True)
-    inside = scaled.view(rows, -1, BLOCK)[row, block]
-    which, lane = (inside >= floor[row, None]).nonzero(as_tuple=True)
-    row, found, found_ids = row[which], inside[which, lane], block[which] * BLOCK + lane
-    count = torch.bincount(row, minlength=rows)
-    column = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
-    values = scaled.new_full((rows, int(count.max())), -torch.inf)
-    ids = row.new_zeros(values.shape)
-    values[row, column], ids[row, column] = found, found_ids
-    values, order = torch.sort(values, dim=-1, descending=True, stable=True)
-    return values, ids.gather(1, order)
+        weight = weight[place].masked_fill_(column >= kept[place, None], 0)
+        total[place] = weight.sum(-1)
+        entropy[place] = total[place].log() - torch.special.xlogy(weight, weight).sum(-1) / total[place]
+        # Ids with a share below (1 - p) / K have less than 1 - p of mass between them. If they are also farther from
+        # the entropy than the most likely id can be, with a surprise above twice the entropy, they are the last to be
+        # taken and never needed. The half is for rounding.
+        outside = to_device(np.log((1 - how["typical_p"][typical]) / (2 * width)), device)
+        never = total[place].log() + torch.minimum(outside, -2 * entropy[place])
+        raised = never.to(values.dtype) > lowest[place]
+        ties[place] = torch.where(raised, width, ties[place])
+        lowest[place] = torch.where(raised, never.to(values.dtype), lowest[place])
+    return lowest, ties, total, entropy
 
 
-def _typical(weight: Tensor, ids: Tensor, total: Tensor, entropy: Tensor, typical_p: np.ndarray) -> Tensor:
-    """Which columns are kept: those whose surprise is nearest to the entropy, until their mass reaches typical_p.
-
-    `total` and `entropy` are of the whole distribution where something is left to know about it, NaN elsewhere.
+def _typical(row: Tensor, value: Tensor, total: Tensor, entropy: Tensor, typical_p: Tensor) -> Tensor:
+    """Which of the survivors (row, value), listed in order of id, typical_p keeps: those whose surprise is nearest to
+    the entropy, until their mass reaches typical_p.
     """
-    probability = weight / torch.where(entropy.isnan(), weight.sum(-1), total)[:, None]
-    own_entropy = -torch.special.xlogy(probability, probability).sum(-1)
-    deviation = (probability.log() + torch.where(entropy.isnan(), own_entropy, entropy)[:, None]).abs_()
-    by_id = ids.argsort(dim=-1)
-    order = by_id.gather(1, deviation.gather(1, by_id).sort(dim=-1, stable=True).indices)
-    mass_before = _before(probability.gather(1, order).cumsum(-1))
-    kept = mass_before < to_device(typical_p, weight.device)[:, None]
-    return torch.zeros_like(kept).scatter_(1, order, kept)
+    which = (typical_p < 1)[row].nonzero()[:, 0]
+    kept = torch.ones_like(row, dtype=torch.bool)
+    row = row[which]
+    column = _count_in_row(row) - 1
+    log_share = value[which].double() - total.log()[row]
+    distance = log_share.new_full((len(typical_p), int(column.max()) + 1), torch.inf)
+    share = torch.zeros_like(distance)
+    distance[row, column] = (log_share + entropy[row]).abs_()
+    share[row, column] = log_share.exp_()
+    order = torch.sort(distance, dim=-1, stable=True).indices
+    share = share.gather(1, order)
+    taken = share.cumsum(-1) - share < typical_p[:, None]
+    kept[which] = torch.zeros_like(taken).scatter_(1, order, taken)[row, column]
+    return kept
 
 
-def _before(sums: Tensor) -> Tensor:
-    """Running sums without the element itself."""
-    return torch.nn.functional.pad(sums, (1, 0))[:, :-1]
+def _count_in_row(row: Tensor) -> Tensor:
+    """1, 2, 3 … within each row of a list ordered by row."""
+    return torch.arange(1, len(row) + 1, device=row.device) - torch.searchsorted(row, row)
 
 
-sample = sample_reference
+# ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def _inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, rows: int, vocab: int, kind: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    logits = torch.randn(rows, vocab, generator=generator).mul_(3).to(device, dtype)
+    how = np.zeros(rows, CHOICE)
+    row = np.arange(rows)
+    how["seed"], how["index"], how["top_p"], how["typical_p"] = row * 2**40 + 7, row, 1, 1
+    if kind != "greedy":
+        how["temperature"] = 0.9
+    if kind == "filtered":
+        how["top_k"], how["top_p"] = 50, 0.95
+    if kind == "mixed":              # one row each: greedy, random, and the four filters
+        for place, name, value in ((0, "temperature", 0), (2, "top_k", 5), (3, "top_p", 0.8), (4, "min_p", 0.1),
+                                   (5, "typical_p", 0.8)):
+            how[name][place::6] = value
+    return (logits, how), {}
+
+
+sample = Op(
+    "sample",
+    sample_reference,
+    cases=SAMPLE_CASES,
+    cost=sample_cost,
+    inputs=_inputs,
+    tolerance={"float32": Tolerance(0, 0), "bfloat16": Tolerance(0, 0)},     # tokens: the same ones
+)

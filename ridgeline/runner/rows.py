@@ -75,8 +75,8 @@ class DeviceRows:
         slots = self._tables[:, token_rows, blocks] * np.int64(self.block_size) + offsets
         table_rows = self._to_device(rows)
         groups = [
-            GroupBatch(self._to_device(slots[group]), self._device_tables[group][:, :num_blocks].index_select(0, table_rows))
-            for group in range(len(self._tables))
+            GroupBatch(self._to_device(places), table[:, :num_blocks].index_select(0, table_rows))
+            for places, table in zip(slots, self._device_tables, strict=True)
         ]
         sampled = (plan.want & np.int8(Want.TOKEN)) != 0
         batch = Batch(
@@ -95,7 +95,7 @@ class DeviceRows:
     def _tokens(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, query_start: np.ndarray, total: int
     ) -> Tensor:
-        """Given tokens from the host; where a row has used them all up, its last sampled token, already on the device."""
+        """Tokens from the host; where a row has used them all up, its last sampled token, already on the device."""
         given = starts < self.num_given[rows]
         if not given.any():
             return self.last_token[self._to_device(rows)]

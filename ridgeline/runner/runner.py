@@ -1,4 +1,4 @@
-"""The runner: obeys plans. submit() launches the forward pass, sample() picks tokens, collect() brings them to the host.
+"""The runner obeys plans: submit() launches the forward pass, sample() picks tokens, collect() brings them to the host.
 
 Forward and sampling are two calls, so that masks for step N can be made from token N-1 while forward N runs. Several
 steps may be between submit and collect. The runner knows rows, never requests.
@@ -147,7 +147,7 @@ class Runner:
         if step.sampled is not None:
             tokens[step.places, 0] = step.sampled.tokens.cpu().numpy()
             broken = step.places[step.sampled.failed.cpu().numpy()]
-            failed = {place: "the model produced no finite logits for this request" for place in broken.tolist()}
+            failed = dict.fromkeys(broken.tolist(), "the model produced no finite logits for this request")
         num_new = np.zeros(len(plan.rows), np.int32)
         num_new[step.places] = 1
         return StepResult(

@@ -81,7 +81,7 @@ class Sampler:
         logits_dtype: torch.dtype,
     ) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = [token for token in eos_token_ids if 0 <= token < vocab_size]
         self._device = torch.device(device)
         self._choice = np.zeros(max_rows, CHOICE)
         self._edit = np.zeros(max_rows, _EDIT)
@@ -113,13 +113,14 @@ class Sampler:
             params.typical_p,
         )
         if params.allowed_token_ids is not None:
-            self._allowed.put(row, self._ids(params.allowed_token_ids))
+            self._allowed.put(row, np.array(params.allowed_token_ids, np.int64))
         if added.bad_words_token_ids:
             self._put_bad_words(row, added.bad_words_token_ids)
         if params.logit_bias:
-            self._put_bias(row, params.logit_bias)
+            bias = params.logit_bias
+            self._biases.put(row, np.array(list(bias), np.int64), np.array(list(bias.values()), np.float64))
         if index < params.min_tokens:
-            self._stops.put(row, self._ids([*self._eos_token_ids, *params.stop_token_ids]))
+            self._stops.put(row, np.array([*self._eos_token_ids, *params.stop_token_ids], np.int64))
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         flags = (
             params.allowed_token_ids is not None,
@@ -135,15 +136,6 @@ class Sampler:
         self._edit[row] = np.zeros((), _EDIT)
         for lists in (self._allowed, self._bad_words, self._stops, self._biases):
             lists.drop(row)
-
-    def _ids(self, ids: list[int]) -> np.ndarray:
-        """As an array; ids that the vocabulary does not have can neither be chosen nor forbidden."""
-        array = np.unique(np.array(ids, np.int64))
-        return array[(array >= 0) & (array < self._vocab_size)]
-
-    def _put_bias(self, row: int, bias: dict[int, float]) -> None:
-        ids = self._ids(list(bias))
-        self._biases.put(row, ids, np.array([bias[token] for token in ids.tolist()], np.float64))
 
     def _put_bad_words(self, row: int, words: list[list[int]]) -> None:
         """A word forbids its last token wherever the tokens before it have just been said."""
@@ -206,7 +198,7 @@ class Sampler:
         place[rows] = np.arange(len(rows))
         if edit["allowed"].any():
             where, ids = self._to_device(*self._allowed.select(place))
-            keep_only(logits, *self._to_device(np.flatnonzero(edit["allowed"])), where, ids)
+            keep_only(logits, to_device(np.flatnonzero(edit["allowed"]), self._device), where, ids)
         if edit["bad_words"].any():
             self._forbid_bad_words(logits, rows, how, edit)
         if too_early.any():

@@ -1,4 +1,4 @@
-"""The choices of the scheduler that can be exchanged: who is next, when newcomers may join, how large a chunk may be."""
+"""The scheduler's exchangeable choices: who is next, when newcomers may join, how large a chunk may be."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ from ridgeline.scheduler.policy import (
 from ridgeline.scheduler.rows import Rows
 from ridgeline.scheduler.sequence import Sequence
 
-
 _SAMPLED = np.int8(Want.TOKEN | Want.LOGPROBS | Want.HIDDEN)     # what comes with the last known token
 _PROMPT = np.int8(Want.PROMPT_LOGPROBS)                          # what comes with every prompt token
 _NONE = np.zeros(0, np.int32)
@@ -54,6 +53,7 @@ class SchedulerCounters:
     steps: int = 0
     computed_tokens: int = 0
     chunks: int = 0                  # partial prefills
+    joins: int = 0                   # sequences admitted while others were running
     preemptions: int = 0
     wasted_tokens: int = 0           # computed twice because of preemptions
     late_tokens: int = 0             # sampled after a stop, dropped
@@ -274,6 +274,7 @@ class Scheduler:
         """Let waiting sequences join, by rank, while rows, blocks and budget last. Unready ones are passed over."""
         self._promote_aged()
         table, manager = self._rows, self.manager
+        num_running = len(table)
         rows: list[int] = []
         tokens: list[int] = []
         unready: list[tuple[tuple[int, int], Sequence]] = []
@@ -297,6 +298,7 @@ class Scheduler:
             if blocks is None:
                 break
             heapq.heappop(self._waiting)
+            self.counters.joins += num_running > 0
             sequence.blocks = blocks
             row = table.add(sequence, self._want(sequence))
             table.known[row] = known

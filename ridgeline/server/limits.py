@@ -1,0 +1,200 @@
+"""What one client may cost: sizes, times and numbers, and the HTTP protocol that holds everybody to them.
+
+uvicorn with httptools reads headers of any size and waits for a slow client for ever. LimitedProtocol adds the missing
+limits below the application: whatever breaks one is answered in a line and cut off, before the application sees it.
+Routes, models and requests are not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import TimerHandle
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from ridgeline.config import option
+
+MAX_URL = 8 * 1024
+MAX_HEADER = 16 * 1024               # name and value of one header
+MAX_HEADERS = 100
+MAX_HEAD = 64 * 1024                 # all headers together
+HEAD_SECONDS = 10.0                  # from the connection, or a request's first byte, to the end of its headers
+BODY_SECONDS = 30.0                  # from there to the end of the body
+WRITE_SECONDS = 60.0                 # a client that reads nothing for so long is gone
+LINGER_SECONDS = 1.0                 # a refused client gets that long to read why, before the connection closes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0: any free one", low=0)
+    served_model_name: str = option("", "name of the model in requests and answers; empty: taken from the file's name")
+    max_connections: int = option(1000, "open connections, idle ones included", low=1)
+    max_queued_requests: int | None = option(None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1)
+    max_body_bytes: int = option(16 * 2**20, "size of a request's body", low=1)
+    drain_timeout: int = option(30, "seconds that running requests get to finish when the server is told to stop", low=0)
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """An error as OpenAI's clients expect it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+class LimitExceeded(Exception):
+    """Raised inside the parser's callbacks to make it stop."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Use `limited_protocol(options)` to bind the options."""
+
+    options: ServerOptions
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unparsed = 0                               # bytes since the parser last made sense of something
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._limit: LimitExceeded | None = None
+        self._refused = False
+        self._deadline: TimerHandle | None = None
+        self._write_deadline: TimerHandle | None = None
+
+    # -- the connection ------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.options.max_connections:
+            self._refuse(503, f"the server has its {self.options.max_connections} connections; try again later")
+        else:
+            self._expect_within(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_deadline()
+        self._cancel_write_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unparsed += len(data)
+        super().data_received(data)
+        # A header, a chunk's extension or a trailer without end: the parser keeps it all, and tells us nothing.
+        if self._unparsed > MAX_HEAD and not self._refused:
+            self._refuse(431, f"a part of the request's head is larger than {MAX_HEAD} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        """Called when the parser stopped: at something that is not HTTP, or because a callback below stopped it."""
+        if self._limit is not None:
+            self._refuse(self._limit.status, str(self._limit))
+        else:
+            self._refuse(400, "this is not a valid HTTP request")
+
+    # -- the parser's callbacks ----------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._unparsed = self._head_bytes = self._body_bytes = 0
+        self._expect_within(HEAD_SECONDS)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._unparsed = 0
+        if len(self.url) > MAX_URL:
+            self._stop(414, f"the URL is longer than {MAX_URL} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._unparsed = 0
+        size = len(name) + len(value)
+        self._head_bytes += size
+        if size > MAX_HEADER:
+            self._stop(431, f"a header is larger than {MAX_HEADER} bytes")
+        if len(self.headers) >= MAX_HEADERS:
+            self._stop(431, f"there are more than {MAX_HEADERS} headers")
+        if self._head_bytes > MAX_HEAD:
+            self._stop(431, f"the headers are larger than {MAX_HEAD} bytes")
+        if name.lower() == b"content-length" and value.strip().isdigit():
+            self._check_body(int(value))                 # no need to wait for a body that will be too large
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._unparsed = 0
+        self._expect_within(BODY_SECONDS)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        self._body_bytes += len(body)
+        self._check_body(self._body_bytes)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed = 0
+        self._cancel_deadline()
+        super().on_message_complete()
+
+    def _check_body(self, size: int) -> None:
+        if size > self.options.max_body_bytes:
+            self._stop(413, f"the body is larger than {self.options.max_body_bytes} bytes")
+
+    def _stop(self, status: int, message: str) -> None:
+        self._limit = LimitExceeded(status, message)
+        raise self._limit
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _expect_within(self, seconds: float) -> None:
+        self._cancel_deadline()
+        self._deadline = self.loop.call_later(seconds, self._refuse, 408, f"nothing complete arrived in {seconds:g} s")
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_deadline is None:
+            self._write_deadline = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_write_deadline()
+
+    def _cancel_write_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    # -- refusal -------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Say why, take nothing more in, and close. An application that already works on it sees a lost client."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._cancel_deadline()
+        cycle = self.cycle
+        answering = cycle is not None and not cycle.response_complete
+        if not (answering and cycle.response_started):
+            kind = "overloaded_error" if status == 503 else "invalid_request_error"
+            body = error_body(message, kind)
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            retry = b"retry-after: 1\r\n" if status == 503 else b""
+            self.transport.write(STATUS_LINE[status] + retry + head + body)
+        if answering:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        # Closing with unread bytes would reset the connection, and the client might never see the answer.
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def limited_protocol(options: ServerOptions) -> type[LimitedProtocol]:
+    return type("LimitedProtocol", (LimitedProtocol,), {"options": options})
