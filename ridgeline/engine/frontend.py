@@ -121,7 +121,7 @@ class RequestState:
             text = stream.feed(token_ids, ends_with_stop_token=finish == "stop")
             if finish and stream.stopped_by is None:
                 text += stream.finish()
-            token_ids = token_ids[: stream.num_tokens - before]
+            token_ids = token_ids[: max(0, stream.num_tokens - before)]
             offsets = stream.text_offsets[before:]
             if stream.stopped_by is not None:
                 stop_here = finish is None
@@ -134,6 +134,7 @@ class RequestState:
             answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
         answer.text += text
         answer.token_ids.extend(token_ids)
+        answer.text_offsets.extend(offsets)
         answer.finish_reason, answer.stop_reason = finish, reason
         self.output.finished = all(each.finished() for each in self.output.outputs)
         return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here
@@ -152,4 +153,4 @@ class RequestState:
         return positions
 
     def _word(self, token: int) -> str | None:
-        return self._tokenizer.decode([token]) if self._tokenizer else None
+        return self._tokenizer.token_text(token) if self._tokenizer else None

@@ -26,6 +26,7 @@ class CompletionOutput:
     logprobs: list[LogprobsAt] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    text_offsets: list[int] = field(default_factory=list)        # where in the text each token begins
 
     def finished(self) -> bool:
         return self.finish_reason is not None

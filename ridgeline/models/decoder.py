@@ -19,7 +19,7 @@ from ridgeline.layers.mlp import GatedMLP
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.rotary import rotation_table
 from ridgeline.models.config import ModelConfig, layer_groups
-from ridgeline.quant.scheme import Scheme, Unquantised
+from ridgeline.quant.scheme import Scheme, unquantised_scheme
 
 
 class DecoderLayer(nn.Module):
@@ -65,7 +65,8 @@ class Decoder(nn.Module):
         """Parameters are allocated on `device`, to be filled by `load_weights`."""
         super().__init__()
         self.config = config
-        place = Placement(comm, scheme or Unquantised(), dtype, torch.device(device))
+        device = torch.device(device)
+        place = Placement(comm, scheme or unquantised_scheme(device, dtype), dtype, device)
         rotations = {
             rope: rotation_table(rope.frequencies(max_model_len), rope.scale, max_model_len, dtype, place.device)
             for rope in dict.fromkeys(config.ropes)
@@ -103,3 +104,10 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finish()
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights occupy on this rank, second layouts included."""
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        return sum(parameter.nbytes for parameter in self.parameters()) + sum(
+            linear.scheme.extra_bytes(linear) for linear in linears)

@@ -49,18 +49,26 @@ def _chunk_logprobs(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor,
 
 def _top_ids(logits: Tensor, top_k: int) -> Tensor:
     """Ids of the k largest logits in order. torch.topk leaves open which of several equal ones it takes."""
-    rows = logits.shape[0]
-    if top_k == 0 or rows == 0:
-        return torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
-    logits = logits.masked_fill(logits.isnan(), float("-inf"))       # or the count below would not be k
-    smallest = logits.topk(top_k, dim=-1).values[:, -1:]
-    larger = logits > smallest
-    equal = logits == smallest
-    room = top_k - larger.sum(dim=1, keepdim=True)
-    taken = larger | (equal & (equal.cumsum(dim=1) <= room))         # exactly k per row
-    ids = taken.nonzero()[:, 1].view(rows, top_k)                    # ascending in each row
+    if top_k == 0 or logits.shape[0] == 0:
+        return torch.empty(logits.shape[0], top_k, dtype=torch.int64, device=logits.device)
+    infinity = float("inf")
+    logits = logits.nan_to_num(nan=-infinity, posinf=infinity, neginf=-infinity)     # topk calls NaN the largest
+    values, ids = logits.topk(min(top_k + 1, logits.shape[1]), dim=-1)
+    ids = ids[:, :top_k]
+    open_rows = (values[:, top_k - 1] == values[:, -1]).nonzero()[:, 0] if values.shape[1] > top_k else ()
+    if len(open_rows):                                   # rare: the last place is open between equal logits
+        ids[open_rows] = _first_largest(logits[open_rows], values[open_rows, -1:], top_k)
+    ids = ids.sort(dim=1).values
     order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
     return ids.gather(1, order)
+
+
+def _first_largest(logits: Tensor, smallest: Tensor, top_k: int) -> Tensor:
+    """Ids of everything above `smallest`, filled up to k with the lowest ids of what equals it."""
+    larger, equal = logits > smallest, logits == smallest
+    room = top_k - larger.sum(dim=1, keepdim=True)
+    taken = larger | (equal & (equal.cumsum(dim=1) <= room))
+    return taken.nonzero()[:, 1].view(-1, top_k)
 
 
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────

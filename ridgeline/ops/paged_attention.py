@@ -102,17 +102,18 @@ def _attend_decode(
     block_size, kv_heads = k_cache.shape[1:3]
     longest, shortest = max(kv_len_host), min(kv_len_host)
     span = longest if window is None else min(longest, window)
-    last = kv_len.unsqueeze(1) - 1                                           # [R, 1]
-    positions = torch.arange(span, dtype=kv_len.dtype, device=q.device)
-    if window is not None and longest > window:
-        positions = positions + (last - (window - 1)).clamp_(min=0)          # [R, span]
+    positions = torch.arange(span, device=q.device)                          # [span], the same for all rows …
+    if longest > span:
+        positions = positions + (kv_len.unsqueeze(1) - span).clamp_(min=0)   # … or [R, span]: each row's window
+    blocks = block_table.gather(1, (positions // block_size).expand(rows, span))
+    slots = blocks * block_size + positions % block_size
     mask = None
     if shortest < span:
-        mask = (positions <= last).view(rows, 1, 1, span)
-    # Padding reads the row's last position again: a slot that is never garbage.
-    positions = torch.minimum(positions, last)
-    blocks = block_table.gather(1, (positions // block_size).long())
-    slots = (blocks * block_size).add_(positions % block_size).view(-1)
+        # Padding reads the row's first visible slot again, which holds real numbers, and hides it.
+        mask = positions < kv_len.unsqueeze(1)
+        slots = torch.where(mask, slots, slots[:, :1])
+        mask = mask.view(rows, 1, 1, span)
+    slots = slots.view(-1)
     k = _gather_slots(k_cache, slots).view(rows, span, kv_heads, head_dim)
     v = _gather_slots(v_cache, slots).view(rows, span, kv_heads, head_dim)
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)

@@ -179,7 +179,7 @@ def _race(scaled: Tensor, how: np.ndarray) -> Tensor:
     """Every id takes part."""
     if scaled.is_cpu:
         return _race_bounded(scaled, how)
-    return argmax(scaled.double().exp_().div_(exponential_noise_all(how, scaled.shape[1], scaled.device)))
+    return argmax(scaled.double().exp().div_(exponential_noise_all(how, scaled.shape[1], scaled.device)))
 
 
 def _race_bounded(scaled: Tensor, how: np.ndarray) -> Tensor:
@@ -309,7 +309,7 @@ def _cut(values: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tenso
     device = values.device
     limit = to_device(np.where(how["top_k"] > 0, np.minimum(how["top_k"], width), width), device)
     column = torch.arange(width, device=device)
-    weight = values.double().exp_()
+    weight = values.double().exp()
     if (how["top_k"] > 0).any():
         weight.masked_fill_(column >= limit[:, None], 0)
     sums = weight.cumsum(-1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import TimerHandle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ridgeline.config import option
+from ridgeline.errors import BadRequest, Overloaded
 
 MAX_URL = 8 * 1024
 MAX_HEADER = 16 * 1024               # name and value of one header
@@ -33,7 +36,9 @@ class ServerOptions:
     port: int = option(8000, "port to listen on; 0: any free one", low=0)
     served_model_name: str = option("", "name of the model in requests and answers; empty: taken from the file's name")
     max_connections: int = option(1000, "open connections, idle ones included", low=1)
-    max_queued_requests: int | None = option(None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1)
+    max_queued_requests: int | None = option(
+        None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1
+    )
     max_body_bytes: int = option(16 * 2**20, "size of a request's body", low=1)
     drain_timeout: int = option(30, "seconds that running requests get to finish when the server is told to stop", low=0)
 
@@ -41,6 +46,26 @@ class ServerOptions:
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
     """An error as OpenAI's clients expect it."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+class Slots:
+    """How many answers may run or wait at once. One is taken before a request is even read."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self.taken = 0
+
+    @contextmanager
+    def taking(self, count: int) -> Iterator[None]:
+        if count > self.limit:
+            raise BadRequest(f"{count} answers are asked for at once; at most {self.limit} can be queued here")
+        if self.taken + count > self.limit:
+            raise Overloaded(f"{self.taken} of {self.limit} answers are running or waiting; try again later")
+        self.taken += count
+        try:
+            yield
+        finally:
+            self.taken -= count
 
 
 class LimitExceeded(Exception):
@@ -63,6 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._limit: LimitExceeded | None = None
         self._refused = False
+        self._in_message = False                         # a request has begun to arrive and is not whole
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
 
@@ -85,6 +111,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._unparsed += len(data)
         super().data_received(data)
+        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            self._expect_within(HEAD_SECONDS)            # bytes that begin nothing, such as empty lines
         # A header, a chunk's extension or a trailer without end: the parser keeps it all, and tells us nothing.
         if self._unparsed > MAX_HEAD and not self._refused:
             self._refuse(431, f"a part of the request's head is larger than {MAX_HEAD} bytes")
@@ -101,6 +129,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._unparsed = self._head_bytes = self._body_bytes = 0
+        self._in_message = True
         self._expect_within(HEAD_SECONDS)
 
     def on_url(self, url: bytes) -> None:
@@ -136,6 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
+        self._in_message = False
         self._cancel_deadline()
         super().on_message_complete()
 
@@ -151,7 +181,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _expect_within(self, seconds: float) -> None:
         self._cancel_deadline()
-        self._deadline = self.loop.call_later(seconds, self._refuse, 408, f"nothing complete arrived in {seconds:g} s")
+        self._deadline = self.loop.call_later(seconds, self._too_slow, seconds)
+
+    def _too_slow(self, seconds: float) -> None:
+        if self._in_message:
+            self._refuse(408, f"the request was not whole after {seconds:g} s")
+        else:
+            self.transport.close()
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

@@ -1,0 +1,579 @@
+"""The OpenAI API as types: what may be asked, and how answers are written.
+
+Field names are OpenAI's, and vLLM's where OpenAI has none. A field that is not declared here is refused by name; so is
+one that is known but would need something this server does not do. Fields that cannot change an answer (HINTS) are taken
+and left alone. No ASGI, no sockets: structs in, structs and bytes out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.text import TextStream
+from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.sampling_params import SamplingParams
+
+HINTS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+LOWEST_LOGPROB = -9999.0             # JSON has no infinity
+DONE = b"[DONE]"
+
+_encode = msgspec.json.Encoder().encode
+T = TypeVar("T", bound="GenerationRequest")
+
+
+# -- what may be asked -------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both endpoints take. None means the default, as if the field were not there."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    # Known to clients, not done here: the values that ask for nothing are let through.
+    response_format: Any = None
+    structured_outputs: Any = None
+    lora_request: Any = None
+
+    # An entry per field that is not done here: the values that are let through.
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "lora_request": (),
+    }
+
+    def check(self) -> None:
+        """Refuse what is understood and not done."""
+        for name, neutral in self.NEUTRAL.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise Unsupported(f"{name} is not supported by this server; leave it out")
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options needs stream to be true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise Unsupported("prompt_logprobs cannot be streamed; set stream to false")
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias",
+    "ignore_eos", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    text: str
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    # Clients send an assistant's message back as they got it, with these empty.
+    refusal: None = None
+    annotations: list[None] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[None] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As the chat template wants it. `developer` is the newer name of `system`."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
+        for name in ("name", "reasoning_content"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        return message
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+    parallel_tool_calls: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),                 # they ask for nothing where there are no tools
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "chat_template": (),
+    }
+
+    def params(self) -> SamplingParams:
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise BadRequest("max_tokens and max_completion_tokens differ; give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true")
+        return self.sampling(limits.pop() if limits else None, (self.top_logprobs or 0) if self.logprobs else None)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        if not self.messages:
+            raise BadRequest("messages must be a list with at least one message")
+        return [message.plain() for message in self.messages]
+
+    def template(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = dict(self.chat_template_kwargs or {})
+        for name in ("add_generation_prompt", "continue_final_message", "tools", "tokenize"):
+            if name in kwargs:
+                raise BadRequest(f"chat_template_kwargs must not hold {name!r}")
+        flags = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+        return kwargs | flags
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    best_of: Any = None
+    suffix: Any = None
+    use_beam_search: Any = None
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
+        "best_of": (1,),
+        "suffix": ("",),
+        "use_beam_search": (False,),
+    }
+
+    def params(self) -> SamplingParams:
+        params = self.sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
+        if self.echo and self.logprobs is not None:
+            params.prompt_logprobs = max(self.logprobs, params.prompt_logprobs or 0)
+        return params
+
+    def prompts(self) -> list[str | list[int]]:
+        """A text, token ids, or a list of either."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(item) for item in self.prompt}
+        if kinds == {int}:
+            return [self.prompt]  # type: ignore[list-item]
+        if kinds not in ({str}, {list}):
+            raise BadRequest("prompt must be a text, a list of texts, a list of token ids or a list of such lists")
+        return self.prompt  # type: ignore[return-value]
+
+
+_decoders = {kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)}
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`")
+
+
+def parse(kind: type[T], body: bytes) -> T:
+    """The request, checked; BadRequest or Unsupported in words that name the field."""
+    try:
+        request: Any = _decoders[kind].decode(body)      # type: ignore[index]
+    except msgspec.ValidationError as error:
+        raise BadRequest(_readable(str(error), kind)) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    request.check()
+    return request  # type: ignore[no-any-return]
+
+
+def _readable(message: str, kind: type) -> str:
+    """msgspec's words, with the field first: `temperature: expected ..., got ...`."""
+    place = _PLACE.search(message)
+    where = place.group(1) if place else ""
+    unknown = _UNKNOWN_FIELD.search(message)
+    if unknown:
+        name = unknown.group(1)
+        close = difflib.get_close_matches(name, kind.__struct_fields__, 1) if not where else []
+        inside = f" in {where}" if where else ""
+        return f"unknown field {name!r}{inside}" + (f"; did you mean {close[0]!r}?" if close else "")
+    words = _PLACE.sub("", message).replace("`", "")
+    return f"{where}: {words[0].lower()}{words[1:]}" if where else words
+
+
+def param_of(message: str) -> str | None:
+    """The field an error is about, for `error.param`: our messages begin with it, or quote an unknown one first."""
+    first = re.match(r"(?:unknown field ')?([a-z_]+)", message)
+    known = first and (first.group(1) in _FIELDS or message.startswith("unknown field "))
+    return first.group(1) if first and known else None
+
+
+_FIELDS = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+
+
+# -- how answers are written -------------------------------------------------------------------------------------------
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+    @classmethod
+    def of(cls, outputs: Iterable[RequestOutput]) -> Usage:
+        outputs = list(outputs)
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        cached = sum(output.num_cached_tokens for output in outputs)
+        return cls(prompt, completion, prompt + completion, CachedTokens(cached))
+
+
+class Reply(msgspec.Struct):
+    """A whole answer or one event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: Any = UNSET
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET
+
+
+class Writer(ABC):
+    """Writes the answers to one HTTP request: `events` for a stream, `body` for the whole. One per request."""
+
+    object = ""
+    chunk_object = ""
+
+    def __init__(
+        self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None
+    ) -> None:
+        self._params = params
+        self._id = request_id
+        self._model = model
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._usage = request.include_usage              # at the end of a stream
+        self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        self._begun: set[int] = set()                    # choices of which something was sent
+
+    def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
+        """Everything that is new, an event each; an answer's tokens without visible text wait for the next."""
+        events = []
+        for prompt, delta in batch:
+            for choice in self._chunks(outputs[prompt], prompt * self._params.n + delta.index, delta):
+                reply = Reply(self._id, self.chunk_object, self._created, self._model, [choice])
+                if self._usage:
+                    reply.usage = None
+                events.append(_encode(reply))
+        return events
+
+    def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
+        if not self._usage:
+            return [DONE]
+        usage = Usage.of(outputs)
+        return [_encode(Reply(self._id, self.chunk_object, self._created, self._model, [], usage)), DONE]
+
+    def body(self, outputs: list[RequestOutput]) -> bytes:
+        choices = [
+            self._choice(output, prompt * self._params.n + answer.index, answer)
+            for prompt, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
+        return _encode(Reply(self._id, self.object, self._created, self._model, choices, Usage.of(outputs)))
+
+    @abstractmethod
+    def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
+        """The choices that tell of this delta, an event each."""
+
+    @abstractmethod
+    def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> Any:
+        """One whole answer."""
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_text(token) if self._tokenizer else f"token_id:{token}"
+
+    def _bytes(self, token: int) -> list[int] | None:
+        return list(self._tokenizer.token_bytes(token)) if self._tokenizer else None
+
+
+class ChatWriter(Writer):
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
+        chunks: list[Any] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            chunks.append(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+        if delta.text or delta.finish_reason or delta.logprobs:
+            chunk = ChatChunkChoice(index, ChatDelta(content=delta.text or None), finish_reason=delta.finish_reason)
+            if delta.logprobs is not None:
+                chunk.logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+            if delta.finish_reason:
+                chunk.stop_reason = delta.stop_reason
+            chunks.append(chunk)
+        return chunks
+
+    def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> ChatChoice:
+        logprobs = None if answer.logprobs is None else self._logprobs(answer.token_ids, answer.logprobs)
+        choice = ChatChoice(index, AssistantMessage(answer.text), logprobs, answer.finish_reason, answer.stop_reason)
+        if self._wants_prompt_logprobs:
+            choice.prompt_logprobs = prompt_logprobs(output)
+        return choice
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[LogprobsAt]) -> ChatLogprobs:
+        content = []
+        for token, at in zip(token_ids, logprobs, strict=True):
+            ranked = _ranked(at, self._params.logprobs or 0)
+            top = [TopLogprob(self._text(each), value, self._bytes(each)) for each, value in ranked]
+            content.append(TokenLogprob(self._text(token), _finite(at[token].logprob), self._bytes(token), top))
+        return ChatLogprobs(content)
+
+
+class CompletionWriter(Writer):
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, request: CompletionRequest, *args: Any) -> None:
+        super().__init__(request, *args)
+        self._echo = bool(request.echo)
+
+    def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
+        text = delta.text
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = self._logprobs(output, delta.token_ids, delta.logprobs, delta.text_offsets)
+        if self._echo and index not in self._begun:
+            self._begun.add(index)
+            text = self._prompt_text(output) + text
+            logprobs = self._with_prompt(output, logprobs)
+        if not (text or delta.finish_reason or delta.logprobs):
+            return []
+        chunk = CompletionChoice(index, text, logprobs, delta.finish_reason)
+        if delta.finish_reason:
+            chunk.stop_reason = delta.stop_reason
+        return [chunk]
+
+    def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> CompletionChoice:
+        text, logprobs = answer.text, None
+        if answer.logprobs is not None:
+            logprobs = self._logprobs(output, answer.token_ids, answer.logprobs, answer.text_offsets)
+        if self._echo:
+            text = self._prompt_text(output) + text
+            logprobs = self._with_prompt(output, logprobs)
+        choice = CompletionChoice(index, text, logprobs, answer.finish_reason, answer.stop_reason)
+        if self._wants_prompt_logprobs:
+            choice.prompt_logprobs = prompt_logprobs(output)
+        return choice
+
+    def _logprobs(
+        self, output: RequestOutput, token_ids: list[int], logprobs: list[LogprobsAt], offsets: list[int]
+    ) -> CompletionLogprobs:
+        shift = len(self._prompt_text(output)) if self._echo else 0
+        return CompletionLogprobs(
+            tokens=[self._text(token) for token in token_ids],
+            token_logprobs=[_finite(at[token].logprob) for token, at in zip(token_ids, logprobs, strict=True)],
+            top_logprobs=[self._top(token, at) for token, at in zip(token_ids, logprobs, strict=True)],
+            text_offset=[offset + shift for offset in offsets],
+        )
+
+    def _with_prompt(self, output: RequestOutput, answer: CompletionLogprobs | None) -> CompletionLogprobs | None:
+        """The prompt's tokens in front of the answer's. The first has no probability: nothing came before it."""
+        if answer is None or output.prompt_logprobs is None:
+            return answer
+        tokens, known = output.prompt_token_ids, output.prompt_logprobs
+        offsets = [0] * len(tokens)
+        if self._tokenizer is not None:
+            text = TextStream(self._tokenizer, at_start=True)
+            text.feed(tokens)
+            offsets = text.text_offsets
+        return CompletionLogprobs(
+            tokens=[self._text(token) for token in tokens] + answer.tokens,
+            token_logprobs=[
+                None if at is None else _finite(at[token].logprob) for token, at in zip(tokens, known, strict=True)
+            ]
+            + answer.token_logprobs,
+            top_logprobs=[None if at is None else self._top(token, at) for token, at in zip(tokens, known, strict=True)]
+            + answer.top_logprobs,
+            text_offset=offsets + answer.text_offset,
+        )
+
+    def _top(self, token: int, at: LogprobsAt) -> dict[str, float]:
+        """The most likely tokens and the one that came; of tokens that read alike the likelier."""
+        top: dict[str, float] = {}
+        for each, value in [*_ranked(at, self._params.logprobs or 0), (token, _finite(at[token].logprob))]:
+            top.setdefault(self._text(each), value)
+        return top
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is None and self._tokenizer is not None:
+            output.prompt = self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True)
+        return output.prompt or ""
+
+
+def _ranked(at: LogprobsAt, count: int) -> list[tuple[int, float]]:
+    """The `count` most likely tokens at a position, likeliest first."""
+    ranked = sorted((logprob.rank or 0, token) for token, logprob in at.items())
+    return [(token, _finite(at[token].logprob)) for rank, token in ranked if rank <= count]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """As vLLM writes them: per position a map from token id to its log-probability, rank and text."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        at and {
+            str(token): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
+            for token, each in at.items()
+        }
+        for at in output.prompt_logprobs
+    ]
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "ridgeline"
