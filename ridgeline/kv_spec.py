@@ -35,13 +35,18 @@ def group_layers(windows: list[int | None]) -> list[tuple[int | None, tuple[int,
     ]
 
 
+def group_blocks(group: KVGroupSpec, num_tokens: int, max_chunk: int) -> int:
+    """Most blocks of one group that a sequence, computed in chunks of at most `max_chunk`, holds at once."""
+    blocks = -(-num_tokens // group.block_size)
+    if group.window is None:
+        return blocks
+    # Behind the window nothing is kept, but blocks are freed only when one fills up: there are the window's, as of the
+    # first slot of the block being filled, and the chunk's, which may start at the last slot of that block.
+    window_blocks = -(-(group.window - 1) // group.block_size)
+    chunk_blocks = 1 - (-(max_chunk - 1) // group.block_size)
+    return min(blocks, window_blocks + chunk_blocks)
+
+
 def blocks_for(groups: list[KVGroupSpec], num_tokens: int, max_chunk: int) -> int:
     """Most blocks that one sequence of that many tokens, computed in chunks of at most `max_chunk`, holds at once."""
-    total = 0
-    for group in groups:
-        blocks = -(-num_tokens // group.block_size)
-        if group.window is not None:
-            # Behind the window nothing is kept; a chunk is held whole, and either end may cut a block.
-            blocks = min(blocks, -(-(group.window + max_chunk) // group.block_size) + 1)
-        total += blocks
-    return total
+    return sum(group_blocks(group, num_tokens, max_chunk) for group in groups)

@@ -78,6 +78,12 @@ class BlockPool:
         """The prefix cache can find this block from now on: keep its contents after the last reference goes."""
         self._indexed.add(block)
 
+    def unindex(self, block: int) -> bool:
+        """The contents of this held block must not be found again. False: the prefix cache cannot find it anyway."""
+        known = block in self._indexed
+        self._indexed.discard(block)
+        return known
+
     def _drop(self, blocks: list[int]) -> None:
         for block in blocks:
             if self._references[block] <= 0:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.cache.block_pool import NULL_BLOCK, BlockPool, SlabPool
 from ridgeline.cache.prefix_cache import Node, NoPrefixCache, PrefixCache
-from ridgeline.kv_spec import KVGroupSpec, blocks_for
+from ridgeline.kv_spec import KVGroupSpec, blocks_for, group_blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +26,7 @@ class Hit:
     num_tokens: int
     tables: list[list[int]]
     node: Node | None                # where the sequence stands in the prefix tree; None = cannot be indexed further
+    asked_tokens: int = 0            # how many tokens lookup() was given; 0 = from fork()
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +43,8 @@ class SequenceBlocks:
 
 @dataclass(slots=True)
 class CacheCounters:
+    """What sequences found when they started; a lookup for somebody who has to wait is not counted."""
+
     lookups: int = 0
     hit_tokens: int = 0
     asked_tokens: int = 0
@@ -80,6 +83,22 @@ class KVManager:
             return self._slab * len(self.groups)
         return blocks_for(self.groups, num_tokens, max_chunk)
 
+    def blocks_beyond(self, hit: Hit, num_tokens: int, max_chunk: int) -> int:
+        """Most blocks that a sequence of that many tokens takes out of the pool when it starts from this hit."""
+        if self._slab:
+            return self._slab * len(self.groups)
+        total = -(-num_tokens // self.block_size)
+        taken = 0
+        for group, table in zip(self.groups, hit.tables, strict=True):
+            shared = [block for block in table if block]
+            taken += min(total - len(table), group_blocks(group, num_tokens, max_chunk) - len(shared))
+            taken += self._unheld(shared)
+        return taken
+
+    def _unheld(self, blocks: list[int]) -> int:
+        """How many of these nobody holds: they are allocatable until somebody does."""
+        return sum(1 for block in blocks if block and not self.pool.references(block))
+
     @property
     def grows(self) -> bool:
         """Do sequences take blocks as they go? Not with contiguous reservations."""
@@ -103,18 +122,16 @@ class KVManager:
             path.append(child)
             node = child
         length = self._valid_length([child.blocks for child in path])
-        self.counters.lookups += 1
-        self.counters.asked_tokens += len(tokens)
-        self.counters.hit_tokens += length * size
         stands_on = path[length - 1] if length else self.cache.root(salt)
-        return self._hit([child.blocks for child in path[:length]], stands_on)
+        hit = self._hit([child.blocks for child in path[:length]], stands_on)
+        hit.asked_tokens = len(tokens)
+        return hit
 
     def fork(self, source: SequenceBlocks, salt: str, limit: int) -> Hit:
         """The same, from the blocks of a running sequence with the same prompt (the n answers of one request)."""
         count = min(limit // self.block_size, source.num_blocks) if self.grows else 0    # a reservation is not shared
         columns = [[table[index] for table in source.tables] for index in range(count)]
         length = self._valid_length(columns)
-        self.counters.forked_blocks += length * len(self.groups)
         return self._hit(columns[:length], self.cache.root(salt) if length == 0 else None)
 
     def _valid_length(self, columns: list[list[int]]) -> int:
@@ -150,6 +167,10 @@ class KVManager:
 
     def start(self, hit: Hit, num_tokens: int) -> SequenceBlocks | None:
         """Take the hit's blocks and enough new ones for `num_tokens`; None when the pool has too few."""
+        new = self._slab or -(-num_tokens // self.block_size) - hit.num_tokens // self.block_size
+        unheld = sum(self._unheld(table) for table in hit.tables)
+        if self.pool.num_allocatable < new * len(self.groups) + unheld:
+            return None
         for table in hit.tables:                                 # hold first: what is held cannot be evicted below
             for block in table:
                 if block:
@@ -160,10 +181,18 @@ class KVManager:
             blocks.freed[group] = sum(1 for block in blocks.tables[group] if not block)
         if hit.node is not None:
             hit.node.users += 1
-        if self.grow(blocks, num_tokens) is None:
-            self.free(blocks)
-            return None
+        self.grow(blocks, num_tokens)
+        self._count(hit)
         return blocks
+
+    def _count(self, hit: Hit) -> None:
+        counters = self.counters
+        if hit.asked_tokens:
+            counters.lookups += 1
+            counters.asked_tokens += hit.asked_tokens
+            counters.hit_tokens += hit.num_tokens
+        else:
+            counters.forked_blocks += hit.num_tokens // self.block_size * len(self.groups)
 
     def grow(self, blocks: SequenceBlocks, num_tokens: int) -> list[tuple[int, int, int]] | None:
         """Blocks for `num_tokens` in all: the new (group, index, block) entries, or None when the pool has too few."""
@@ -232,6 +261,13 @@ class KVManager:
         for table in blocks.tables:
             self.pool.release([block for block in reversed(table) if block])
             table.clear()
+
+    def distrust(self, blocks: SequenceBlocks) -> None:
+        """What is in these blocks is in doubt: nobody may find it again. Whoever shares them keeps them."""
+        for table in blocks.tables:
+            for block in table:
+                if self.pool.unindex(block):
+                    self.cache.evict(block)
 
     def exclusive_blocks(self, blocks: SequenceBlocks) -> int:
         """Blocks only this sequence holds: what a preemption would give back."""

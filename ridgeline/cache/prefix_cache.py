@@ -20,7 +20,7 @@ from dataclasses import dataclass
 class Node:
     key: bytes
     parent: Node | None
-    tokens: bytes
+    tokens: bytes                                    # a root has its salt here
     blocks: list[int]                                # one per group; 0 where the block is gone or was never kept
     users: int = 0                                   # children, and sequences whose newest full block this is
 
@@ -36,8 +36,8 @@ class PrefixCache:
         return len(self._nodes)
 
     def root(self, salt: str) -> Node:
-        """The parent of first blocks. Roots are not stored: equal salts give equal keys."""
-        return Node(self._hash(b"root", salt.encode()), None, b"", [])
+        """The parent of first blocks. Roots are not stored: equal salts give equal roots."""
+        return Node(self._hash(b"root", salt.encode()), None, salt.encode(), [])
 
     def find(self, parent: Node, tokens: bytes) -> Node | None:
         node = self._nodes.get(self._hash(parent.key, tokens))
@@ -97,8 +97,8 @@ class PrefixCache:
 
     @staticmethod
     def _same(a: Node | None, b: Node) -> bool:
-        """Nodes are compared by identity, which no collision can fake; roots are made anew each time, so by key."""
-        return a is b or (a is not None and a.parent is None and b.parent is None and a.key == b.key)
+        """Nodes are compared by identity, which no collision can fake; roots are made anew each time, so by salt."""
+        return a is b or (a is not None and a.parent is None and b.parent is None and a.tokens == b.tokens)
 
     def _hash(self, parent: bytes, tokens: bytes) -> bytes:
         return hashlib.blake2b(parent + tokens, digest_size=16, key=self._secret).digest()

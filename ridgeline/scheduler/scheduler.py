@@ -134,7 +134,7 @@ class Scheduler:
             sequence = Sequence(request, index, self._arrivals, limit, self._noise_key(request, index), stop_ids)
             sequence.priority = request.priority if self._use_priorities else 0
             sequence.leader = sequences[0] if sequences else None
-            sequence.waiting_since = self._step
+            sequence.arrived_at = self._step
             sequences.append(sequence)
             heapq.heappush(self._waiting, (rank(sequence), sequence))
         self._live[request.request_id] = sequences
@@ -238,6 +238,10 @@ class Scheduler:
             if self.manager.pool.num_releasing:
                 return False                                     # room is on its way; take nobody else's
             victim = self._victim(sequence)
+            if victim is None:
+                if not self._flights:
+                    raise AssertionError("the KV pool is too small for one sequence")
+                return False                                     # a step in flight will free what falls behind a window
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -245,28 +249,25 @@ class Scheduler:
         self._rows.num_blocks[row] = blocks.num_blocks
         return True
 
-    def _victim(self, asking: Sequence) -> Sequence:
+    def _victim(self, asking: Sequence) -> Sequence | None:
         """Whose blocks to take: never the most important running sequence, never one more important than who asks.
 
-        Among the rest the least important priority, then the cheapest to recompute.
+        Among the rest the least important priority, then the cheapest to recompute. None: only who asks is left.
         """
         running = self._rows.running()
-        candidates = [sequence for sequence in running[1:] if sequence.priority >= asking.priority] or [asking]
-
-        def price(sequence: Sequence) -> tuple[int, float, int]:
-            assert sequence.blocks is not None
-            frees = self.manager.exclusive_blocks(sequence.blocks) > 0
-            cost = float(self._rows.computed[sequence.row]) if frees else float("inf")
-            return (-sequence.priority, cost, -sequence.order)
-
-        return min(candidates, key=price)
+        candidates = [sequence for sequence in running[1:] if sequence.priority >= asking.priority]
+        candidates.sort(key=lambda each: (-each.priority, int(self._rows.computed[each.row]), -each.order))
+        for sequence in candidates:
+            if sequence.blocks is not None and self.manager.exclusive_blocks(sequence.blocks):
+                return sequence
+        return candidates[0] if candidates else None             # all share: several have to go before a block is free
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's row and blocks; it waits, and computes its known tokens again."""
         self.counters.preemptions += 1
         sequence.lost_tokens = int(self._rows.computed[sequence.row])
-        sequence.waiting_since = self._step
         sequence.prompt_done = False
+        sequence.prompt_logprobs = []                            # they will be computed again, too
         self._leave_row(sequence)
         heapq.heappush(self._waiting, (rank(sequence), sequence))
 
@@ -292,7 +293,7 @@ class Scheduler:
             hit = self._hit(sequence)
             rest = known - hit.num_tokens
             count = min(rest, budget, chunk) if self.limits.chunked_prefill else rest
-            if count > budget or not self._has_room(known, hit):
+            if count > budget or not self._has_room(hit, known):
                 break                                            # whoever is next waits for room; nobody overtakes
             blocks = manager.start(hit, hit.num_tokens + count)
             if blocks is None:
@@ -300,6 +301,7 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self.counters.joins += num_running > 0
             sequence.blocks = blocks
+            sequence.admitted_at = self._step
             row = table.add(sequence, self._want(sequence))
             table.known[row] = known
             table.computed[row] = hit.num_tokens
@@ -321,7 +323,7 @@ class Scheduler:
         deadline = self._step - self.limits.max_waiting_steps
         if deadline <= 0:
             return
-        aged = [sequence for _, sequence in self._waiting if sequence.waiting_since <= deadline]
+        aged = [sequence for _, sequence in self._waiting if sequence.arrived_at <= deadline]
         aged = [sequence for sequence in aged if sequence.priority != AGED_PRIORITY and not sequence.finished]
         if aged:
             for sequence in aged:
@@ -332,7 +334,7 @@ class Scheduler:
     def _hit(self, sequence: Sequence) -> Hit:
         """What need not be computed: the last known token always is, to have logits to sample from."""
         salt, limit = sequence.request.cache_salt, len(sequence.tokens) - 1
-        if sequence.request.params.prompt_logprobs is not None:
+        if sequence.request.params.prompt_logprobs is not None and not sequence.prompt_logprobs_sent:
             limit = 0                                            # every prompt position needs its logits
         hit = self.manager.lookup(sequence.tokens, salt, limit)
         leader = sequence.leader
@@ -342,21 +344,18 @@ class Scheduler:
                 return forked
         return hit
 
-    def _has_room(self, known: int, hit: Hit) -> bool:
+    def _has_room(self, hit: Hit, known: int) -> bool:
         """Room for all its known tokens, and for the ones already running to finish their prompts and go on a block.
 
         Admitting on less would only preempt somebody a few steps later.
         """
         table, manager = self._rows, self.manager
         rows = table.ranked()
-        num_groups = len(manager.groups)
-        new = manager.blocks_for(known, self.limits.max_step_tokens) - hit.num_tokens // manager.block_size * num_groups
-        unheld = sum(1 for held in hit.tables for block in held if block and not manager.pool.references(block))
         promised = 0
         if manager.grows:
             missing = -(-table.known[rows] // manager.block_size) - table.num_blocks[rows]
-            promised = (int(np.maximum(missing, 0).sum()) + len(rows)) * num_groups
-        return manager.num_free >= max(new, 0) + unheld + promised
+            promised = (int(np.maximum(missing, 0).sum()) + len(rows)) * len(manager.groups)
+        return manager.num_free >= manager.blocks_beyond(hit, known, self.limits.max_step_tokens) + promised
 
     def _want(self, sequence: Sequence) -> int:
         params = sequence.request.params
@@ -437,7 +436,7 @@ class Scheduler:
             if place in result.failed:
                 deltas.append(self._fail(sequence, result.failed[place]))
                 continue
-            if place in result.prompt_logprobs:
+            if place in result.prompt_logprobs and _still_there(sequence, flight):
                 sequence.prompt_logprobs.append(result.prompt_logprobs[place])
             if not samples:
                 continue
@@ -467,12 +466,14 @@ class Scheduler:
         table = self._rows
         full = flight.ends // self.manager.block_size
         for place in np.nonzero(full > table.committed[flight.rows])[0].tolist():
-            sequence, row = flight.sequences[place], int(flight.rows[place])
-            if sequence.row == row and sequence.blocks is not None and place not in failed:
+            sequence = flight.sequences[place]
+            if _still_there(sequence, flight) and sequence.blocks is not None and place not in failed:
                 self.manager.commit(sequence.blocks, sequence.tokens, int(flight.ends[place]))
-                table.committed[row] = sequence.blocks.committed
+                table.committed[sequence.row] = sequence.blocks.committed
 
     def _fail(self, sequence: Sequence, reason: str) -> TokenDelta:
+        if sequence.blocks is not None:
+            self.manager.distrust(sequence.blocks)
         self._end(sequence)
         return TokenDelta(
             sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason
@@ -495,6 +496,11 @@ class Scheduler:
         row = self._rows.remove(sequence)
         self._delta.removed.append(row)
         self._delta.appended = [entry for entry in self._delta.appended if entry[1] != row]
+
+
+def _still_there(sequence: Sequence, flight: _InFlight) -> bool:
+    """Does it still have the row and the blocks which that step worked on? Not after a preemption, even if it is back."""
+    return sequence.row >= 0 and sequence.admitted_at < flight.step
 
 
 def _joined(chunks: list[Logprobs]) -> Logprobs:

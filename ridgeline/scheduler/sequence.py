@@ -16,9 +16,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "finished", "index", "leader", "limit", "lost_tokens", "num_cached", "num_promised", "num_prompt",
-        "order", "priority", "prompt_done", "prompt_logprobs", "prompt_logprobs_sent", "request", "row", "seed",
-        "stop_ids", "tokens", "waiting_since",
+        "admitted_at", "arrived_at", "blocks", "finished", "index", "leader", "limit", "lost_tokens", "num_cached",
+        "num_promised", "num_prompt", "order", "priority", "prompt_done", "prompt_logprobs", "prompt_logprobs_sent",
+        "request", "row", "seed", "stop_ids", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -41,7 +41,8 @@ class Sequence:
         self.num_promised = 0                            # tokens sampled by steps in flight
         self.num_cached = 0                              # prompt tokens that the prefix cache saved at first admission
         self.lost_tokens = 0                             # computed tokens that a preemption threw away
-        self.waiting_since = 0                           # the step at which it began to wait
+        self.arrived_at = 0                              # the step it arrived after; preemption makes nobody younger
+        self.admitted_at = 0                             # the step it took its row after; later steps belong to this stay
         self.prompt_logprobs: list[Logprobs] = []        # chunks that have arrived
         self.prompt_logprobs_sent = False
 

@@ -62,6 +62,11 @@ from ridgeline.server.stream import (
 )
 from ridgeline.version import __version__
 
+try:
+    import uvloop
+except ImportError:                  # optional: asyncio's own loop does the same, slower
+    uvloop = None
+
 logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
@@ -376,7 +381,9 @@ async def serve(
         on_ready(service, address_of(listener))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
-        if not server.should_exit:
+        if http.done():
+            return http.result()
+        if not server.should_exit:                       # else the engine ended because we do
             logger.error("%s", died.result())
             await asyncio.sleep(DEAD_SECONDS)
             raise died.result()
@@ -402,17 +409,8 @@ def run(
     listener = bind(options)
     raise_file_limit(options.max_connections)
     service = Service(llm, options, model_name(llm, options))
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
         runner.run(serve(service, listener, on_loading, on_ready))
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop  # type: ignore[no-any-return]
 
 
 def raise_file_limit(connections: int) -> None:

@@ -256,7 +256,7 @@ def parse(kind: type[T], body: bytes) -> T:
     return request  # type: ignore[no-any-return]
 
 
-def _readable(message: str, kind: type) -> str:
+def _readable(message: str, kind: type[GenerationRequest]) -> str:
     """msgspec's words, with the field first: `temperature: expected ..., got ...`."""
     place = _PLACE.search(message)
     where = place.group(1) if place else ""
@@ -310,7 +310,7 @@ class Reply(msgspec.Struct):
     created: int
     model: str
     choices: list[Any]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -363,7 +363,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -371,7 +371,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: Any = UNSET
 
 
@@ -562,13 +562,14 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None
     """As vLLM writes them: per position a map from token id to its log-probability, rank and text."""
     if output.prompt_logprobs is None:
         return None
-    return [
-        at and {
+
+    def written(at: LogprobsAt) -> dict[str, Any]:
+        return {
             str(token): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
             for token, each in at.items()
         }
-        for at in output.prompt_logprobs
-    ]
+
+    return [None if at is None else written(at) for at in output.prompt_logprobs]
 
 
 class ModelCard(msgspec.Struct):
