@@ -142,14 +142,19 @@ a​b‌c‍d⁠e﻿f­g
 x y z t　u w᠎v q
 """.strip().split("\n")
 
-BLANKS = ["  ", " ", "   ", "\n", "\n\n", "\t", "\r\n", "\r", "\v", "\f", "\x85", "\u00a0", "\u2003", "\u3000", "\u2028",
-          "\u200b", " \n", "\n ", "\t \t", " " * 7, " " * 16, " " * 31, "\n" * 5, "\t" * 6, "\r\n\r\n", "\n\t\n  "]  # fmt: skip
-SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<|begin_of_text|>", "<|eot_id|>",
-            "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|end|>", "<|system|>",
-            "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<<SYS>>", "<0x0A>", "<0xFF>",
-            "<jupyter_start>", "<issue_comment>", "<|vision_start|>", "<tool_call>", "</tool_call>", "<unused1>"]  # fmt: skip
-NEARLY_SPECIAL = ["<|im_start", "im_end|>", "<|im_start|", "<|IM_END|>", "<| im_end |>", "<|im_<|im_end|>end|>", "<|", "|>",
-                  "<|im_start|><|im_start|>", "<<|im_end|>>", "<|endoftext|", "＜|im_end|＞", "<s", "/s>", "< s>", "<0x0a>"]  # fmt: skip
+BLANKS = [
+    "  ", " ", "   ", "\n", "\n\n", "\t", "\r\n", "\r", "\v", "\f", "\x85", "\u00a0", "\u2003", "\u3000", "\u2028",
+    "\u200b", " \n", "\n ", "\t \t", " " * 7, " " * 16, " " * 31, "\n" * 5, "\t" * 6, "\r\n\r\n", "\n\t\n  ",
+]  # fmt: skip
+SPECIALS = """
+<|im_start|> <|im_end|> <|endoftext|> <repo_name> <file_sep> <|begin_of_text|> <|eot_id|> <|start_header_id|>
+<|end_header_id|> <s> </s> <unk> <|user|> <|assistant|> <|end|> <|system|> <bos> <eos> <start_of_turn> <end_of_turn>
+[INST] [/INST] <<SYS>> <0x0A> <0xFF> <jupyter_start> <issue_comment> <|vision_start|> <tool_call> </tool_call> <unused1>
+""".split()
+NEARLY_SPECIAL = [
+    "<|im_start", "im_end|>", "<|im_start|", "<|IM_END|>", "<| im_end |>", "<|im_<|im_end|>end|>", "<|", "|>",
+    "<|im_start|><|im_start|>", "<<|im_end|>>", "<|endoftext|", "＜|im_end|＞", "<s", "/s>", "< s>", "<0x0a>",
+]  # fmt: skip
 
 
 def texts() -> list[str]:
@@ -169,9 +174,10 @@ def texts() -> list[str]:
     found += [" " * count + "x" for count in range(1, 40, 3)] + ["\n" * count + "y" for count in range(1, 20, 3)]
     found += [sign * count for sign in "-=*#_.a1é你🙂" for count in (2, 3, 5, 8, 17, 33)]
     for _ in range(330):
-        found.append("".join(rng.choice(words) + rng.choice([" ", " ", " ", "", *BLANKS]) for _ in range(rng.randrange(2, 9))))
+        gaps = [" ", " ", " ", "", *BLANKS]
+        found.append("".join(rng.choice(words) + rng.choice(gaps) for _ in range(rng.randrange(2, 9))))
     for _ in range(80):
-        parts = [rng.choice(words), rng.choice(SPECIALS), rng.choice(NEARLY_SPECIAL), rng.choice(BLANKS), rng.choice(words)]
+        parts = [rng.choice(kind) for kind in (words, SPECIALS, NEARLY_SPECIAL, BLANKS, words)]
         rng.shuffle(parts)
         found.append("".join(parts))
     for _ in range(260):
@@ -184,7 +190,7 @@ def texts() -> list[str]:
 def random_characters(rng: random.Random, count: int) -> Iterator[str]:
     """Mostly assigned ones, from anywhere; now and then a code point that is nothing."""
     while count:
-        code = rng.choice([rng.randrange(0x300), rng.randrange(0x3000), rng.randrange(0x10000), rng.randrange(0x110000)])
+        code = rng.choice([rng.randrange(limit) for limit in (0x300, 0x3000, 0x10000, 0x110000)])
         category = unicodedata.category(chr(code))
         if category != "Cs" and (category != "Cn" or rng.random() < 0.05):
             count -= 1
@@ -260,12 +266,14 @@ def write_json(path: Path, value: Any) -> None:
 
 # --- small vocabularies cut out of whole ones ---
 
-GENERAL = ("general.architecture", "general.name", "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template",
-           "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token", "tokenizer.ggml.add_space_prefix")  # fmt: skip
+GENERAL = """
+general.architecture general.name tokenizer.ggml.model tokenizer.ggml.pre tokenizer.chat_template
+tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix
+""".split()
 CONTROL, USER_DEFINED, NORMAL = 3, 4, 1
 
 
-def cut(source: Path, keep: Callable[[dict[str, Any]], Iterable[int]], changes: dict[str, Any] | None = None) -> Path:
+def cut(source: Path, keep: Callable[[dict[str, Any]], Iterable[int]]) -> Path:
     """Write the vocabulary with only the tokens `keep` names, renumbered, and the merges that still make sense."""
     with GGUFFile(source) as file:
         metadata = file.metadata
@@ -288,7 +296,7 @@ def cut(source: Path, keep: Callable[[dict[str, Any]], Iterable[int]], changes: 
         old = metadata.get(f"{prefix}{key}_token_id")
         if old in number:
             written[f"{prefix}{key}_token_id"] = Typed("uint32", number[old])
-    return write_gguf(GOLDEN / f"{source.stem.removeprefix('ggml-vocab-')}-small.gguf", {**written, **(changes or {})}, {})
+    return write_gguf(GOLDEN / f"{source.stem.removeprefix('ggml-vocab-')}-small.gguf", written, {})
 
 
 def byte_level_tokens(common: int, used: Iterable[int]) -> Callable[[dict[str, Any]], Iterable[int]]:
@@ -303,7 +311,7 @@ def byte_level_tokens(common: int, used: Iterable[int]) -> Callable[[dict[str, A
 
 
 def sentencepiece_tokens(common: int) -> Callable[[dict[str, Any]], Iterable[int]]:
-    """All that is not ordinary, the best tokens by score, and every character of theirs; characters of the texts too."""
+    """All that is not ordinary, the best tokens by score with all their characters, and characters of the texts."""
 
     def keep(metadata: dict[str, Any]) -> Iterable[int]:
         tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
@@ -311,7 +319,7 @@ def sentencepiece_tokens(common: int) -> Callable[[dict[str, Any]], Iterable[int
         other = [place for place, kind in enumerate(types) if kind != NORMAL]
         best = [place for place, kind in enumerate(types) if kind == NORMAL][:common]
         characters = {character for place in best for character in tokens[place]} | set("".join(SENTENCES[:30]))
-        # Runs of spaces share one score, and llama.cpp merges equals from the left: that is our order only if all are there.
+        # Runs of spaces share one score, and llama.cpp merges equals from the left: our order only if all are there.
         runs = [place for place, token in enumerate(tokens) if set(token) == {"▁"}]
         return [*other, *best, *runs, *(ids[character] for character in characters if character in ids)]
 
@@ -322,7 +330,8 @@ def with_gemma_habits(source: Path) -> Path:
     """The small SentencePiece vocabulary as Gemma has it: no prefix space, runs of blanks and tags as tokens."""
     with GGUFFile(source) as file:
         metadata = dict(file.metadata)
-    added = ["<start_of_turn>", "<end_of_turn>", "\n\n", "\n\n\n", "\n\n\n\n", "  ", "   ", "    ", "\t\t", "<table>", "</p>", "[@BOS@]"]
+    added = ["<start_of_turn>", "<end_of_turn>", "<table>", "</p>", "[@BOS@]", "\t\t"]
+    added += [blank * count for blank in "\n " for count in (2, 3, 4)]
     kinds = [CONTROL, CONTROL] + [USER_DEFINED] * (len(added) - 2)
     prefix = "tokenizer.ggml."
     metadata[prefix + "tokens"] += added

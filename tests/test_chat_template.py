@@ -250,7 +250,7 @@ def test_bad_messages_are_refused_in_one_line(messages: Any, said: str) -> None:
 
 def test_too_long_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_INPUT_BYTES", 1000)
-    with pytest.raises(BadRequest, match="the messages take 2,.* bytes as JSON; 1,000 are allowed"):
+    with pytest.raises(BadRequest, match=r"the messages take 2,.* bytes as JSON; 1,000 are allowed"):
         rendered("", [{"role": "user", "content": "x" * 2000}])
 
 
@@ -448,7 +448,7 @@ def test_a_syntax_error_names_the_line() -> None:
 
 
 def test_raise_exception_is_passed_on_in_one_line() -> None:
-    with pytest.raises(BadRequest, match="^the chat template refused the messages: no such role$"):
+    with pytest.raises(BadRequest, match=r"^the chat template refused the messages: no such role$"):
         rendered("{{ raise_exception('no such\n role') }}")
 
 

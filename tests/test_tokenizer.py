@@ -78,7 +78,6 @@ def test_other_kinds_have_the_ids_of_llama_cpp(name: str) -> None:
         ("llama-bpe-small", "tokenizer.ggml.add_bos_token", False),
         ("qwen2-small", "tokenizer.ggml.pre", "gpt-2"),
         ("qwen2-small", "tokenizer.ggml.pre", "default"),
-        ("qwen2-small", "tokenizer.ggml.pre", "qwen35"),             # marks belong to letters
         ("llama-spm-small", "tokenizer.ggml.add_space_prefix", False),
         ("gemma-like-small", "tokenizer.ggml.add_space_prefix", True),
         ("phi-3-small", "general.name", "other"),                    # blanks behind special tokens stay
@@ -104,12 +103,12 @@ def test_characters_newer_than_llama_cpp_are_no_letters(smollm2: Tokenizer) -> N
 @pytest.mark.parametrize("name", ["smollm2", *SMALL])
 def test_decoding_gives_the_text_back(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue("smollm2") if name == "smollm2" else small(name)
-    for text in TEXTS:
+    bytes_it_has = {piece[0] for piece in tokenizer.token_pieces() if len(piece) == 1}
+    spelled = [text for text in TEXTS if bytes_it_has.issuperset(text.encode())]
+    assert len(spelled) > 0.9 * len(TEXTS)       # SmolLM2 lacks some control characters, and drops them as llama.cpp does
+    for text in spelled:
         ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
-        if name in ("smollm2", "qwen2-small", "llama-bpe-small"):
-            assert tokenizer.decode(ids) == text
-        else:
-            assert tokenizer.decode(ids) == text.replace(SPACE_MARK, " ")
+        assert tokenizer.decode(ids) == (text.replace(SPACE_MARK, " ") if tokenizer.has_prefix_space else text)
 
 
 # --- what else a GGUF file says ---
@@ -142,7 +141,8 @@ def test_chat_prompt_of_smollm2(smollm2: Tokenizer) -> None:
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n") and text.startswith("<|im_start|>system\n")
     ids = smollm2.apply_chat_template(messages)
     assert smollm2.decode(ids) == text and ids.count(1) == 3 and ids.count(2) == 2
-    assert smollm2.apply_chat_template(messages, add_generation_prompt=False) == ids[:-3]
+    without_prompt = smollm2.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
+    assert without_prompt + "<|im_start|>assistant\n" == text
 
 
 def test_chat_prompts_get_no_second_bos() -> None:
@@ -309,20 +309,19 @@ def write_directory(path: Path, name: str, **files: Any) -> Path:
 
 
 SETTINGS = {
-    "llama-spm-small": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True, "add_eos_token": False},
+    "llama-spm-small": {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"},
+                        "add_bos_token": False, "add_eos_token": True},
     "qwen2-small": {"eos_token": "<|im_end|>", "bos_token": None},
     "llama-bpe-small": {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_directories_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
-    post_processor = None
-    if name == "llama-bpe-small":    # its <s> comes from tokenizer.json, not from a setting
-        bos = small(name).bos_token_id
-        post_processor = processors.TemplateProcessing(
-            "<|begin_of_text|> $A", "$A $B", special_tokens=[("<|begin_of_text|>", bos)]
-        )
+    post_processor, bos = None, SETTINGS[name]["bos_token"]
+    if bos is not None:
+        ids = [(bos, small(name).bos_token_id)]
+        post_processor = processors.TemplateProcessing(f"{bos} $A", "$A $B", special_tokens=ids)
     path = write_directory(tmp_path, name, tokenizer_config=SETTINGS[name], post_processor=post_processor)
     ours, oracle = Tokenizer.load(path), transformers.PreTrainedTokenizerFast.from_pretrained(path)
     rendered = 0
@@ -346,9 +345,9 @@ def test_directory_and_file_agree(tmp_path: Path) -> None:
         from_directory, from_file = Tokenizer.load(write_directory(folder, name, tokenizer_config=SETTINGS[name])), small(name)
         assert from_directory.token_pieces() == from_file.token_pieces()
         assert from_directory.has_prefix_space == from_file.has_prefix_space
-        assert from_directory.encode_batch(TEXTS[::7], parse_special=False) == from_file.encode_batch(
-            TEXTS[::7], parse_special=False
-        )
+        for parse_special in (True, False):
+            ids = [tokenizer.encode_batch(TEXTS[::7], False, parse_special) for tokenizer in (from_directory, from_file)]
+            assert ids[0] == ids[1]
 
 
 def test_every_source_of_end_tokens(tmp_path: Path) -> None:

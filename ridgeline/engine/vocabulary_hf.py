@@ -32,13 +32,7 @@ def directory_vocabulary(path: Path) -> Vocabulary:
     ends = {*_ids(generation_config.get("eos_token_id")), *_ids(model_config.get("eos_token_id"))}
     if eos is not None:
         ends.add(eos)
-
-    if isinstance(settings.get("add_bos_token"), bool) or isinstance(settings.get("add_eos_token"), bool):
-        prefix_ids = [bos] if settings.get("add_bos_token") and bos is not None else []
-        suffix_ids = [eos] if settings.get("add_eos_token") and eos is not None else []
-    else:
-        prefix_ids, suffix_ids = _added_around(core)
-
+    prefix_ids, suffix_ids = _added_around(core)
     pieces, has_prefix_space = _pieces(core, path)
     return Vocabulary(
         core=core,
@@ -121,7 +115,7 @@ def _add_missing_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any],
 
 
 def _added_around(core: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """What the post-processor of tokenizer.json puts before and behind a text."""
+    """What the post-processor of tokenizer.json puts before and behind a text: it decides, not add_bos_token."""
     inner = core.encode("a", add_special_tokens=False).ids
     outer = core.encode("a", add_special_tokens=True).ids
     for start in range(len(outer) - len(inner) + 1):

@@ -65,7 +65,7 @@ from ridgeline.version import __version__
 try:
     import uvloop
 except ImportError:                  # optional: asyncio's own loop does the same, slower
-    uvloop = None
+    uvloop = None  # type: ignore[assignment]
 
 logger = get_logger("server")
 

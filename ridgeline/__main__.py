@@ -1,0 +1,87 @@
+"""The `ridgeline` command: finds the command that was asked for, and imports only what that one needs.
+
+A command is a module with `add_arguments(parser)` and `run(args)`. An error a user can meet is one line and exit code 2
+(1 when the engine died); never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from ridgeline.errors import ConfigError, EngineDead, RidgelineError
+from ridgeline.version import __version__
+
+COMMANDS = {
+    "serve": ("ridgeline.cli.serve", "OpenAI-compatible server"),
+    "chat": ("ridgeline.cli.chat", "talk to a model in the terminal"),
+    "generate": ("ridgeline.cli.generate", "answer a file of prompts: JSONL in, JSONL out"),
+    "pull": ("ridgeline.cli.pull", "fetch the embedded model"),
+    "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
+    "bench host": ("ridgeline.bench.host", "measure what planning, tokenising and detokenising cost"),
+}
+
+
+def overview() -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: ridgeline COMMAND ...",
+            "",
+            "An LLM inference engine that knows its roofline.",
+            "",
+            *lines,
+            "",
+            "`ridgeline COMMAND --help` lists a command's options; `ridgeline --version` the version.",
+            "Without a MODEL, commands use the embedded SmolLM2-135M-Instruct.",
+        ]
+    )
+
+
+def find_command(argv: list[str]) -> tuple[str, list[str]]:
+    """(command, its arguments); a command may be two words."""
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if len(argv) >= words and name in COMMANDS:
+            return name, argv[words:]
+    starts = [name for name in COMMANDS if name.startswith(argv[0] + " ")]
+    if starts:
+        raise ConfigError(f"{argv[0]} needs one of: {', '.join(name.split()[1] for name in starts)}")
+    close = importlib.import_module("difflib").get_close_matches(argv[0], COMMANDS, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
+    raise ConfigError(f"unknown command {argv[0]!r}; {hint}")
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if argv[0] in ("-V", "--version", "version"):
+        print(f"ridgeline {__version__}")
+        return 0
+    name, rest = find_command(argv)
+    place, help = COMMANDS[name]
+    module = importlib.import_module(place)
+    options = importlib.import_module("ridgeline.cli.options")
+    parser = options.OptionParser(prog=f"ridgeline {name}", description=help[0].upper() + help[1:] + ".")
+    module.add_arguments(parser)
+    return int(module.run(parser.parse(rest)) or 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except RidgelineError as error:
+        print(f"ridgeline: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, EngineDead) else 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:                              # the reader of a pipe has left; Python must not try to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""`ridgeline serve`: the OpenAI-compatible server, and what it tells the person who started it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from contextlib import ExitStack
+
+from ridgeline.cli.options import add_engine_options, add_model, add_options, engine_config, options_of
+from ridgeline.cli.terminal import progress_bar, require_model
+from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.log import get_logger
+from ridgeline.server.app import Service, model_name
+from ridgeline.server.app import run as run_server
+from ridgeline.server.limits import ServerOptions
+from ridgeline.version import __version__
+
+logger = get_logger("server")
+
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_options(parser, ServerOptions, "server")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))        # until the server has its own handler
+    config, options = engine_config(args), options_of(ServerOptions, args)
+    require_model(config)
+    llm = AsyncLLM(**config.flat())
+    if not options.host.startswith(_LOOPBACK):
+        logger.warning("listening on %s without authentication: everybody who reaches it can use it", options.host)
+    with ExitStack() as until_ready:
+        tick = until_ready.enter_context(progress_bar(f"loading {model_name(llm, options)}", in_bytes=True))
+
+        def on_ready(service: Service, address: str) -> None:
+            until_ready.close()
+            print(welcome(service, address), flush=True)
+
+        run_server(llm, options, tick, on_ready)
+
+
+def welcome(service: Service, address: str) -> str:
+    ready = service.llm.ready
+    assert ready is not None
+    facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, loaded in {ready.seconds:.1f} s"
+    return "\n".join(
+        [
+            f"ridgeline {__version__}: {facts}",
+            f"ready: {address}/v1  (Ctrl-C stops)",
+            "",
+            example(service, address),
+            "",
+        ]
+    )
+
+
+def example(service: Service, address: str) -> str:
+    """A curl line that works with this model."""
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        path, body = "completions", {"prompt": [1, 2, 3], "max_tokens": 16}
+    elif tokenizer.chat_template is None:
+        path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 16}
+    else:
+        path = "chat/completions"
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}
+    data = shlex.quote(json.dumps(body))
+    return f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d {data}"
