@@ -193,6 +193,8 @@ PAGED_ATTENTION_CASES = (
     Case("window-softcap", _attention([(1, 13), (1, 15), (7, 12)], window=6, softcap=2.0)),
     Case("long", _attention([(1, 75), (40, 70), (2, 3)])),               # several tiles of keys and of queries
     Case("long-window", _attention([(1, 90), (40, 80), (45, 45)], window=20)),
+    # Wide heads have narrow tiles of keys: a whole tile may lie behind the window of the tile's last query.
+    Case("wide-window", _attention([(70, 75)], heads=1, kv_heads=1, head_dim=144, window=3)),
     Case("one-kv-head", _attention([(1, 5), (3, 7)], heads=6, kv_heads=1)),
     Case("no-groups", _attention([(1, 5), (1, 4), (3, 7)], heads=3, kv_heads=3)),
     Case("odd", _attention([(1, 11), (3, 8), (1, 2)], heads=3, kv_heads=1, head_dim=20, block_size=3)),

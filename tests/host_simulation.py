@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fake_runner import FakeRunner, expected_answer, stamp
 
-from ridgeline.cache.manager import KVManager
+from ridgeline.cache.manager import KVManager, SequenceBlocks
 from ridgeline.cache.prefix_cache import Node
 from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.messages import Request, StepPlan, TokenDelta
@@ -171,7 +171,7 @@ class Simulation:
         self._check_sequences()
         self._check_references()
         if self.setup.prefix_caching and not self.setup.contiguous:
-            check_index(self.manager, self._running())
+            check_index(self.manager, [sequence.blocks for sequence in self._running() if sequence.blocks])
 
     def _running(self) -> list[Sequence]:
         return [sequence for sequence in self.scheduler._rows.sequences if sequence is not None]
@@ -206,7 +206,7 @@ class Simulation:
         """What the prefix cache would hand out is what the memory holds."""
         size = self.setup.block_size
         for node in self.manager.cache._nodes.values():
-            prefix = node_tokens(node, size)
+            _, prefix = node_path(node)
             value, stamps = 0, []
             for token in prefix:
                 value = stamp(value, token)
@@ -249,24 +249,23 @@ class Simulation:
         return answer, "stop" if answer[-1] in stop_ids else "length"
 
 
-def node_tokens(node: Node, block_size: int) -> list[int]:
-    """The tokens from the root to this node, itself included."""
+def node_path(node: Node) -> tuple[str, list[int]]:
+    """The salt, and the tokens from the root to this node, itself included."""
     parts: list[bytes] = []
-    walk: Node | None = node
-    while walk is not None and walk.parent is not None:
-        parts.append(walk.tokens)
-        walk = walk.parent
-    return memoryview(b"".join(reversed(parts))).cast("i").tolist()
+    while node.parent is not None:
+        parts.append(node.tokens)
+        node = node.parent
+    return node.tokens.decode(), memoryview(b"".join(reversed(parts))).cast("i").tolist()
 
 
-def check_index(manager: KVManager, running: list[Sequence]) -> None:
+def check_index(manager: KVManager, holders: list[SequenceBlocks]) -> None:
     """Index, tree and pool agree: nodes and their blocks, blocks and their nodes, users and who uses."""
     cache, pool = manager.cache, manager.pool
     assert set(cache._owner) == pool._indexed, "the pool and the index disagree about what is indexed"
     for block, (node, group) in cache._owner.items():
         assert node.blocks[group] == block and cache._nodes.get(node.key) is node, f"block {block} has no node"
     users = Counter(id(node.parent) for node in cache._nodes.values())
-    users.update(id(sequence.blocks.node) for sequence in running if sequence.blocks and sequence.blocks.node)
+    users.update(id(blocks.node) for blocks in holders if blocks.node)
     for key, node in cache._nodes.items():
         assert node.key == key and node.parent is not None
         assert node.users == users[id(node)], "a node counts users it does not have"

@@ -109,7 +109,7 @@ def test_forced_hash_collisions_never_reuse_a_wrong_block(bits: int, monkeypatch
     manager = KVManager([KVGroupSpec((0,), None, size, 1, 8)], 400)
     contents: dict[int, tuple[str, tuple[int, ...]]] = {}            # block -> salt and all tokens up to its end
     wrong = hits = collisions = 0
-    for _ in range(5_000):
+    for _ in range(10_000):
         salt = str(rng.randrange(300)) if rng.random() < 0.3 else ""
         tokens = array("i", [rng.randrange(3) for _ in range(rng.randrange(1, 30))])
         hit = manager.lookup(tokens, salt, len(tokens) - 1)
@@ -125,7 +125,7 @@ def test_forced_hash_collisions_never_reuse_a_wrong_block(bits: int, monkeypatch
         manager.free(blocks)
     assert wrong == 0
     assert collisions > 1_000, "the weak hash did not collide: the test shows nothing"
-    assert hits > (1_000 if bits else 50), "nothing was reused: the test shows nothing"
+    assert hits > (1_000 if bits else 20), "nothing was reused: the test shows nothing"
     manager.pool.check()
     check_index(manager, [])
     assert manager.num_free == 399

@@ -186,8 +186,9 @@ ROWS = {
     "top_p-typical": Row(params(temperature=1.3, top_p=0.9, typical_p=0.7)),
     "repetition": Row(params(temperature=0, repetition_penalty=1.7)),
     "repetition-reward": Row(params(temperature=0.8, repetition_penalty=0.8)),
-    "presence": Row(params(temperature=0, presence_penalty=1.5)),
-    "frequency": Row(params(temperature=0, frequency_penalty=0.9)),
+    "presence": Row(params(temperature=0, presence_penalty=1.5, allowed_token_ids=[1, 5, 9])),
+    "frequency": Row(params(temperature=0, frequency_penalty=0.9, allowed_token_ids=[1, 5, 9])),
+    "long-prompt": Row(params(temperature=0.5, repetition_penalty=1.5), prompt=list(range(40, 130))),
     "frequency-reward": Row(params(temperature=0.8, frequency_penalty=-0.9)),
     "penalties": Row(params(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.6, top_p=0.9)),
     "bias": Row(params(logit_bias={4: 3.0, 5: -100.0, 149: 5.0})),
@@ -199,6 +200,7 @@ ROWS = {
         params(allowed_token_ids=list(range(10)), frequency_penalty=0.3), prompt=[8, 1, 0], bad_words=WORDS
     ),
     "min_tokens": Row(params(allowed_token_ids=[2, 3, 4, 8], stop_token_ids=[8, 20], min_tokens=4)),
+    "min_tokens-longer": Row(params(temperature=0, allowed_token_ids=[2, 3, 4], min_tokens=8)),
     "seed-negative": Row(params(), seed=-(2**63)),
     "seed-big": Row(params(), seed=2**63 - 1),
 }  # fmt: skip
@@ -258,7 +260,8 @@ def test_a_row_that_comes_back_with_more_tokens_goes_on_as_before() -> None:
     expected = run(rows, everyone, logits)
     for stopped in (1, 5, STEPS - 1):
         restarted = Sampler(len(rows), VOCAB, EOS, "cpu", torch.float64)
-        crowd = Row(params(top_k=3, presence_penalty=1.0, logit_bias={1: 2.0}), bad_words=[[4, 4, 4], [1]])
+        crowd = Row(params(top_k=3, presence_penalty=1.0, logit_bias={1: 2.0}), bad_words=[[4, 4, 4], [1]],
+                    prompt=list(range(100, 150)), output=list(range(100)))  # fmt: skip
         for place, row in enumerate(rows):
             restarted.add_row(place, crowd.added(place))     # somebody else had the row before
             again = Row(row.params, row.seed, row.prompt, [tokens[place] for tokens in expected[:stopped]], row.bad_words)
@@ -283,25 +286,26 @@ def test_rows_may_sit_out_a_step() -> None:
 
 
 def test_long_texts_are_remembered() -> None:
-    """More than the sampler first makes room for, in prompt and answer, with an early token still penalised."""
-    row = Row(params(temperature=0, presence_penalty=2.0, repetition_penalty=1.1), prompt=list(range(400, 700)))
-    logits = torch.zeros(1, 2000, dtype=torch.float64)
+    """More than the sampler first makes room for, in prompt and answer, beside a row that has said little."""
+    penalties = params(temperature=0, presence_penalty=2.0, repetition_penalty=1.1)
+    row, other = Row(penalties, prompt=list(range(400, 700))), Row(penalties)
+    logits = torch.zeros(2, 2000, dtype=torch.float64)
     logits[0, :1500] = torch.linspace(2.0, 1.0, 1500)
+    logits[1, 0] = 1.0
     sampler = Sampler(2, 2000, EOS, "cpu", torch.float64)
     sampler.add_row(1, row.added(1))
     for _ in range(600):
-        token = int(sampler.sample(logits, np.array([1])).tokens)
+        token = int(sampler.sample(logits[:1], np.array([1])).tokens)
         if len(row.output) % 100 == 50:
             assert token == plain_token(logits[0].tolist(), row)
         row.output.append(token)
+        if len(row.output) == 150:
+            sampler.add_row(0, other.added(0))
     assert len(set(row.output)) == 600                       # presence outweighs every difference: no id twice
+    assert sampler.sample(logits, np.array([1, 0])).tokens.tolist() == [plain_token(logits[0].tolist(), row), 0]
 
 
 # ── larger vocabularies: the ways around a full sort ─────────────────────────────────────────────────────────────────
-
-def survivors_of(logits: Tensor, params: SamplingParams) -> dict[int, float]:
-    return plain_survivors(logits.tolist(), params)
-
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["distinct", "many-equal"])
 @pytest.mark.parametrize("options", [
@@ -310,27 +314,33 @@ def survivors_of(logits: Tensor, params: SamplingParams) -> dict[int, float]:
     {"typical_p": 0.5}, {"typical_p": 0.95, "temperature": 4.0}, {"top_k": 50, "typical_p": 0.5},
 ], ids=str)  # fmt: skip
 def test_filters_on_a_large_vocabulary(options: dict[str, Any], quantised: bool) -> None:
-    """6,016 ids are 94 blocks; every id left has to be reachable and none besides: each is handed the race in turn."""
+    """6,016 ids are 94 blocks."""
     chosen = params(**options)
-    logits = step_logits(7, 1, 6016, quantised)
-    weight = survivors_of(logits[0], chosen)
+    check_filters(step_logits(7, 1, 6016, quantised), chosen)
+
+
+def check_filters(logits: Tensor, chosen: SamplingParams) -> None:
+    """The survivors are just the right ones, and 64 races between them end as they should."""
+    weight = plain_survivors(logits[0].tolist(), chosen)
     draws = 64
     how = choices(draws, seed=np.arange(draws), temperature=chosen.temperature, top_k=chosen.top_k,
-                  top_p=chosen.top_p, min_p=chosen.min_p, typical_p=chosen.typical_p)
+                  top_p=chosen.top_p, min_p=chosen.min_p, typical_p=chosen.typical_p)  # fmt: skip
+    scaled = ops._scale(logits.clone(), logits.amax(-1, keepdim=True), how["temperature"][:1])
+    _, ids = ops.survivors(scaled, how[:1])
+    assert ids.tolist() == sorted(weight)
     tokens, failed = ops.sample_reference(logits.expand(draws, -1), how)
     assert not failed.any()
-    ids = torch.tensor(sorted(weight))
-    score = torch.tensor([weight[token] for token in ids.tolist()]) / ops.exponential_noise(how, ids.expand(draws, -1))
+    weights = torch.tensor([weight[token] for token in ids.tolist()], dtype=torch.float64)
+    score = weights / ops.exponential_noise(how, ids.expand(draws, -1))
     assert torch.equal(tokens, ids[score.argmax(-1)])
-    # The race above cannot see a survivor too many that never wins; the cut itself can.
-    if chosen.typical_p == 1:
-        scaled = ops._scale(logits.clone(), logits.amax(-1, keepdim=True), how["temperature"][:1])
-        open_ended = chosen.top_k == 0 and chosen.min_p == 0
-        values = ops._all_values(scaled, how[:1]) if open_ended else ops._largest_values(scaled, how[:1])
-        lowest, ties, _, _ = ops._cut(values, how[:1])
-        kept = [token for token, value in enumerate(scaled[0].tolist()) if value > lowest]
-        kept += [token for token, value in enumerate(scaled[0].tolist()) if value == lowest][: int(ties)]
-        assert sorted(kept) == sorted(weight)
+
+
+def test_typical_ids_may_be_very_unlikely() -> None:
+    """Shares of 0.3, 2,000 × 0.0003 and 4,000 × 0.000025: the entropy is 6.3, so the most likely id comes last."""
+    share = torch.tensor([0.3] + [0.0003] * 2000 + [0.000025] * 4000, dtype=torch.float64)
+    chosen = params(typical_p=0.65001)
+    check_filters(share.log()[None], chosen)
+    assert len(plain_survivors(share.log().tolist(), chosen)) == 4001
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -357,7 +367,7 @@ def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
     how = choices(draws, seed=20_231, index=np.arange(draws), temperature=chosen.temperature, top_k=chosen.top_k,
                   top_p=chosen.top_p, min_p=chosen.min_p, typical_p=chosen.typical_p)
     tokens, _ = ops.sample_reference(logits.expand(draws, -1), how)
-    weight = survivors_of(logits[0].double(), chosen)
+    weight = plain_survivors(logits[0].tolist(), chosen)
     counts = torch.bincount(tokens, minlength=100).double()
     expected = torch.zeros(100, dtype=torch.float64)
     for token, w in weight.items():

@@ -60,7 +60,7 @@ def host_step(running: int, steps: int) -> dict[str, Any]:
     blocks = running * -(-(PROMPT + ANSWER) // BLOCK_SIZE) + 1
     limits = SchedulerLimits(max_rows=running, max_step_tokens=running * PROMPT, max_model_len=PROMPT + ANSWER)
     scheduler = Scheduler(limits, KVManager(groups, blocks))
-    rows = DeviceRows(groups, running, limits.max_model_len, limits.max_step_tokens, torch.device("cpu"))
+    rows = DeviceRows(groups, running, limits.max_model_len, limits.max_step_tokens, 0, torch.device("cpu"))
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     for number in range(running):

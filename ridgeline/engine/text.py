@@ -153,9 +153,11 @@ class StopFinder:
 
     @property
     def settled(self) -> int:
-        """Characters from the start that no stop string can reach any more."""
-        settled = self._position - max(self._matched)
-        return settled if self.best is None else min(settled, self.best[0])
+        """Characters from the start that no stop string can reach any more.
+
+        While a match waits to be decided, a better one is open, and that one starts no later.
+        """
+        return self._position - max(self._matched)
 
     def advance(self, text: str, counts: bool = True) -> None:
         """Look at the next characters. With `counts` false a stop string that ends among them is none."""

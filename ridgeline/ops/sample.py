@@ -215,10 +215,21 @@ def _winners(row: Tensor, ids: Tensor, score: Tensor, rows: int) -> Tensor:
 # ── filters ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def _race_filtered(scaled: Tensor, how: np.ndarray) -> Tensor:
-    """Only the ids that survive min_p, top_k, top_p and typical_p take part.
+    """Only the ids that survive min_p, top_k, top_p and typical_p take part."""
+    row, ids = survivors(scaled, how)
+    value = scaled[row, ids]
+    if 8 * len(ids) > scaled.numel():                        # noise for single ids costs four times as much each
+        scaled.fill_(-torch.inf)[row, ids] = value
+        return _race(scaled, how)
+    noise = exponential_noise(how[row.cpu().numpy()], ids[:, None])[:, 0]
+    return _winners(row, ids, value.double().exp_().div_(noise), len(how))
 
-    The survivors of the first three are all ids above some value and, of those equal to it, the first few. To find
-    that value takes the sorted values, but not their ids, and of rows with a top_k or min_p only the largest.
+
+def survivors(scaled: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Row and id of all that the filters leave, in that order.
+
+    The survivors of min_p, top_k and top_p are all ids above some value and, of those equal to it, the first few. To
+    find that value takes the sorted values, but not their ids, and of rows with a top_k or min_p only the largest.
     """
     rows = len(how)
     lowest = scaled.new_empty(rows)
@@ -232,23 +243,17 @@ def _race_filtered(scaled: Tensor, how: np.ndarray) -> Tensor:
             own = scaled if len(which) == rows else scaled.index_select(0, place)
             lowest[place], ties[place], total[place], entropy[place] = _cut(sorted_values(own, how[which]), how[which])
 
-    _forbid_surplus(scaled, lowest, ties)
     row, ids = _find(scaled, operator.ge, lowest)
+    value = scaled[row, ids]
+    kept = torch.ones_like(row, dtype=torch.bool)
+    equal = (value == lowest[row]).nonzero()[:, 0]
+    kept[equal] = _count_in_row(row[equal]) <= ties[row[equal]]
+    if not kept.all():
+        row, ids, value = row[kept], ids[kept], value[kept]
     if (how["typical_p"] < 1).any():
-        kept = _typical(row, scaled[row, ids], total, entropy, to_device(how["typical_p"], scaled.device))
-        scaled[row[~kept], ids[~kept]] = -torch.inf
+        kept = _typical(row, value, total, entropy, to_device(how["typical_p"], scaled.device))
         row, ids = row[kept], ids[kept]
-    if 8 * len(ids) > scaled.numel():                        # noise for chosen ids costs four times as much each
-        return _race(scaled.masked_fill_(scaled < lowest[:, None], -torch.inf), how)
-    noise = exponential_noise(how[row.cpu().numpy()], ids[:, None])[:, 0]
-    return _winners(row, ids, scaled[row, ids].double().exp_().div_(noise), rows)
-
-
-def _forbid_surplus(scaled: Tensor, lowest: Tensor, ties: Tensor) -> None:
-    """Of the ids whose value is just the lowest, only the first `ties` survive."""
-    row, ids = _find(scaled, operator.eq, lowest)
-    surplus = _count_in_row(row) > ties[row]
-    scaled[row[surplus], ids[surplus]] = -torch.inf
+    return row, ids
 
 
 def _find(x: Tensor, compare: Callable[[Any, Any], Any], value: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import StepPlan, Want
+from ridgeline.runner.staging import Staging
 
 
 class DeviceRows:
     def __init__(
-        self, groups: list[KVGroupSpec], max_rows: int, max_model_len: int, max_step_tokens: int, device: torch.device
-    ) -> None:
+        self, groups: list[KVGroupSpec], max_rows: int, max_model_len: int, max_step_tokens: int, depth: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self.block_size = groups[0].block_size
         self.device = device
         self.length = np.zeros(max_rows, np.int64)       # tokens whose KV is in the cache
@@ -33,6 +34,9 @@ class DeviceRows:
         if device.type != "cpu":
             self._device_tables = self._device_tables.to(device)
         self._arange = np.arange(max_step_tokens + 1, dtype=np.int64)
+        # Per token: id, position and a slot in each group. Per row: five numbers at most. And the ends of arrays.
+        num_bytes = 8 * (max_step_tokens * (2 + len(groups)) + 5 * (max_rows + 1)) + 16 * (16 + len(groups))
+        self._staging = Staging(num_bytes, depth + 1, device)
 
     # -- the delta -----------------------------------------------------------------------------------------------------
 
@@ -73,44 +77,44 @@ class DeviceRows:
         blocks, offsets = np.divmod(positions, self.block_size)
         num_blocks = -(-int(ends.max()) // self.block_size)
         slots = self._tables[:, token_rows, blocks] * np.int64(self.block_size) + offsets
-        table_rows = self._to_device(rows)
-        groups = [
-            GroupBatch(self._to_device(places), table[:, :num_blocks].index_select(0, table_rows))
-            for places, table in zip(slots, self._device_tables, strict=True)
-        ]
         sampled = (plan.want & np.int8(Want.TOKEN)) != 0
-        batch = Batch(
-            tokens=self._tokens(rows, starts, ends, query_start, total),
-            positions=self._to_device(positions),
-            query_start=self._to_device(query_start),
-            kv_len=self._to_device(ends.astype(np.int32)),
+        given = starts < self.num_given[rows]
+
+        staging = self._staging
+        staging.begin()
+        device_rows = staging.put(rows)
+        tokens = staging.put(self._given_tokens(rows, starts, ends, query_start, given))
+        borders, lengths = staging.put(query_start), staging.put(ends.astype(np.int32))
+        places, slot_tensors = staging.put(positions), [staging.put(each) for each in slots]
+        logits_index = staging.put(query_start[1:][sampled].astype(np.int64) - 1)
+        decodes = np.nonzero(~given)[0]
+        decode_rows, decode_places = staging.put(rows[decodes]), staging.put(query_start[decodes].astype(np.int64))
+        staging.send()
+
+        if len(decodes):                                 # the last sampled token never left the device
+            tokens[decode_places] = self.last_token[decode_rows]
+        groups = [
+            GroupBatch(slot_tensor, table[:, :num_blocks].index_select(0, device_rows))
+            for slot_tensor, table in zip(slot_tensors, self._device_tables, strict=True)
+        ]
+        self.length[rows] = ends
+        return Batch(
+            tokens=tokens,
+            positions=places,
+            query_start=borders,
+            kv_len=lengths,
             query_start_host=query_start.tolist(),
             kv_len_host=ends.tolist(),
             groups=groups,
-            logits_index=self._to_device(query_start[1:][sampled].astype(np.int64) - 1),
+            logits_index=logits_index,
         )
-        self.length[rows] = ends
-        return batch
 
-    def _tokens(
-        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, query_start: np.ndarray, total: int
-    ) -> Tensor:
-        """Tokens from the host; where a row has used them all up, its last sampled token, already on the device."""
-        given = starts < self.num_given[rows]
-        if not given.any():
-            return self.last_token[self._to_device(rows)]
-        tokens = np.zeros(total, np.int64)
+    def _given_tokens(
+        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, query_start: np.ndarray, given: np.ndarray
+    ) -> np.ndarray:
+        """The tokens that came from the host; 0 where a row has used them all up and goes on with what it sampled."""
+        tokens = np.zeros(int(query_start[-1]), np.int64)
         for place in np.nonzero(given)[0].tolist():
             first = query_start[place]
             tokens[first : query_start[place + 1]] = self.given[rows[place]][starts[place] : ends[place]]
-        packed = self._to_device(tokens)
-        sampled = ~given
-        if sampled.any():
-            packed[self._to_device(query_start[:-1][sampled].astype(np.int64))] = self.last_token[
-                self._to_device(rows[sampled])
-            ]
-        return packed
-
-    def _to_device(self, values: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return tokens

@@ -97,7 +97,7 @@ class Sampler:
             device=self._device,
         )
 
-    # ---- rows come and go -------------------------------------------------------------------------------------------
+    # ── rows come and go ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def add_row(self, row: int, added: RowAdded) -> None:
         self.remove_row(row)
@@ -133,7 +133,6 @@ class Sampler:
         self._edit[row] = (any(flags), *flags, params.min_tokens, *penalties, remembers, num_known)
 
     def remove_row(self, row: int) -> None:
-        self._edit[row] = np.zeros((), _EDIT)
         for lists in (self._allowed, self._bad_words, self._stops, self._biases):
             lists.drop(row)
 
@@ -166,7 +165,7 @@ class Sampler:
     def _widen_known(self) -> None:
         self._known = torch.cat([self._known, self._known[:, :1].expand_as(self._known)], dim=1)
 
-    # ---- a step -----------------------------------------------------------------------------------------------------
+    # ── a step ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def sample(self, logits: Tensor, rows: np.ndarray, masks: Tensor | None = None) -> Sampled:
         """One token for each of the (distinct) rows, from logits [S, V], which are left as they are.

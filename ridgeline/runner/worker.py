@@ -47,7 +47,7 @@ def make_runner(
     load_weights(model, config.model_path, config.model, options.model.load_format, progress, options.model.seed)
     buffers = KVBuffers(config.groups, config.num_blocks, dtype, device)
     rows = DeviceRows(
-        config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, device
+        config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.depth, device
     )
     eos = set(config.model.eos_token_ids)
     sampler = Sampler(config.max_num_seqs, config.model.vocab_size, eos, device, dtype)

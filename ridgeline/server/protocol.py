@@ -77,12 +77,11 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    # Known to clients, not done here: the values that ask for nothing are let through.
+    # Known to clients, not done here; NEUTRAL has the values of each that ask for nothing and are let through.
     response_format: Any = None
     structured_outputs: Any = None
     lora_request: Any = None
 
-    # An entry per field that is not done here: the values that are let through.
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "response_format": ({"type": "text"},),
         "structured_outputs": (),
@@ -117,28 +116,29 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    text: str
+ROLES = ("system", "developer", "user", "assistant")
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    role: str
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     # Clients send an assistant's message back as they got it, with these empty.
-    refusal: None = None
-    annotations: list[None] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: list[None] | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, where: str) -> dict[str, Any]:
         """As the chat template wants it. `developer` is the newer name of `system`."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
+        if self.role not in ROLES:
+            raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}")
+        for name in ("refusal", "annotations", "audio", "function_call", "tool_calls"):
+            if getattr(self, name):
+                raise Unsupported(f"{where}.{name} is not supported by this server; leave it out")
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         for name in ("name", "reasoning_content"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
@@ -192,7 +192,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     def conversation(self) -> list[dict[str, Any]]:
         if not self.messages:
             raise BadRequest("messages must be a list with at least one message")
-        return [message.plain() for message in self.messages]
+        return [message.plain(f"messages[{place}]") for place, message in enumerate(self.messages)]
 
     def template(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = dict(self.chat_template_kwargs or {})

@@ -1,0 +1,149 @@
+"""Frames between processes: what is sent comes back, and nothing but DecodeError comes out of garbage."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import stat
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ridgeline.engine import ipc
+from ridgeline.messages import Logprobs, Request, RowAdded, StepPlan, TokenDelta
+from ridgeline.sampling_params import SamplingParams
+
+CODECS = {"to engine": ipc.TO_ENGINE, "from engine": ipc.FROM_ENGINE, "plan": ipc.PLAN}
+
+
+def logprobs() -> Logprobs:
+    return Logprobs(
+        np.array([5], np.int32), np.array([-0.5], np.float32), np.array([1], np.int32),
+        np.array([[5, 7]], np.int32), np.array([[-0.5, -2.0]], np.float32),
+    )  # fmt: skip
+
+
+def plan() -> StepPlan:
+    params = SamplingParams(temperature=0.5, logit_bias={3: -1.0}, stop=["x"])
+    added = RowAdded(2, np.arange(4, dtype=np.int32), 3, 0, [np.array([1, 2], np.int32)], params, seed=2**64 - 1)
+    return StepPlan(
+        7, np.array([1], np.int32), [added], np.zeros((0, 4), np.int32), np.array([2], np.int32), np.array([4], np.int32),
+        np.array([1], np.int8), [],
+    )  # fmt: skip
+
+
+def messages() -> list[tuple[str, object]]:
+    params = SamplingParams(n=2, seed=-5, stop=["ab"], logit_bias={1: 2.0}, allowed_token_ids=[1, 2])
+    request = Request("é", [1, 2, 3], params, priority=-1, cache_salt="s", bad_words_token_ids=[[1], [2, 3]])
+    delta = TokenDelta("1", 1, [4], [logprobs()], logprobs(), "stop", "ab", 16)
+    return [
+        ("to engine", ipc.Add(request)),
+        ("to engine", ipc.Abort("1", 0)),
+        ("to engine", ipc.Shutdown()),
+        ("from engine", ipc.Ready("m", 8, 2, 3, "float32", "cpu", 4, 16, 0.5)),
+        ("from engine", ipc.Loading(1, 2)),
+        ("from engine", ipc.Failed("why", config=True)),
+        ("from engine", ipc.Refused("1", "why")),
+        ("from engine", ipc.Deltas([delta], 3, 4)),
+        ("plan", plan()),
+    ]
+
+
+@pytest.mark.parametrize(("codec", "message"), messages(), ids=lambda value: type(value).__name__)
+def test_what_is_sent_comes_back(codec: str, message: object) -> None:
+    frame = CODECS[codec].encode(message)
+    again = CODECS[codec].decode(frame)
+    assert type(again) is type(message)
+    assert CODECS[codec].encode(again) == frame          # arrays do not compare; their bytes do
+
+
+def test_arrays_keep_their_type_and_shape() -> None:
+    again = ipc.PLAN.decode(ipc.PLAN.encode(plan()))
+    assert again.appended.shape == (0, 4) and again.want.dtype == np.int8
+    assert again.added[0].seed == 2**64 - 1 and again.added[0].params == plan().added[0].params
+
+
+def decode_or_refuse(codec: ipc.Codec[object], frame: bytes) -> None:
+    with contextlib.suppress(ipc.DecodeError):
+        codec.decode(frame)
+
+
+FRAMES = [CODECS[codec].encode(message) for codec, message in messages()]
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+@settings(max_examples=500, deadline=None)
+@given(
+    base=st.sampled_from(FRAMES),
+    edits=st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=6), st.integers(0, 8)), max_size=6),
+)
+def test_mutated_frames_are_refused(codec: ipc.Codec[object], base: bytes, edits: list[tuple[int, bytes, int]]) -> None:
+    frame = bytearray(base)
+    for place, new, removed in edits:
+        frame[place : place + removed] = new
+    decode_or_refuse(codec, bytes(frame))
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+def test_random_bytes_are_refused(codec: ipc.Codec[object]) -> None:
+    source = random.Random(5)
+    for _ in range(10_000):
+        decode_or_refuse(codec, source.randbytes(source.randrange(80)))
+
+
+def encoded(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def request_with(**fields: object) -> bytes:
+    request = {"request_id": "1", "prompt_token_ids": [1], "params": {}} | fields
+    return encoded({"type": "Add", "request": request})
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xdd\xff\xff\xff\xff",                                                     # a list of 2^32 things
+        b"\x82\xa4type\xa8Shutdown\xa1x" + b"\x91" * 200_000,                        # nesting without end
+        b"\x82\xa4type\xa3Add\xa7request\x81\xaarequest_id\xa2\xff\xfe",             # text that is none
+        request_with(params={"n": 0}),                                               # a value its own type refuses
+        request_with(params={"temperature": float("nan")}),
+        request_with(prompt_token_ids=["a"]),
+        encoded({"type": "Elsewhere"}),
+    ],
+    ids=["empty", "long list", "nesting", "not utf-8", "n", "nan", "token type", "unknown kind"],
+)
+def test_hostile_frames_are_refused(frame: bytes) -> None:
+    with pytest.raises(ipc.DecodeError):
+        ipc.TO_ENGINE.decode(frame)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [["object", [1], b"x"], ["int32", [3], b"\0\0\0\0"], ["int32", [2**62, 2**62], b""], [[], {}, 5], "text", None],
+    ids=["type", "too short", "overflow", "nonsense", "text", "none"],
+)
+def test_arrays_that_lie_are_refused(array: object) -> None:
+    fields = msgspec.msgpack.decode(ipc.PLAN.encode(plan()))
+    with pytest.raises(ipc.DecodeError):
+        ipc.PLAN.decode(encoded(fields | {"rows": array}))
+
+
+def test_frames_have_a_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "MAX_FRAME", 100)
+    with pytest.raises(ipc.DecodeError, match="101 bytes"):
+        ipc.TO_ENGINE.decode(b"\xc0" * 101)
+
+
+def test_the_socket_directory_is_private_and_goes_away() -> None:
+    first, second = ipc.SocketDir(), ipc.SocketDir()
+    assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
+    assert first.path != second.path
+    for each in (first, second):
+        each.close()
+        assert not each.path.exists()
+        each.close()

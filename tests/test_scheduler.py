@@ -1,0 +1,765 @@
+"""The scheduler: exact numbers for each rule, then everything at once against FakeRunner."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_runner import FakeRunner, expected_answer
+from host_simulation import SETUPS, VOCAB, Setup, Simulation, random_request, run_random
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from ridgeline.errors import BadRequest
+from ridgeline.messages import Request, StepPlan, Want
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.scheduler.policy import AGED_PRIORITY
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.scheduler.sequence import Sequence
+
+ROOMY = Setup(num_blocks=200, eos=frozenset())           # nothing runs short; every answer has its full length
+TIGHT = replace(ROOMY, num_blocks=13)                    # 12 blocks of 4 tokens: one longest request
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    """Tokens that begin differently for different starts."""
+    return [(start * 7 + place) % VOCAB for place in range(length)]
+
+
+def numbers(plan: StepPlan) -> list[int]:
+    return plan.num_tokens.tolist()
+
+
+def sequence_of(simulation: Simulation, name: str, index: int = 0) -> Sequence:
+    return next(each for each in simulation.scheduler._live[name] if each.index == index)
+
+
+def running(simulation: Simulation) -> list[str]:
+    """Who runs, the most important first."""
+    return [sequence.request.request_id for sequence in simulation.scheduler._rows.running()]
+
+
+# -- one rule ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_comes_in_chunks() -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(40), 3)
+    plans = [simulation.step() for _ in range(5)]
+    assert [numbers(plan) for plan in plans] == [[16], [16], [8], [1], [1]]
+    assert [plan.want.tolist() for plan in plans] == [[0], [0], [Want.TOKEN], [Want.TOKEN], [Want.TOKEN]]
+    assert simulation.scheduler.counters.chunks == 2
+    simulation.drain()
+    assert simulation.scheduler.counters.computed_tokens == 42, "the last token needs no KV"
+
+
+def test_decodes_go_before_prompts_and_share_the_budget() -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(4), 20)
+    simulation.step()
+    simulation.ask("b", prompt(40, 1), 2)
+    simulation.ask("c", prompt(3, 2), 9)
+    assert numbers(simulation.step()) == [1, 15], "b gets what a leaves; c has to wait"
+    assert numbers(simulation.step()) == [1, 15]
+    assert numbers(simulation.step()) == [1, 10, 3], "b's rest, and c joins"
+    simulation.drain()
+
+
+def test_without_chunks_a_prompt_is_one_step_or_waits() -> None:
+    simulation = Simulation(replace(ROOMY, chunked_prefill=False, max_step_tokens=47))
+    simulation.ask("a", prompt(30), 3)
+    simulation.ask("b", prompt(18, 1), 3)
+    assert numbers(simulation.step()) == [30] and numbers(simulation.step()) == [1, 18]
+    simulation.drain()
+    assert simulation.scheduler.counters.chunks == 0
+
+
+def test_the_time_model_sizes_chunks() -> None:
+    class Five:
+        def chunk_tokens(self, num_decodes: int, budget: int) -> int:
+            return 5 - num_decodes
+
+    simulation = Simulation(ROOMY)
+    simulation.scheduler._time_model = Five()
+    simulation.ask("a", prompt(9), 5)
+    simulation.ask("b", prompt(7, 1), 5)
+    assert numbers(simulation.step()) == [5, 5]
+    assert numbers(simulation.step()) == [4, 2]
+    assert numbers(simulation.step()) == [1, 1]
+    simulation.drain()
+
+
+def test_rows_are_a_budget_too() -> None:
+    simulation = Simulation(replace(ROOMY, max_rows=2))
+    for name in "abc":
+        simulation.ask(name, prompt(2, ord(name)), 4)
+    assert len(simulation.step().rows) == 2 and simulation.scheduler.num_waiting == 1
+    simulation.drain()
+
+
+def test_log_probabilities_come_with_their_tokens() -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(20), 3, logprobs=2, prompt_logprobs=1)
+    first, second = simulation.step(), simulation.step()
+    assert first.want.tolist() == [Want.PROMPT_LOGPROBS]
+    assert second.want.tolist() == [Want.PROMPT_LOGPROBS | Want.TOKEN | Want.LOGPROBS]
+    assert simulation.step().want.tolist() == [Want.TOKEN | Want.LOGPROBS]
+    simulation.drain()
+    assert [delta.logprobs[0].token_ids.tolist() for delta in simulation.deltas] == [
+        delta.token_ids for delta in simulation.deltas
+    ]
+    assert simulation.prompt_logprobs["a", 0] == prompt(20)[1:]
+
+
+# -- sharing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_hit_is_just_a_larger_start() -> None:
+    """10 tokens in blocks of 4: two whole blocks are found, the partial one is computed again."""
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(10), 2)
+    simulation.drain()
+    simulation.ask("b", prompt(10), 2)
+    plan = simulation.step()
+    assert numbers(plan) == [2] and plan.added[0].num_computed == 8
+    simulation.drain()
+    assert {delta.num_cached_tokens for delta in simulation.deltas if delta.request_id == "b"} == {8}
+    assert simulation.manager.counters.hit_tokens == 8
+
+
+def test_a_hit_never_covers_the_last_token() -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(8), 2)
+    simulation.drain()
+    simulation.ask("b", prompt(8), 2)
+    assert numbers(simulation.step()) == [4]
+    simulation.drain()
+
+
+def test_answers_are_found_as_well_as_prompts() -> None:
+    """The next turn of a conversation: prompt and answer of the last one, and something new."""
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(10), 9)
+    simulation.drain()
+    turn = prompt(10) + simulation.answers["a", 0] + [1, 2]
+    simulation.ask("b", turn, 2)
+    assert numbers(simulation.step()) == [21 - 16], "18 computed tokens of the first turn are four whole blocks"
+    simulation.drain()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_salts_separate_requests(depth: int) -> None:
+    simulation = Simulation(replace(ROOMY, depth=depth))
+    for name, salt in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "")):
+        simulation.ask(name, prompt(12), 2, cache_salt=salt)
+        simulation.drain()
+    cached = {delta.request_id: delta.num_cached_tokens for delta in simulation.deltas}
+    assert cached == {"a": 0, "b": 0, "c": 8, "d": 0}
+
+
+def test_prompt_logprobs_need_every_position() -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(12), 2)
+    simulation.drain()
+    simulation.ask("b", prompt(12), 2, prompt_logprobs=0)
+    assert numbers(simulation.step()) == [12]
+    simulation.drain()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_n_answers_share_the_prompt(prefix_caching: bool, depth: int) -> None:
+    """Prompt of 10 in blocks of 4: two shared blocks, and one of its own for each of three answers."""
+    simulation = Simulation(replace(ROOMY, prefix_caching=prefix_caching, depth=depth))
+    simulation.ask("a", prompt(10), 2, n=3)
+    assert numbers(simulation.step()) == [10], "the others wait for the prompt"
+    plan = simulation.step()
+    assert sorted(numbers(plan)) == [1, 2, 2] and [added.num_computed for added in plan.added] == [8, 8]
+    assert simulation.most_held == 2 + 3
+    simulation.drain()
+    counters = simulation.manager.counters
+    assert counters.forked_blocks + counters.hit_tokens // 4 == 4
+    assert {key: len(answer) for key, answer in simulation.answers.items()} == {("a", index): 2 for index in range(3)}
+
+
+def test_n_answers_outlive_the_first() -> None:
+    """The leader is aborted before its prompt is done: the others compute it themselves."""
+    simulation = Simulation(replace(ROOMY, prefix_caching=False))
+    simulation.ask("a", prompt(30), 3, n=3)
+    simulation.step()
+    simulation.abort("a", 0)
+    simulation.drain()
+    assert [simulation.ends["a", index] for index in range(3)] == ["abort", "length", "length"]
+
+
+def test_noise_keys() -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(3), n=2, seed=5)
+    simulation.ask("b", prompt(4), n=2, seed=5)
+    simulation.ask("c", prompt(3), n=2)
+    simulation.ask("d", prompt(3))
+    keys = {name: [each.seed for each in simulation.scheduler._live[name]] for name in "abcd"}
+    assert keys["a"] == keys["b"], "a seed is a seed, whatever else was asked before"
+    every = keys["a"] + keys["c"] + keys["d"]
+    assert len(set(every)) == 5 and all(0 <= key < 2**64 for key in every)
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_bounds_what_a_sequence_holds() -> None:
+    setup = replace(ROOMY, windows=(6,), max_model_len=200, max_step_tokens=8)
+    simulation = Simulation(setup)
+    simulation.ask("a", prompt(60), 100)
+    simulation.drain()
+    assert simulation.manager.counters.window_freed == 159 // 4 - 2, "all blocks but those in sight at the end"
+    assert simulation.most_held <= simulation.manager.blocks_for(160, 8) == 5
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_smallest_pool_that_fits_is_enough(depth: int) -> None:
+    """What falls behind a window comes back late with steps in flight: the only sequence waits, and is not preempted."""
+    blocks = Simulation(replace(ROOMY, windows=(5,))).manager.blocks_for(48, 16)
+    simulation = Simulation(replace(ROOMY, windows=(5,), num_blocks=blocks + 1, depth=depth, prefix_caching=False))
+    simulation.ask("a", prompt(40), 8)
+    simulation.drain(bound=60)
+    assert simulation.scheduler.counters.preemptions == 0 and simulation.scheduler.counters.computed_tokens == 47
+
+
+def test_a_pool_too_small_for_one_sequence_is_an_error() -> None:
+    simulation = Simulation(replace(ROOMY, num_blocks=5))
+    simulation.ask("a", prompt(10), 20)
+    with pytest.raises(AssertionError, match="the KV pool is too small for one sequence"):
+        simulation.drain()
+
+
+# -- running short -----------------------------------------------------------------------------------------------------
+
+
+def test_the_cheapest_running_sequence_is_preempted() -> None:
+    """Three of one block each run out of 12 blocks; b has computed most and c least when the first has to go."""
+    simulation = Simulation(replace(TIGHT, prefix_caching=False))
+    simulation.ask("a", prompt(4, 1), 40)
+    simulation.step()
+    simulation.ask("b", prompt(14, 2), 30)
+    simulation.step()
+    simulation.ask("c", prompt(6, 3), 30)
+    while not simulation.scheduler.counters.preemptions:
+        simulation.step()
+    assert running(simulation) == ["a", "b"]
+    victim = sequence_of(simulation, "c")
+    assert victim.blocks is None and victim.lost_tokens == len(victim.tokens) - 1
+    assert simulation.scheduler.counters.wasted_tokens == 0, "it is counted when it is computed again"
+    lost = 0
+    while simulation.scheduler.has_work:
+        before = simulation.scheduler.counters.wasted_tokens
+        waiting = [each for _, each in simulation.scheduler._waiting if each.lost_tokens]
+        simulation.step()
+        back = [each.lost_tokens for each in waiting if each.row >= 0]
+        lost += sum(back)
+        assert simulation.scheduler.counters.wasted_tokens == before + sum(back)
+    simulation.check_end()
+    assert lost > 0 and simulation.scheduler.counters.computed_tokens == 43 + 43 + 35 + lost
+
+
+def test_what_is_still_cached_is_not_wasted() -> None:
+    """A victim whose blocks survive in the prefix cache computes only the rest again."""
+    simulation = Simulation(TIGHT)
+    simulation.ask("a", prompt(24, 1), 20)
+    simulation.step()
+    simulation.step()
+    simulation.ask("b", prompt(12, 2), 20)
+    while not simulation.scheduler.counters.preemptions:
+        simulation.step()
+    simulation.abort("a")
+    lost = sequence_of(simulation, "b").lost_tokens
+    plan = simulation.step()
+    kept = plan.added[0].num_computed
+    assert kept >= 8 and simulation.scheduler.counters.wasted_tokens == lost - kept
+    simulation.drain()
+
+
+def test_a_victim_that_frees_nothing_is_passed_over() -> None:
+    """Answers that share all their blocks give none back: somebody else has to go, though it costs more."""
+    simulation = Simulation(replace(ROOMY, prefix_caching=False))
+    simulation.ask("a", prompt(16, 1), 4)
+    simulation.ask("b", prompt(9, 2), 4)
+    simulation.ask("c", prompt(6, 3), 4)
+    for _ in range(3):
+        simulation.step()
+    scheduler = simulation.scheduler
+    asking, cheap = sequence_of(simulation, "a"), sequence_of(simulation, "c")
+    assert scheduler._victim(asking) is cheap
+    for table in cheap.blocks.tables:                    # type: ignore[union-attr]
+        for block in table:
+            simulation.manager.pool.hold(block)
+    assert scheduler._victim(asking) is sequence_of(simulation, "b")
+
+
+def test_nobody_is_preempted_for_somebody_less_important() -> None:
+    simulation = Simulation(replace(TIGHT, prefix_caching=False))
+    simulation.ask("low", prompt(4, 1), 40, priority=1)
+    simulation.step()
+    simulation.ask("high", prompt(4, 2), 40, priority=0)
+    while not simulation.scheduler.counters.preemptions:
+        simulation.step()
+    assert running(simulation) == ["high"]
+    simulation.drain()
+
+
+def test_admission_leaves_room_for_those_who_run() -> None:
+    """Answers that end within the block of their own that admission leaves them never cost a preemption."""
+    simulation = Simulation(replace(ROOMY, num_blocks=30, max_rows=20, max_step_tokens=32))
+    rng = random.Random(3)
+    for number in range(40):
+        simulation.ask(f"r{number}", [rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))], 5)
+    simulation.drain()
+    assert simulation.scheduler.counters.preemptions == 0 and simulation.most_held > 20
+
+
+@pytest.mark.parametrize("fits", [2, 4, 8])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_admission_does_not_thrash(fits: int, depth: int) -> None:
+    """40 requests whose answers nobody can foresee, a pool that holds `fits` whole ones: optimism must pay.
+
+    It does when the work is done in fewer steps than by running only as many as fit, with few preemptions per request.
+    """
+    setup = replace(
+        ROOMY, num_blocks=1 + fits * 20, max_rows=32, max_step_tokens=64, max_model_len=80, depth=depth, prefix_caching=False
+    )
+    steps = {}
+    for max_rows in (32, fits):
+        simulation = Simulation(replace(setup, max_rows=max_rows))
+        rng = random.Random(1)
+        for number in range(40):
+            simulation.ask(f"r{number}", [rng.randrange(VOCAB) for _ in range(16)], 64)
+        simulation.drain()
+        steps[max_rows] = simulation.scheduler.counters.steps
+        if max_rows == 32:
+            counters = simulation.scheduler.counters
+            assert 0 < counters.preemptions <= 2 * 40
+            assert counters.wasted_tokens <= 0.45 * counters.computed_tokens
+        else:
+            assert simulation.scheduler.counters.preemptions == 0
+    assert steps[32] < steps[fits]
+
+
+def test_room_is_counted_right_behind_a_long_hit() -> None:
+    """A window group keeps little of a long prefix: its hit must not pay for the full group's new blocks."""
+    setup = Setup(windows=(None, 5), num_blocks=45, max_model_len=128, eos=frozenset())
+    simulation = Simulation(setup)
+    simulation.ask("a", prompt(80, 1), 1)
+    simulation.drain()
+    simulation.ask("b", prompt(48, 2), 30)
+    for _ in range(4):
+        simulation.step()
+    simulation.ask("c", prompt(80, 1) + prompt(20, 3), 20)
+    simulation.drain()
+    assert simulation.scheduler.counters.preemptions == 0
+
+
+# -- priorities, age ---------------------------------------------------------------------------------------------------
+
+
+def test_priority_then_arrival() -> None:
+    simulation = Simulation(replace(ROOMY, max_rows=1))
+    for name, priority in (("a", 1), ("b", 0), ("c", 0), ("d", -1)):
+        simulation.ask(name, prompt(2, ord(name)), 2, priority=priority)
+    order = []
+    while simulation.scheduler.has_work:
+        simulation.step()
+        order += [name for name in running(simulation) if name not in order]
+    assert order == ["d", "b", "c", "a"]
+
+
+def test_priorities_can_be_off() -> None:
+    simulation = Simulation(replace(ROOMY, max_rows=1))
+    scheduler = simulation.scheduler
+    simulation.scheduler = Scheduler(scheduler.limits, simulation.manager, use_priorities=False)
+    simulation.ask("a", prompt(2), 3, priority=5)
+    simulation.ask("b", prompt(2, 1), 3, priority=0)
+    simulation.step()
+    assert running(simulation) == ["a"]
+    simulation.drain()
+
+
+def test_the_head_of_the_queue_is_not_overtaken() -> None:
+    """A small request that would fit waits behind a large one that does not: otherwise the large one might wait forever."""
+    simulation = Simulation(TIGHT)
+    simulation.ask("a", prompt(24, 1), 4)
+    simulation.step()
+    simulation.ask("large", prompt(40, 2), 4)
+    simulation.ask("small", prompt(2, 3), 4)
+    simulation.step()
+    assert running(simulation) == ["a"] and simulation.manager.num_free >= 4
+    simulation.drain()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stream_of_important_requests_starves_nobody(depth: int) -> None:
+    """Two more important requests arrive for every one that can be served; the old one waits its bound and a drain."""
+    patience = 60
+    setup = replace(ROOMY, num_blocks=20, max_rows=3, max_waiting_steps=patience, depth=depth)
+    simulation = Simulation(setup)
+    simulation.ask("old", prompt(20, 1), 20, priority=9)
+    rng = random.Random(0)
+    number = 0
+    while ("old", 0) in simulation.open:
+        if simulation.scheduler.num_waiting < 20:
+            number += 1
+            simulation.ask(f"new{number}", [rng.randrange(VOCAB) for _ in range(rng.randint(4, 20))], 6)
+        simulation.step()
+        # Nobody joins before it once it is first in line: three rows of six tokens drain, then it runs alone if it must.
+        assert simulation.scheduler.counters.steps <= patience + 3 * 6 + 3 * 2 + 20 + 2 + 2 * depth
+    assert simulation.scheduler.counters.steps > patience, "it was never held back: the test shows nothing"
+    simulation.drain()
+
+
+def test_preemption_makes_nobody_younger() -> None:
+    """Admitted and preempted over and over, a request still comes of age: its wait counts from its arrival."""
+    patience = 100
+    simulation = Simulation(replace(TIGHT, max_waiting_steps=patience, prefix_caching=False))
+    simulation.ask("old", prompt(8, 1), 38, priority=9)
+    number = 0
+    while ("old", 0) in simulation.open:
+        if not any(name.startswith("new") for name, _ in simulation.open) and simulation.scheduler.num_running:
+            number += 1
+            simulation.ask(f"new{number}", prompt(8, 2 + number), 30)
+        simulation.step()
+        assert simulation.scheduler.counters.steps < patience + 30 + 2 + 40
+    assert simulation.scheduler.counters.preemptions > 2 and simulation.scheduler.counters.steps > patience
+    simulation.drain()
+
+
+def test_an_aged_request_is_ahead_of_every_priority() -> None:
+    simulation = Simulation(replace(ROOMY, max_rows=1, max_waiting_steps=5))
+    simulation.ask("a", prompt(2), 10)
+    simulation.ask("old", prompt(2, 1), 2, priority=100)
+    for _ in range(9):
+        simulation.step()
+    simulation.ask("urgent", prompt(2, 2), 2, priority=-100)
+    old = sequence_of(simulation, "old")
+    simulation.step()
+    simulation.step()
+    assert running(simulation) == ["old"] and old.priority == AGED_PRIORITY
+    simulation.drain()
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_abort_waiting_running_and_in_flight(depth: int) -> None:
+    simulation = Simulation(replace(ROOMY, max_rows=2, depth=depth))
+    for name in "abc":
+        simulation.ask(name, prompt(6, ord(name)), 12)
+    simulation.step()
+    simulation.abort("c")                                # waiting
+    simulation.abort("a")                                # running, and in flight with depth
+    assert simulation.scheduler.num_running == 1 and simulation.scheduler.num_waiting == 0
+    simulation.abort("c")                                # again: unknown by now
+    assert not simulation.scheduler.abort("nobody")
+    if depth:
+        assert simulation.manager.pool.num_releasing == 2, "a's blocks wait for the step in flight"
+    simulation.drain()
+    assert simulation.ends == {("a", 0): "abort", ("b", 0): "length", ("c", 0): "abort"}
+
+
+def test_abort_one_of_n() -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(6), 12, n=3)
+    for _ in range(3):
+        simulation.step()
+    simulation.abort("a", 1)
+    assert simulation.scheduler.num_running == 2
+    simulation.drain()
+    assert [simulation.ends["a", index] for index in range(3)] == ["length", "abort", "length"]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_abort_of_a_preempted_request(depth: int) -> None:
+    simulation = Simulation(replace(TIGHT, depth=depth))
+    simulation.ask("a", prompt(20, 1), 20)
+    simulation.ask("b", prompt(8, 2), 30)
+    while not simulation.scheduler.counters.preemptions:
+        simulation.step()
+    simulation.abort("b")
+    simulation.drain()
+
+
+def test_a_stop_token_ends_an_answer() -> None:
+    answer = expected_answer(prompt(5), 20)
+    eos, own = answer[3], answer[1]
+    simulation = Simulation(replace(ROOMY, eos=frozenset({eos})))
+    simulation.ask("eos", prompt(5), 20)
+    simulation.ask("own", prompt(5), 20, stop_token_ids=[own])
+    simulation.ask("ignored", prompt(5), 6, ignore_eos=True)
+    simulation.drain()
+    ends = {delta.request_id: (delta.finish_reason, delta.stop_reason) for delta in simulation.deltas if delta.finish_reason}
+    assert ends == {"eos": ("stop", None), "own": ("stop", own), "ignored": ("length", None)}
+    assert simulation.answers["eos", 0] == answer[:4] and simulation.answers["own", 0] == answer[:2]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 100, 7, 1])
+def test_an_answer_ends_at_its_limit(max_tokens: int | None) -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(40), max_tokens)          # type: ignore[arg-type]
+    simulation.drain()
+    assert len(simulation.answers["a", 0]) == min(8, max_tokens or 8) and simulation.ends["a", 0] == "length"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_tokens_sampled_after_a_stop_are_dropped(depth: int) -> None:
+    stop = expected_answer(prompt(5), 20)[3]
+    simulation = Simulation(replace(ROOMY, depth=depth))
+    simulation.ask("a", prompt(5), 20, stop_token_ids=[stop])
+    simulation.drain()
+    assert simulation.scheduler.counters.late_tokens == depth
+    simulation.ask("b", prompt(5, 1), 4)                 # a length is known in advance: nothing is computed beyond it
+    simulation.drain()
+    assert simulation.scheduler.counters.late_tokens == depth
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_failed_row_fails_alone(depth: int) -> None:
+    """The other one is untouched, and nothing of the failed one is found again, not even its first chunk."""
+    answer, other = expected_answer(prompt(20), 20), expected_answer(prompt(20, 1), 20)
+    bad = next(token for token in answer[2:] if token not in other and token not in answer[:2])
+    simulation = Simulation(replace(ROOMY, depth=depth, fail_tokens=(bad,), max_step_tokens=24))
+    simulation.ask("bad", prompt(20), 20)
+    simulation.ask("good", prompt(20, 1), 20)
+    simulation.drain()
+    assert simulation.ends == {("bad", 0): "error", ("good", 0): "length"}
+    assert simulation.answers["bad", 0] == answer[: answer.index(bad)]
+    assert [delta.error for delta in simulation.deltas if delta.finish_reason == "error"] == ["planted"]
+    simulation.ask("again", prompt(20), 1)
+    simulation.drain()
+    assert simulation.deltas[-1].num_cached_tokens == 0
+
+
+def test_an_impossible_request_is_refused_and_disturbs_nobody() -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(5), 5)
+    for tokens, message in (([], "the prompt is empty"), (prompt(48), "48 tokens, which leaves no room")):
+        with pytest.raises(BadRequest, match=message):
+            simulation.scheduler.add(Request("b", tokens, SamplingParams()))
+    with pytest.raises(BadRequest, match="'a' is already running"):
+        simulation.scheduler.add(Request("a", [1], SamplingParams()))
+    simulation.drain()
+    simulation.ask("a", prompt(5), 5)                    # the id is free again
+    simulation.drain()
+
+
+# -- steps in flight ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_planning_ahead_costs_no_steps(depth: int) -> None:
+    simulation = Simulation(replace(ROOMY, depth=depth))
+    simulation.ask("a", prompt(5), 10)
+    simulation.drain()
+    assert simulation.scheduler.counters.steps == 10
+
+
+def test_a_result_out_of_order_is_an_error() -> None:
+    simulation = Simulation(replace(ROOMY, depth=2))
+    simulation.ask("a", prompt(5), 10)
+    simulation.step()
+    simulation.step()
+    simulation.runner.collect()
+    with pytest.raises(AssertionError, match="result of step 2 arrived, step 1 is the oldest"):
+        simulation.scheduler.update(simulation.runner.collect())
+
+
+def test_an_idle_plan_is_not_booked() -> None:
+    simulation = Simulation(ROOMY)
+    plan = simulation.scheduler.schedule()
+    assert plan.total_tokens == 0 and simulation.scheduler.num_in_flight == 0 and not simulation.scheduler.has_work
+    simulation.ask("a", prompt(2), 1)
+    assert simulation.step().step == 1, "numbers are not spent on it"
+
+
+def test_a_step_of_an_earlier_stay_commits_nothing() -> None:
+    """Preempted in the middle of its prompt and back while an old chunk is in flight: that chunk's blocks are gone."""
+    simulation = Simulation(replace(ROOMY, depth=2, max_step_tokens=8))
+    simulation.ask("a", prompt(30, 1), 2, prompt_logprobs=0)
+    for _ in range(2):
+        plan = simulation.scheduler.schedule()
+        simulation.runner.submit(plan)
+        simulation.runner.sample()
+    scheduler = simulation.scheduler
+    scheduler._preempt(sequence_of(simulation, "a"))
+    simulation.step()                                    # back in the same row; collects the first old chunk
+    simulation.check_index()
+    assert sequence_of(simulation, "a").row >= 0 and len(simulation.manager.cache) == 0
+    simulation.drain()                                   # and its prompt log-probabilities come whole, once
+    assert scheduler.counters.preemptions == 1 and scheduler.counters.wasted_tokens == 16
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prompt_logprobs_survive_a_preemption_in_the_prompt(depth: int) -> None:
+    simulation = Simulation(replace(ROOMY, depth=depth, max_step_tokens=8))
+    simulation.ask("a", prompt(30), 4, prompt_logprobs=0)
+    for _ in range(3):
+        simulation.step()
+    simulation.scheduler._preempt(sequence_of(simulation, "a"))
+    simulation.drain()
+    assert simulation.prompt_logprobs["a", 0] == prompt(30)[1:]
+
+
+# -- the off versions --------------------------------------------------------------------------------------------------
+
+
+def test_a_static_batch_ends_whole_before_the_next() -> None:
+    simulation = Simulation(replace(ROOMY, static=True, max_rows=2))
+    for name, length in (("a", 2), ("b", 8), ("c", 3), ("d", 3)):
+        simulation.ask(name, prompt(3, ord(name)), length)
+    batches = []
+    while simulation.scheduler.has_work:
+        simulation.step()
+        if running(simulation) not in batches and running(simulation):
+            batches.append(running(simulation))
+    simulation.check_end()
+    assert batches == [["a", "b"], ["b"], ["c", "d"]] and simulation.scheduler.counters.joins == 0
+
+
+def test_contiguous_reservations_limit_who_runs() -> None:
+    """A slab is 12 blocks for the longest request; 40 blocks are three slabs, whatever the requests need."""
+    simulation = Simulation(replace(ROOMY, num_blocks=40, contiguous=True, prefix_caching=False))
+    for name in "abcde":
+        simulation.ask(name, prompt(3, ord(name)), 4)
+    assert len(simulation.step().rows) == 3
+    assert all(table.tolist() == list(range(table[0], table[0] + 12)) for table in _tables(simulation))
+    simulation.drain()
+    counters = simulation.scheduler.counters
+    paged = Simulation(replace(ROOMY, num_blocks=40, prefix_caching=False))
+    for name in "abcde":
+        paged.ask(name, prompt(3, ord(name)), 4)
+    paged.drain()
+    assert counters.used_slots / counters.held_slots < 0.2
+    assert paged.scheduler.counters.used_slots / paged.scheduler.counters.held_slots > 0.5
+
+
+def _tables(simulation: Simulation) -> Iterator[np.ndarray]:
+    for added in simulation.scheduler.snapshot().rows:
+        yield from added.block_ids
+
+
+def test_a_snapshot_is_enough_to_go_on_elsewhere() -> None:
+    """A fresh device that computes the snapshot's rows again samples the same next tokens."""
+    simulation = Simulation(ROOMY)
+    for name in "abc":
+        simulation.ask(name, prompt(5 + ord(name) % 3, ord(name)), 12, seed=ord(name))
+    for _ in range(5):
+        simulation.step()
+    snapshot = simulation.scheduler.snapshot()
+    assert snapshot.step == 5 and [row.seed for row in snapshot.rows] == [ord(name) for name in "abc"]
+    fresh = FakeRunner(simulation.groups, simulation.setup.num_blocks)
+    none = np.zeros(0, np.int32)
+    rows = np.array([row.row for row in snapshot.rows], np.int32)
+    lengths = np.array([len(row.token_ids) for row in snapshot.rows], np.int32)
+    wants = np.full(len(rows), Want.TOKEN, np.int8)
+    fresh.submit(StepPlan(1, none, snapshot.rows, none.reshape(0, 4), rows, lengths, wants))
+    fresh.sample()
+    told = {name: len(simulation.answers[name, 0]) for name in "abc"}
+    assert fresh.collect().tokens[:, 0].tolist() == [simulation.expected((name, 0))[0][told[name]] for name in "abc"]
+
+
+# -- everything at once ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("name", SETUPS)
+def test_random_traffic(name: str, depth: int) -> None:
+    """Safety and answers are checked at every step by the simulation; here also that the setup was put to the test."""
+    setup = replace(SETUPS[name], depth=depth)
+    runs = [run_random(setup, seed) for seed in range(6)]
+    preemptions = sum(run.scheduler.counters.preemptions for run in runs)
+    assert setup.contiguous == (preemptions == 0) or name in ("all_windows", "few_tokens"), f"{preemptions} preemptions"
+    if setup.prefix_caching:
+        assert sum(run.manager.counters.hit_tokens for run in runs) > 0
+    if not setup.contiguous and any(setup.windows):
+        assert sum(run.manager.counters.window_freed for run in runs) > 0
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts and steps in the order hypothesis likes least."""
+
+    @initialize(name=st.sampled_from(sorted(SETUPS)), depth=st.integers(0, 2))
+    def set_up(self, name: str, depth: int) -> None:
+        self.simulation = Simulation(replace(SETUPS[name], depth=depth))
+        self.count = 0
+
+    @precondition(lambda self: self.count < 10)
+    @rule(seed=st.integers(0, 10_000))
+    def arrive(self, seed: int) -> None:
+        self.count += 1
+        stems = [prompt(24), prompt(14, 3)]
+        self.simulation.add(random_request(random.Random(seed), f"r{self.count}", self.simulation.setup, stems))
+
+    @precondition(lambda self: self.simulation.open)
+    @rule(data=st.data(), whole=st.booleans())
+    def abort(self, data: st.DataObject, whole: bool) -> None:
+        name, index = data.draw(st.sampled_from(sorted(self.simulation.open)))
+        self.simulation.abort(name, None if whole else index)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.simulation.step()
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.drain()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def _interleavings(num_events: int, requests: int) -> Iterator[tuple[str, ...]]:
+    """All sequences of arrivals (in order), aborts of requests that arrived, and steps."""
+
+    def extend(events: tuple[str, ...], arrived: int, aborted: frozenset[int]) -> Iterator[tuple[str, ...]]:
+        if len(events) == num_events:
+            yield events
+            return
+        yield from extend((*events, "step"), arrived, aborted)
+        if arrived < requests:
+            yield from extend((*events, "arrive"), arrived + 1, aborted)
+        for number in range(arrived):
+            if number not in aborted:
+                yield from extend((*events, f"abort {number}"), arrived, aborted | {number})
+
+    yield from extend(("arrive",), 1, frozenset())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_all_interleavings_of_three_requests(depth: int) -> None:
+    """Small scope, whole: every order of seven events on five blocks, where two requests do not fit at once."""
+    setup = Setup(
+        num_blocks=6, block_size=2, max_rows=2, max_step_tokens=4, max_model_len=10, depth=depth, eos=frozenset()
+    )
+    asked = [(prompt(3, 1), 6, 0, 1), (prompt(3, 1) + [9, 9], 4, 1, 2), (prompt(6, 5), 3, 0, 1)]
+    traces = preemptions = hits = 0
+    for events in _interleavings(7, len(asked)):
+        simulation = Simulation(setup)
+        arrived = 0
+        for event in events:
+            if event == "step":
+                simulation.step()
+            elif event == "arrive":
+                tokens, max_tokens, priority, n = asked[arrived]
+                simulation.ask(str(arrived), tokens, max_tokens, priority=priority, n=n)
+                arrived += 1
+            else:
+                simulation.abort(event.split()[1])
+        simulation.drain(bound=80)
+        traces += 1
+        preemptions += simulation.scheduler.counters.preemptions
+        hits += simulation.manager.counters.hit_tokens
+    assert traces > 700 and preemptions > 300 and hits > 300
