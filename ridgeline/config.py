@@ -24,6 +24,7 @@ def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | fl
 class ModelOptions:
     model: str = option("", "HF directory or .gguf file; empty: the embedded SmolLM2-135M-Instruct")
     tokenizer: str = option("", "where to take the tokenizer from, if not from the model")
+    chat_template: str = option("", "file with a chat template to use instead of the model's own")
     skip_tokenizer_init: bool = option(False, "work on token ids only; no tokenizer is needed")
     load_format: str = option("auto", "dummy: random weights, only config.json is needed", ("auto", "dummy"))
     dtype: str = option(

@@ -2,6 +2,7 @@
 
     python scripts/make_tokenizer_golden.py make MODEL.gguf VOCABULARIES     writes tests/golden
     python scripts/make_tokenizer_golden.py compare FILE.gguf …              reports every text whose ids differ
+    python scripts/make_tokenizer_golden.py patterns FILE.gguf               the same with every tokenizer.ggml.pre
 
 It needs llama-cpp-python beside Ridgeline's own dependencies. MODEL.gguf is SmolLM2-135M-Instruct; VOCABULARIES is the
 folder `models` of llama.cpp's sources, which holds vocabulary-only files. The texts are made from a fixed seed.
@@ -18,6 +19,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from gguf_writer import Typed, write_gguf  # noqa: E402
 
 from ridgeline.engine.tokenizer import Tokenizer  # noqa: E402
+from ridgeline.engine.vocabulary_gguf import PRE_TOKENIZERS  # noqa: E402
 from ridgeline.models.gguf import GGUFFile  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -243,6 +246,24 @@ def compare(path: Path) -> int:
     return differing
 
 
+def compare_patterns(path: Path) -> int:
+    """One byte-level vocabulary, cut up in every way Ridgeline knows."""
+    with GGUFFile(path) as file:
+        metadata = {
+            key: Typed("uint32", value) if key.endswith("_id") else Typed("int32", value) if key.endswith("_type") else value
+            for key, value in file.metadata.items()
+            if key.startswith(("tokenizer.", "general.architecture"))
+        }
+    differing = 0
+    with TemporaryDirectory() as folder:
+        for name in PRE_TOKENIZERS:
+            metadata["tokenizer.ggml.pre"] = name
+            found = compare(write_gguf(Path(folder) / f"{name}.gguf", metadata, {}))
+            print(f"{name}: {found} differ")
+            differing += found
+    return differing
+
+
 def write_golden(vocabulary: Path, name: str, chosen: list[str], every: int) -> None:
     """The ids of every `every`th text. Those without parsing special tokens are kept where they differ."""
     theirs = LlamaCpp(vocabulary)
@@ -369,13 +390,15 @@ def main() -> None:
     making = commands.add_parser("make")
     making.add_argument("model", type=Path)
     making.add_argument("vocabularies", type=Path)
-    comparing = commands.add_parser("compare")
-    comparing.add_argument("files", type=Path, nargs="+")
+    for name in ("compare", "patterns"):
+        commands.add_parser(name).add_argument("files", type=Path, nargs="+")
     arguments = parser.parse_args()
     if arguments.command == "make":
         make(arguments.model, arguments.vocabularies)
-    elif sum(compare(file) for file in arguments.files):
-        raise SystemExit(1)
+    else:
+        check = compare if arguments.command == "compare" else compare_patterns
+        if sum(check(file) for file in arguments.files):
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,9 @@ class Simulation:
         assert plan.total_tokens <= limits.max_step_tokens, "the token budget was overspent"
         assert len(plan.rows) <= limits.max_rows and self.scheduler.num_running <= limits.max_rows
         assert (plan.num_tokens > 0).all(), "a row was scheduled for nothing"
+        for row in plan.rows.tolist():
+            sequence = self.scheduler._rows.sequences[row]
+            assert sequence is not None and self.scheduler._rows.computed[row] < sequence.limit, "computed past its limit"
         for added in plan.added:
             sequence = self.scheduler._rows.sequences[added.row]
             assert sequence is not None, "a row was added for nobody"

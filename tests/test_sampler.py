@@ -291,7 +291,7 @@ def test_long_texts_are_remembered() -> None:
     row, other = Row(penalties, prompt=list(range(400, 700))), Row(penalties)
     logits = torch.zeros(2, 2000, dtype=torch.float64)
     logits[0, :1500] = torch.linspace(2.0, 1.0, 1500)
-    logits[1, 0] = 1.0
+    logits[1, 0], logits[1, 1] = 1.0, 0.95
     sampler = Sampler(2, 2000, EOS, "cpu", torch.float64)
     sampler.add_row(1, row.added(1))
     for _ in range(600):
@@ -335,12 +335,15 @@ def check_filters(logits: Tensor, chosen: SamplingParams) -> None:
     assert torch.equal(tokens, ids[score.argmax(-1)])
 
 
-def test_typical_ids_may_be_very_unlikely() -> None:
-    """Shares of 0.3, 2,000 × 0.0003 and 4,000 × 0.000025: the entropy is 6.3, so the most likely id comes last."""
-    share = torch.tensor([0.3] + [0.0003] * 2000 + [0.000025] * 4000, dtype=torch.float64)
-    chosen = params(typical_p=0.65001)
-    check_filters(share.log()[None], chosen)
-    assert len(plain_survivors(share.log().tolist(), chosen)) == 4001
+@pytest.mark.parametrize(("groups", "typical_p", "kept"), [
+    ([(0.3, 1), (0.0003, 2000), (0.000025, 4000)], 0.65001, 4001),       # entropy 6.3: the most likely id comes last
+    ([(0.9, 1), (0.1 / 6000, 6000)], 0.95001, 3002),                     # entropy 1.2: it comes first, far from the rest
+])  # fmt: skip
+def test_typical_ids_may_be_very_unlikely(groups: list[tuple[float, int]], typical_p: float, kept: int) -> None:
+    logits = torch.tensor([math.log(share) for share, count in groups for _ in range(count)], dtype=torch.float64)
+    chosen = params(typical_p=typical_p)
+    check_filters(logits[None], chosen)
+    assert len(plain_survivors(logits.tolist(), chosen)) == kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -354,7 +354,7 @@ def test_damaged_shards(tmp_path: Path) -> None:
 
     del index["weight_map"]["ghost.weight"]
     (tmp_path / INDEX).write_text(json.dumps(index))
-    twice = {**load_file(shards[0]), **{name: tensor for name, tensor in list(load_file(shards[1]).items())[:1]}}
+    twice = {**load_file(shards[0]), **dict(list(load_file(shards[1]).items())[:1])}
     save_file(twice, shards[0])
     with pytest.raises(ModelError, match=rf"^tensor \S+ is in both {shards[0].name} and {shards[1].name}$"):
         load(tmp_path)
@@ -427,15 +427,14 @@ def watch(done, total):
 model = Decoder(config, Communicator(), torch.float32, "cpu", 32)
 load_weights(model, path, config, progress=watch)
 peak = max(peak, resident())
-print((peak - before) / (4 * config.num_parameters))
+print((peak - before) / model.weight_bytes)
 """
 
 
 @pytest.mark.parametrize("stored", ["safetensors", "gguf"])
-def test_peak_memory_is_one_copy(stored: str, tmp_path: Path) -> None:
+def test_peak_memory_is_what_the_weights_occupy(stored: str, tmp_path: Path) -> None:
     path = save_checkpoint("smollm2", tmp_path, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, vocab_size=5000)
     if stored == "gguf":
         path = save_gguf(path, "llama", {}, {})
     result = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
-    copies = float(result.stdout)
-    assert 0.95 < copies < 1.2
+    assert 0.95 < float(result.stdout) < 1.15

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ridgeline.config import ModelOptions
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
-from ridgeline.errors import BadRequest, RequestError
+from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.messages import Logprobs, Request, TokenDelta
 from ridgeline.sampling_params import SamplingParams
 
@@ -25,6 +27,19 @@ class Frontend:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self._numbers = itertools.count()
+
+    @classmethod
+    def load(cls, options: ModelOptions, model: Path) -> Frontend:
+        """With the tokenizer and the chat template that the options ask for; by default the model's own."""
+        if options.skip_tokenizer_init:
+            return cls(None)
+        tokenizer = Tokenizer.load(Path(options.tokenizer) if options.tokenizer else model)
+        if options.chat_template:
+            try:
+                tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"chat_template {options.chat_template} cannot be read: {error}") from None
+        return cls(tokenizer)
 
     def new_id(self) -> str:
         return str(next(self._numbers))

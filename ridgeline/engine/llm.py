@@ -26,10 +26,7 @@ class LLM:
         config = EngineConfig.of(model=str(model), **options)
         with _bar("loading weights", use_tqdm, DownloadColumn()) as tick:
             self.core = EngineCore.start(config, progress=tick)
-        tokenizer = None
-        if not config.model.skip_tokenizer_init:
-            tokenizer = Tokenizer.load(Path(config.model.tokenizer or self.core.config.model_path))
-        self._frontend = Frontend(tokenizer)
+        self._frontend = Frontend.load(config.model, self.core.config.model_path)
 
     def get_tokenizer(self) -> Tokenizer:
         if self._frontend.tokenizer is None:
@@ -72,11 +69,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of each of several."""
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
-        template: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        if continue_final_message:
-            template["continue_final_message"] = True
-        if tools:
-            template["tools"] = tools
+        template = {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         prompts = [{"prompt_token_ids": self._frontend.chat_tokens(each, **template)} for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

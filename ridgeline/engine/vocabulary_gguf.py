@@ -53,8 +53,6 @@ _CONTRACTION = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTER}+| ?{_NUMBER}+| ?[^\s{_LETTER}{_NUMBER}]+|\s+(?!\S)|\s+"
-
-
 _DEEPSEEK = (
     rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n{_LETTER}{_PUNCTUATION}{_SYMBOL}]?[{_LETTER}{_MARK}]+"
     rf"| ?[{_PUNCTUATION}{_SYMBOL}]+[\r\n]*|{_BLANKS}"
@@ -87,7 +85,7 @@ _LLAMA3 = _PreTokenizer((_word_pattern(f"{_NUMBER}{{1,3}}"),), ignore_merges=Tru
 _QWEN2 = _PreTokenizer((_word_pattern(_NUMBER),))
 
 # By the value of tokenizer.ggml.pre.
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     "default": _PreTokenizer((rf"[{_PUNCTUATION}$+<=>^~|]+", _GPT2, f"{_NUMBER}+", "[0-9][0-9][0-9]")),
     "gpt-2": _PreTokenizer((_GPT2,)),
     "phi-2": _PreTokenizer((_GPT2,)),
@@ -207,9 +205,9 @@ class _VocabularyBuilder:
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, list[bytes], bool]:
         name = self._text("tokenizer.ggml.pre", "default")
-        if name not in _PRE_TOKENIZERS:
-            raise self._error(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(sorted(_PRE_TOKENIZERS))}")
-        pre = _PRE_TOKENIZERS[name]
+        if name not in PRE_TOKENIZERS:
+            raise self._error(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
+        pre = PRE_TOKENIZERS[name]
         merges = [merge.partition(" ")[::2] for merge in self._array("tokenizer.ggml.merges", str)]
         if not merges:
             raise self._error("it has no merges (tokenizer.ggml.merges)")

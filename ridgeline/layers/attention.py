@@ -44,6 +44,8 @@ class Attention(nn.Module):
             spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qkv_bias, place
         )
         self.output = RowLinear(self.qkv.rows["q"], spec.hidden_size, spec.output_bias, place)
+        self.q_norm: RMSNorm | None
+        self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
         self.heads = (self.qkv.num_heads, self.qkv.num_kv_heads, self.qkv.num_kv_heads)
 
@@ -53,7 +55,7 @@ class Attention(nn.Module):
         k_cache, v_cache = kv
         num_tokens = x.shape[0]
         q, k, v = self.qkv(x, batch).view(num_tokens, -1, spec.head_dim).split(self.heads, dim=1)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotary(q, k, batch.positions, spec.rotation)
         kv_write(k, v, k_cache, v_cache, group.slots)

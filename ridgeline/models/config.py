@@ -74,15 +74,20 @@ class ModelConfig:
     ropes: tuple[Rope, ...]          # per layer
 
     @property
+    def num_matrix_weights(self) -> int:
+        """What the linears multiply by, the head included: each is read once per step."""
+        heads = 2 * (self.num_heads + self.num_kv_heads)         # q and output, k and v
+        layer = self.hidden_size * (self.head_dim * heads + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
     def num_parameters(self) -> int:
         """Weights and biases, the embedding counted once if the head shares it."""
-        heads = self.num_heads + 2 * self.num_kv_heads
-        layer = self.hidden_size * (self.head_dim * (heads + self.num_heads) + 3 * self.intermediate_size)
-        layer += self.hidden_size * (4 if self.post_norms else 2) + (2 * self.head_dim if self.qk_norm else 0)
-        layer += heads * self.head_dim * self.qkv_bias + self.hidden_size * self.output_bias
-        layer += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return self.num_layers * layer + self.hidden_size + embeddings
+        norms = self.hidden_size * (4 if self.post_norms else 2) + 2 * self.head_dim * self.qk_norm
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias
+        biases += self.hidden_size * self.output_bias + (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        embedding = 0 if self.tied else self.vocab_size * self.hidden_size
+        return self.num_matrix_weights + embedding + self.num_layers * (norms + biases) + self.hidden_size
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -123,6 +128,12 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
         KVGroupSpec(layers, window, block_size, kv.size, config.head_dim)
         for window, layers in group_layers(list(config.windows))
     ]
+
+
+def weight_bytes(config: ModelConfig, element_size: int, second_layout: bool = False, tp_size: int = 1) -> int:
+    """What the weights will occupy on one rank. `second_layout`: linears keep one (float32 on a CPU: `quant/scheme.py`)."""
+    numbers = config.num_parameters + (config.num_matrix_weights if second_layout else 0)
+    return numbers * element_size // tp_size
 
 
 def layer_groups(config: ModelConfig) -> list[int]:
@@ -362,6 +373,10 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
+
+    if fields.get(key("expert_count"), 0):
+        raise ModelError(f"{where}: {key('expert_count')} {fields.get(key('expert_count'))}: mixtures of experts are not "
+                         "supported")
 
     def has(tensor: str) -> bool:
         return tensor in file.tensors

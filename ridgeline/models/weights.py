@@ -75,7 +75,7 @@ def load_weights(
 
 def model_pieces(model: Decoder) -> dict[str, Piece]:
     """Everything to fill, by "module.parameter:part"."""
-    pieces = {}
+    pieces: dict[str, Piece] = {}
     for module_name, module in model.named_modules():
         if hasattr(module, "pieces"):
             pieces |= {f"{module_name}.{name}": piece for name, piece in module.pieces().items()}

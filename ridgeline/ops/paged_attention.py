@@ -260,7 +260,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
         maximum = new_maximum
 
-    out = accumulated / total[:, None]
+    out = accumulated / tl.where(total > 0, total, 1.0)[:, None]         # a query that sees nothing (padding) gives zeros
     out_offset = token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=live)
 

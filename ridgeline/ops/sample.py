@@ -43,8 +43,8 @@ CHOICE = np.dtype([
 
 BLOCK = 64                           # ids per block when looking for the largest: blocks are ruled out by their maximum
 BOUND_SLACK = 1e-5                   # relative; an exponential and a division in float32 are off by less than 1e-6
-CACHED_ELEMENTS = 1 << 17            # noise for this many ids stays in a core's cache while ten rounds go over it
-SCRATCH_ELEMENTS = 1 << 21           # and filters never copy more logits than this at a time
+CACHED_ELEMENTS = 1 << 17            # so many ids at a time where many passes go over all of them: they stay in cache
+SCRATCH_ELEMENTS = 1 << 21           # and so many where few do: a large batch must not need as much again in scratch
 LOW_WORD = 0xFFFFFFFF
 
 
@@ -236,9 +236,11 @@ def survivors(scaled: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
     ties = torch.empty(rows, dtype=torch.int64, device=scaled.device)
     total, entropy = torch.empty((2, rows), dtype=torch.float64, device=scaled.device)
     open_ended = (how["top_k"] == 0) & (how["min_p"] == 0)
-    for members, sorted_values in ((open_ended, _all_values), (~open_ended, _largest_values)):
-        which = np.flatnonzero(members)
-        if len(which):
+    for members, sorted_values, elements in (
+        (open_ended, _all_values, CACHED_ELEMENTS),
+        (~open_ended, _largest_values, SCRATCH_ELEMENTS),
+    ):
+        for which in _slices(np.flatnonzero(members), max(1, elements // scaled.shape[1])):
             place = to_device(which, scaled.device)
             own = scaled if len(which) == rows else scaled.index_select(0, place)
             lowest[place], ties[place], total[place], entropy[place] = _cut(sorted_values(own, how[which]), how[which])

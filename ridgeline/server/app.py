@@ -208,8 +208,8 @@ class Generation:
 
     async def _answer(self, body: bytes, send: Send) -> None:
         job = await self._prepare(self._service, body)
-        more = len(job.prompts) * job.params.n - 1
-        with self._service.slots.taking(more):
+        count = len(job.prompts) * job.params.n
+        with self._service.slots.taking(count, already=1):
             stream = await self._service.llm.stream(
                 job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or ""
             )
@@ -373,20 +373,19 @@ async def serve(
     starting = asyncio.create_task(llm.start(on_loading))
     try:
         await asyncio.wait({http, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if http.done():
-            return http.result()
+        if http.done() or server.should_exit:            # told to stop while loading
+            return await http
         starting.result()
         assert llm.ready is not None
         service.slots.limit = service.options.max_queued_requests or 4 * llm.ready.max_num_seqs
         on_ready(service, address_of(listener))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
-        if http.done():
-            return http.result()
-        if not server.should_exit:                       # else the engine ended because we do
-            logger.error("%s", died.result())
-            await asyncio.sleep(DEAD_SECONDS)
-            raise died.result()
+        if http.done() or server.should_exit:            # told to stop, and so was the engine
+            return await http
+        logger.error("%s", died.result())
+        await asyncio.sleep(DEAD_SECONDS)
+        raise died.result()
     finally:
         server.should_exit = True
         starting.cancel()

@@ -56,16 +56,17 @@ class Slots:
         self.taken = 0
 
     @contextmanager
-    def taking(self, count: int) -> Iterator[None]:
+    def taking(self, count: int, already: int = 0) -> Iterator[None]:
+        """Room for `count` answers, of which `already` were taken before."""
         if count > self.limit:
             raise BadRequest(f"{count} answers are asked for at once; at most {self.limit} can be queued here")
-        if self.taken + count > self.limit:
+        if self.taken + count - already > self.limit:
             raise Overloaded(f"{self.taken} of {self.limit} answers are running or waiting; try again later")
-        self.taken += count
+        self.taken += count - already
         try:
             yield
         finally:
-            self.taken -= count
+            self.taken -= count - already
 
 
 class LimitExceeded(Exception):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ridgeline.engine.chat_template import RESERVED
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
@@ -196,9 +197,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def template(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = dict(self.chat_template_kwargs or {})
-        for name in ("add_generation_prompt", "continue_final_message", "tools", "tokenize"):
-            if name in kwargs:
-                raise BadRequest(f"chat_template_kwargs must not hold {name!r}")
+        for name in kwargs.keys() & RESERVED:
+            raise BadRequest(f"chat_template_kwargs must not hold {name!r}: it is reserved")
         flags = {
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
@@ -241,7 +241,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 _decoders = {kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)}
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
-_PLACE = re.compile(r" - at `\$\.?([^`]*)`")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 
 def parse(kind: type[T], body: bytes) -> T:
@@ -273,11 +273,13 @@ def _readable(message: str, kind: type[GenerationRequest]) -> str:
 def param_of(message: str) -> str | None:
     """The field an error is about, for `error.param`: our messages begin with it, or quote an unknown one first."""
     first = re.match(r"(?:unknown field ')?([a-z_]+)", message)
-    known = first and (first.group(1) in _FIELDS or message.startswith("unknown field "))
-    return first.group(1) if first and known else None
+    if first is None or (first.group(1) not in _FIELDS and not message.startswith("unknown field ")):
+        return None
+    return _FIELDS.get(first.group(1), first.group(1))
 
 
-_FIELDS = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+_FIELDS = {name: name for name in (*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)}
+_FIELDS["prompt_token_ids"] = "prompt"                   # as the engine calls it
 
 
 # -- how answers are written -------------------------------------------------------------------------------------------

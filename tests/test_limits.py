@@ -1,0 +1,187 @@
+"""What one connection may cost, checked on the real protocol with raw sockets and an application that does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from ridgeline.errors import BadRequest, Overloaded
+from ridgeline.server import limits
+from ridgeline.server.limits import ServerOptions, Slots, limited_protocol
+
+MAX_BODY = 200_000
+MAX_CONNECTIONS = 5
+
+
+class App:
+    """Reads the body and says how long it was; under /stream it sends without end. Counts clients that left."""
+
+    def __init__(self) -> None:
+        self.gone = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone += 1
+                return
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/stream":
+            gone = asyncio.ensure_future(receive())
+            while not gone.done():
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
+            self.gone += 1
+        await send({"type": "http.response.body", "body": str(size).encode()})
+
+
+class Server:
+    def __init__(self) -> None:
+        self.app = App()
+        options = ServerOptions(max_body_bytes=MAX_BODY, max_connections=MAX_CONNECTIONS)
+        config = uvicorn.Config(
+            self.app, http=limited_protocol(options), ws="none", lifespan="off", log_config=None, access_log=False
+        )
+        self._server = uvicorn.Server(config)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=5)
+
+    def stop(self) -> None:
+        self._server.force_exit = self._server.should_exit = True
+        self._thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HEAD_SECONDS", "BODY_SECONDS", "WRITE_SECONDS", "LINGER_SECONDS"):
+            patch.setattr(limits, name, 0.3)
+        made = Server()
+        yield made
+        made.stop()
+
+
+def talk(server: Server, *pieces: bytes) -> bytes:
+    """Everything the server says until it closes the connection."""
+    with server.connect() as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+        except OSError:
+            pass                                         # it had heard enough
+        return read_all(connection)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    while data := connection.recv(65536):
+        received += data
+    return received
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ([HEAD + b"x: " + b"a" * 20_000 + b"\r\n\r\n"], 431),
+        ([HEAD, b"x: ", *[b"a" * 65536] * 100], 431),
+        ([HEAD + b"".join(b"x%d: y\r\n" % n for n in range(200)) + b"\r\n"], 431),
+        ([HEAD + b"".join(b"x%d: %s\r\n" % (n, b"a" * 10_000) for n in range(10)) + b"\r\n"], 431),
+        ([b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\n\r\n"], 414),
+        ([HEAD + b"content-length: 200001\r\n\r\n"], 413),
+        ([CHUNKED, *[b"10000\r\n" + b"a" * 65536 + b"\r\n"] * 20], 413),
+        ([CHUNKED, b"1;", *[b"a" * 65536] * 20], 431),
+        ([CHUNKED, b"0\r\nx: ", *[b"a" * 65536] * 20], 431),
+        ([HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"], 400),
+        ([HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\naaaaaa"], 400),
+        ([b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(60)], 400),
+        ([b"nonsense\r\n\r\n"], 400),
+        ([HEAD], 408),
+        ([HEAD + b"content-length: 5\r\n\r\nab"], 408),
+        ([CHUNKED, b"5\r\nab"], 408),
+    ],
+    ids=["header", "endless header", "many headers", "all headers", "url", "length", "chunks", "chunk extension",
+         "trailer", "two lengths", "unequal lengths", "tls", "nonsense", "half a head", "half a body", "half a chunk"],
+)  # fmt: skip
+def test_a_request_that_is_too_much_is_told_so_and_cut_off(server: Server, pieces: list[bytes], status: int) -> None:
+    begun = time.monotonic()
+    reply = talk(server, *pieces)
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), reply[:200]
+    assert json.loads(body)["error"]["message"] and b"connection: close" in head
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"\r\n\r\n\r\n"], ids=["nothing", "a line", "lines"])
+def test_a_silent_connection_is_closed(server: Server, sent: bytes) -> None:
+    assert talk(server, sent) == b""
+
+
+def test_requests_within_the_limits_pass_on_one_connection(server: Server) -> None:
+    with server.connect() as connection:
+        for size in (0, 10, MAX_BODY):
+            connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % size + b"a" * size)
+            reply = b""
+            while not reply.endswith(b"0\r\n\r\n"):
+                reply += connection.recv(65536)
+            assert reply.startswith(b"HTTP/1.1 200 ") and b"\r\n%d\r\n" % size in reply
+
+
+def test_a_refused_body_is_a_lost_client_to_the_application(server: Server) -> None:
+    before = server.app.gone
+    assert talk(server, HEAD + b"content-length: 5\r\n\r\nab").startswith(b"HTTP/1.1 408")
+    assert server.app.gone == before + 1
+
+
+def test_a_client_that_does_not_read_is_dropped(server: Server) -> None:
+    before = server.app.gone
+    with server.connect() as connection:
+        connection.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        deadline = time.monotonic() + 5
+        while server.app.gone == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_connections_are_counted(server: Server) -> None:
+    open_ones = [server.connect() for _ in range(MAX_CONNECTIONS)]
+    try:
+        time.sleep(0.05)
+        reply = talk(server)
+        assert reply.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in reply
+    finally:
+        for connection in open_ones:
+            connection.close()
+    time.sleep(0.05)
+    assert talk(server, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_slots_are_given_back() -> None:
+    slots = Slots()
+    slots.limit = 4
+    with slots.taking(1), slots.taking(4, already=1):
+        assert slots.taken == 4
+        with pytest.raises(Overloaded), slots.taking(1):
+            pass
+    with pytest.raises(BadRequest), slots.taking(5):
+        pass
+    assert slots.taken == 0

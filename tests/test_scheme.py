@@ -1,0 +1,69 @@
+"""A linear's scheme: the layouts of one weight give one product, and their bytes are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import load, save_checkpoint
+
+from ridgeline.distributed.comm import Communicator
+from ridgeline.layers.linear import ColumnLinear, Placement
+from ridgeline.models.config import load_model_config, weight_bytes
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.weights import load_weights
+from ridgeline.quant.scheme import PackedFloat32, Unquantised, unquantised_scheme
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 80), (33, 7), (576, 131)])
+def test_both_layouts_give_the_same_product(inputs: int, outputs: int, bias: bool) -> None:
+    if not PackedFloat32.available():
+        pytest.skip("this torch has no oneDNN")
+    linear = ColumnLinear(inputs, outputs, bias, Placement(Communicator(), PackedFloat32(), torch.float32, CPU))
+    for parameter in linear.parameters():
+        parameter.normal_()
+    linear.finish()
+    for rows in (0, 1, 2, 3, 4, 17, 64):
+        x = torch.randn(rows, inputs)
+        exact = torch.nn.functional.linear(
+            x.double(), linear.weight.double(), linear.bias.double() if linear.bias is not None else None
+        )
+        with torch.inference_mode():
+            out = linear(x, None)
+        assert out.shape == (rows, outputs) and out.dtype == torch.float32
+        # A sum of n products is off by at most n epsilon times the sum of their sizes, in whatever order it is taken.
+        bound = (x.abs().double() @ linear.weight.abs().double().T + 4) * (inputs + 2) * torch.finfo(torch.float32).eps
+        assert bool(((out - exact).abs() <= bound).all())
+
+
+def test_rows_decide_the_layout() -> None:
+    if not PackedFloat32.available():
+        pytest.skip("this torch has no oneDNN")
+    linear = ColumnLinear(16, 8, False, Placement(Communicator(), PackedFloat32(), torch.float32, CPU))
+    linear.weight.fill_(1.0)
+    linear.finish()
+    linear.weight.fill_(2.0)         # now the two layouts can be told apart
+    sums = [float(linear(torch.ones(rows, 16), None)[0, 0]) for rows in (1, 2, 3, 40)]
+    assert sums == [32.0, 32.0, 16.0, 16.0]
+
+
+def test_only_float32_on_the_cpu_is_packed() -> None:
+    kinds = {dtype: type(unquantised_scheme(CPU, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+    packed = PackedFloat32 if PackedFloat32.available() else Unquantised
+    assert kinds == {torch.float32: packed, torch.float64: Unquantised, torch.bfloat16: Unquantised}
+    assert type(unquantised_scheme(torch.device("cuda"), torch.float32)) is Unquantised
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "gemma3", "qwen3", "smollm2"])
+def test_predicted_bytes_are_the_bytes(name: str, tmp_path: Path) -> None:
+    path = save_checkpoint(name, tmp_path)
+    config = load_model_config(path)
+    assert load(path, torch.float64).weight_bytes == weight_bytes(config, 8)
+    plain = Decoder(config, Communicator(), torch.float32, "cpu", 32, scheme=Unquantised())
+    load_weights(plain, path, config)
+    assert plain.weight_bytes == weight_bytes(config, 4)
+    assert load(path).weight_bytes == weight_bytes(config, 4, second_layout=PackedFloat32.available())
