@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +46,18 @@ def test_help_imports_next_to_nothing() -> None:
 
 
 def test_help_is_fast() -> None:
-    """The time beside a bare interpreter's, which is not ours; the fastest of five, since others use this machine too."""
+    """Processor time beside a bare interpreter's, the least of five: neither depends much on who else uses the machine."""
 
-    def fastest(*command: str) -> float:
+    def seconds(*command: str) -> float:
         times = []
         for _ in range(5):
-            begun = time.perf_counter()
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
-            times.append(time.perf_counter() - begun)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         return min(times)
 
-    assert fastest("-m", "ridgeline", "--help") - fastest("-c", "pass") < 0.1
+    assert seconds("-m", "ridgeline", "--help") - seconds("-c", "pass") < 0.05
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "generate", "pull", "bench offline", "bench host"])
@@ -191,7 +192,7 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
     assert len(records["77"]["outputs"][0]["logprobs"]) == 3
     assert records['"n3"']["usage"]["completion_tokens"] == 7
     errors = {"5!": "line 5", "6!": "'temprature'", '"empty"!': "empty", '"nothing"!': "exactly one", '"typed"!': "float",
-              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '["list"]!': "id must be"}  # fmt: skip
+              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '13!': "id must be"}  # fmt: skip
     for name, says in errors.items():
         assert says in records[name]["error"]
 
@@ -222,14 +223,18 @@ def test_generate_does_not_overwrite_other_files(model: Path, tmp_path: Path, ca
 
 
 def test_chat_over_a_pipe(model: Path) -> None:
-    settings = ("--temperature", "0", "--max-tokens", "5")
-    done = ridgeline("chat", str(model), *OPTIONS, *settings, input="Hello\n/reset\nHello\nHello\n" + "x" * CONTEXT + "\n")
+    offline = LLM(model, load_format="dummy", num_gpu_blocks_override=600)
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    first = offline.chat([{"role": "user", "content": "Hello"}], greedy, use_tqdm=False)[0].outputs[0].text
+    history = [("user", "Hello"), ("assistant", first), ("user", "More")]
+    messages = [{"role": role, "content": content} for role, content in history]
+    second = offline.chat(messages, greedy, use_tqdm=False)[0].outputs[0].text
+
+    told = "Hello\n\n/reset\n" + "x" * CONTEXT + "\nHello\nMore\n/exit\nHello\n"
+    done = ridgeline("chat", str(model), *OPTIONS, "--temperature", "0", "--max-tokens", "5", input=told)
     assert done.returncode == 0, done.stderr
-    answers = done.stdout.split("\n")
-    assert len(answers) >= 4 and done.stdout.endswith("\n")
+    assert done.stdout == f"{first}\n{first}\n{second}\n"
     assert "max_model_len" in done.stderr and done.stderr.count("\n") == 1
-    again = ridgeline("chat", str(model), *OPTIONS, *settings, input="Hello\n/exit\nHello\n")
-    assert again.returncode == 0 and done.stdout.startswith(again.stdout * 2)       # the same answer after a reset
 
 
 def test_chat_on_a_terminal_survives_ctrl_c(model: Path) -> None:

@@ -221,7 +221,7 @@ def step_logits(step: int, rows: int, vocab: int = VOCAB, quantised: bool = Fals
 def run(rows: list[Row], which: list[int], logits: list[Tensor], sampler: Sampler | None = None) -> list[list[int]]:
     """The tokens of each step for some of the rows; their persistent rows are as numbered, their order is reversed."""
     if sampler is None:
-        sampler = Sampler(len(rows), logits[0].shape[1], EOS, "cpu", logits[0].dtype)
+        sampler = Sampler(len(rows), logits[0].shape[1], EOS, logits[0].device, logits[0].dtype)
         for place in which:
             sampler.add_row(place, rows[place].added(place))
     batch = np.array(which[::-1], np.int32)
@@ -251,6 +251,15 @@ def test_a_row_alone_says_what_it_says_in_a_batch(dtype: torch.dtype) -> None:
     together = run(rows, list(range(len(rows))), logits)
     for place, name in enumerate(ROWS):
         assert [[tokens[place]] for tokens in together] == run(rows, [place], logits), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("quantised", [False, True], ids=["distinct", "many-equal"])
+def test_a_gpu_gives_the_same_tokens(quantised: bool) -> None:
+    rows = fresh_rows()
+    everyone = list(range(len(rows)))
+    logits = [step_logits(step, len(rows), quantised=quantised) for step in range(STEPS)]
+    assert run(rows, everyone, [step.cuda() for step in logits]) == run(rows, everyone, logits)
 
 
 def test_a_row_that_comes_back_with_more_tokens_goes_on_as_before() -> None:

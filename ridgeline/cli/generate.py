@@ -22,7 +22,6 @@ from ridgeline.cli.terminal import Tick, progress_bar, require_model
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.frontend import Frontend, Prompt, RequestState
 from ridgeline.engine.outputs import CompletionOutput, RequestOutput
-from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.messages import TokenDelta
 from ridgeline.sampling_params import SamplingParams
@@ -61,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
     with source, target:
         with progress_bar("loading", in_bytes=True) as tick:
             core = EngineCore.start(config, tick)
-        path = Path(config.model.tokenizer or core.config.model_path)
-        frontend = Frontend(None if config.model.skip_tokenizer_init else Tokenizer.load(path))
+        frontend = Frontend.load(config.model, core.config.model_path)
         batch = Batch(core, frontend, defaults, target, done)
         try:
             with progress_bar("answers") as tick:
@@ -89,8 +87,9 @@ class Line:
 
     @property
     def id(self) -> RecordId:
-        """The line's number where it names no id of its own."""
-        return self.record.get("id", self.number)
+        """The line's number where it names no id of its own, or one that cannot be."""
+        own = self.record.get("id")
+        return own if isinstance(own, (str, int)) and not isinstance(own, bool) else self.number
 
 
 def count_lines(path: Path) -> int:
@@ -170,7 +169,7 @@ class Batch:
         try:
             if line.error:
                 raise BadRequest(line.error)
-            self._check_id(line.id)
+            self._check_id(line)
             params = sampling_params(line.record, self._defaults)
             request, state = self._frontend.request(
                 self._prompt(line.record), params,
@@ -182,12 +181,12 @@ class Batch:
             return
         self._open[request.request_id] = (line.id, state)
 
-    def _check_id(self, record_id: Any) -> None:
-        if isinstance(record_id, bool) or not isinstance(record_id, (str, int)):
-            raise BadRequest("id must be a text or a whole number")
-        if record_id in self._seen:
-            raise BadRequest(f"id {record_id!r} was used by an earlier line")
-        self._seen.add(record_id)
+    def _check_id(self, line: Line) -> None:
+        if line.record.get("id", line.id) is not line.id:
+            raise BadRequest(f"line {line.number}: id must be a text or a whole number")
+        if line.id in self._seen:
+            raise BadRequest(f"id {line.id!r} was used by an earlier line")
+        self._seen.add(line.id)
 
     def _prompt(self, record: dict[str, Any]) -> Prompt:
         given = [name for name in _PROMPTS if record.get(name) is not None]
@@ -217,7 +216,7 @@ class Batch:
             self.answered += 1
             self._write(answer_record(record_id, state.output))
 
-    def _fail(self, record_id: Any, reason: str) -> None:
+    def _fail(self, record_id: RecordId, reason: str) -> None:
         self.failed += 1
         self._write({"id": record_id, "error": reason})
 

@@ -174,9 +174,7 @@ class AsyncLLM:
             self.config, lambda message: self._take(message, is_ready), lambda reason: self._die(EngineDead(reason))
         )
         try:
-            if not self.config.model.skip_tokenizer_init:
-                place = Path(self.config.model.tokenizer or path)
-                self._frontend = Frontend(await asyncio.to_thread(Tokenizer.load, place))
+            self._frontend = await asyncio.to_thread(Frontend.load, self.config.model, path)
             await is_ready.wait()
             self._require_alive()
         except BaseException:

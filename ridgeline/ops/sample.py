@@ -45,6 +45,7 @@ BLOCK = 64                           # ids per block when looking for the larges
 BOUND_SLACK = 1e-5                   # relative; an exponential and a division in float32 are off by less than 1e-6
 CACHED_ELEMENTS = 1 << 17            # so many ids at a time where many passes go over all of them: they stay in cache
 SCRATCH_ELEMENTS = 1 << 21           # and so many where few do: a large batch must not need as much again in scratch
+GPU_ELEMENTS = 1 << 24               # a GPU wants few launches, of any kind
 LOW_WORD = 0xFFFFFFFF
 
 
@@ -142,7 +143,7 @@ def sample_reference(logits: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
             (random & ~filtered, _race, CACHED_ELEMENTS),
             (random & filtered, _race_filtered, SCRATCH_ELEMENTS),
         ):
-            for rows in _slices(np.flatnonzero(members), max(1, elements // logits.shape[1])):
+            for rows in _slices(np.flatnonzero(members), logits, elements):
                 place = to_device(rows, logits.device)
                 scaled = _scale(logits.index_select(0, place), best[place], how["temperature"][rows])
                 tokens[place] = choose(scaled, how[rows])
@@ -160,7 +161,9 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
-def _slices(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def _slices(rows: np.ndarray, x: Tensor, elements: int) -> Iterator[np.ndarray]:
+    """The rows of x in parts of about so many elements."""
+    size = max(1, (elements if x.is_cpu else GPU_ELEMENTS) // x.shape[1])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
@@ -240,7 +243,7 @@ def survivors(scaled: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
         (open_ended, _all_values, CACHED_ELEMENTS),
         (~open_ended, _largest_values, SCRATCH_ELEMENTS),
     ):
-        for which in _slices(np.flatnonzero(members), max(1, elements // scaled.shape[1])):
+        for which in _slices(np.flatnonzero(members), scaled, elements):
             place = to_device(which, scaled.device)
             own = scaled if len(which) == rows else scaled.index_select(0, place)
             lowest[place], ties[place], total[place], entropy[place] = _cut(sorted_values(own, how[which]), how[which])

@@ -39,6 +39,8 @@ def make_runner(
     """Load the model and allocate everything a step can need."""
     options = config.options
     set_kernels(options.model.kernels)
+    if config.device == "cpu":
+        platform.keep_freed_memory()
     device = torch.device("cpu") if config.device == "cpu" else torch.device("cuda", comm.rank)
     dtype = getattr(torch, config.dtype)
     if config.device == "cpu" and comm.size > 1:

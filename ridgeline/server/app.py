@@ -300,6 +300,8 @@ def json_response(content: Any, status: int = 200) -> Response:
 def bind(options: ServerOptions) -> socket.socket:
     """The listening socket, taken before anything is loaded; ConfigError when it cannot be had."""
     host, port = options.host, options.port
+    if port > 65535:                                     # some libraries would take it modulo 65536
+        raise ConfigError(f"port must be between 0 and 65535, got {port}")
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, number)
@@ -310,8 +312,6 @@ def bind(options: ServerOptions) -> socket.socket:
         taken = error.errno == errno.EADDRINUSE
         reason = "is in use; choose another with --port" if taken else f"cannot be used: {error.strerror}"
         raise ConfigError(f"port {port} on {host} {reason}") from None
-    except OverflowError:
-        raise ConfigError(f"port must be between 0 and 65535, got {port}") from None
     listener.setblocking(False)
     return listener
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ridgeline.engine.chat_template import RESERVED
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
@@ -196,14 +195,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return [message.plain(f"messages[{place}]") for place, message in enumerate(self.messages)]
 
     def template(self) -> dict[str, Any]:
-        kwargs: dict[str, Any] = dict(self.chat_template_kwargs or {})
-        for name in kwargs.keys() & RESERVED:
-            raise BadRequest(f"chat_template_kwargs must not hold {name!r}: it is reserved")
-        flags = {
+        return {
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
-        return kwargs | flags
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
