@@ -12,9 +12,8 @@ from ridgeline import embedded
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.kv_spec import KVGroupSpec, blocks_for
-from ridgeline.models.config import ModelConfig, kv_groups, load_model_config
+from ridgeline.models.config import DTYPES, ModelConfig, kv_groups, load_model_config, weight_bytes
 
-ELEMENT_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights
 GIB = 2**30
 
@@ -48,7 +47,7 @@ class ResolvedConfig:
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * page_bytes(self.groups, ELEMENT_SIZE[self.dtype])
+        return self.num_blocks * page_bytes(self.groups, DTYPES[self.dtype])
 
     def pinned(self) -> EngineConfig:
         """Options with nothing left to decide: another process resolves them to the same values."""
@@ -90,7 +89,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     longest = _longest(config, model)
     budget = config.scheduler.max_num_batched_tokens or (512 if device.kind == "cpu" else 8192)
 
-    page = page_bytes(groups, ELEMENT_SIZE[dtype])
+    page = page_bytes(groups, DTYPES[dtype])
     num_blocks = _num_blocks(config, model, device, dtype, page, groups, longest, budget, max_num_seqs, reasons)
     max_model_len = _max_model_len(config, groups, num_blocks, page, longest, budget, reasons)
     budget = _budget(config, budget, max_model_len, reasons)
@@ -146,7 +145,7 @@ def _num_blocks(
     if cache.kv_cache_memory_bytes is not None:
         memory = cache.kv_cache_memory_bytes
     else:
-        weights = model.num_parameters * ELEMENT_SIZE[dtype] // config.parallel.tensor_parallel_size
+        weights = weight_bytes(model, dtype, device.kind, config.parallel.tensor_parallel_size)
         share = CPU_KV_SHARE if device.kind == "cpu" else cache.gpu_memory_utilization
         left = device.memory - weights if device.kind == "cpu" else int(device.memory * share) - weights
         memory = int(left * share) if device.kind == "cpu" else left

@@ -311,7 +311,7 @@ def run_random(setup: Setup, seed: int, num_requests: int = 12, aborts: float = 
             name, index = rng.choice(sorted(simulation.open))
             simulation.abort(name, index if rng.random() < 0.4 else None)
         simulation.step()
-        assert simulation.steps < 60 * num_requests, "somebody never ends"
+        assert simulation.steps < 40 * num_requests, "somebody never ends"
     simulation.check_end()
     return simulation
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,8 +20,10 @@ import pytest
 from served_model import CONTEXT, one_thread, wait_until, write_model
 
 from ridgeline import LLM, SamplingParams
+from ridgeline.engine import ipc, process
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, ModelError
+from ridgeline.messages import Request
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "num_gpu_blocks_override": 600, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -180,10 +183,9 @@ def test_a_request_id_is_used_once_at_a_time(llm: AsyncLLM, run: Run) -> None:
 
 
 def test_garbage_on_the_wire_is_dropped(llm: AsyncLLM, run: Run) -> None:
-    process = llm._process
-    assert process is not None
+    assert llm._process is not None
     for frame in (b"", b"garbage", b"\xdd\xff\xff\xff\xff", os.urandom(100)):
-        process._to_engine.send(frame)
+        llm._process._to_engine.send(frame)
     assert len(run(final(llm, "abc")).outputs[0].token_ids) == 20
 
 
@@ -260,6 +262,72 @@ def engine_processes() -> set[int]:
 def test_a_missing_model_is_told_before_a_process_starts() -> None:
     with pytest.raises(ModelError, match="/nowhere"):
         asyncio.run(AsyncLLM("/nowhere").start())
+
+
+# -- the engine's side, without an engine ------------------------------------------------------------------------------
+
+
+class FakeLink:
+    """The front end as the engine's loop sees it: a script of messages, and what was said back."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.sent: list[Any] = []
+
+    def check(self) -> None:
+        pass
+
+    def receive(self, wait: bool) -> list[Any]:
+        return [self.script.pop(0)] if self.script else []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class FaultyCore:
+    """Fails where it is told to."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.has_work = self.closed = False
+        self.scheduler = SimpleNamespace(num_running=0, manager=SimpleNamespace(num_free=5))
+
+    def add(self, request: Request) -> None:
+        if self.fault == "add":
+            raise ZeroDivisionError("in add")
+        if self.fault == "refuse":
+            raise BadRequest("not this one")
+        self.has_work = True
+
+    def abort(self, request_id: str, index: int | None) -> bool:
+        return False
+
+    def step(self) -> list[Any]:
+        if self.fault == "dead":
+            raise EngineDead("rank 1 ended with code 1")
+        raise RuntimeError("in\nstep")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "sent"),
+    [
+        ("step", 1, [ipc.Failed("RuntimeError: in step")]),
+        ("dead", 1, [ipc.Failed("rank 1 ended with code 1")]),
+        ("add", 0, [ipc.Refused("1", "the engine could not take this request")]),
+        ("refuse", 0, [ipc.Refused("1", "not this one")]),
+    ],
+)
+def test_faults_inside_the_engines_process(
+    fault: str, code: int, sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = FaultyCore(fault)
+    link = FakeLink(ipc.Abort("nobody"), ipc.Add(Request("1", [1], GREEDY)), ipc.Shutdown())
+    monkeypatch.setattr(process, "load", lambda options, link: core)
+    assert process.run({}, link) == code                 # type: ignore[arg-type]
+    assert link.sent == sent and core.closed
 
 
 SCRIPT = """

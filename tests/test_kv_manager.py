@@ -92,6 +92,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if blocks is None:
             assert self._state() == before, "a refused start changed something"
             return
+        assert all(len(table) * SIZE >= min(len(tokens), hit.num_tokens + room) for table in blocks.tables)
         new = [block for table in blocks.tables for block in table[hit.num_tokens // SIZE :]]
         self._forget_overwritten(new)
         self.live.append(Live(blocks, tokens, salt, hit.num_tokens, indexable))
@@ -316,9 +317,12 @@ def test_a_hit_behind_a_window_needs_only_what_is_in_sight() -> None:
     manager.free(blocks)
     hit = manager.lookup(array("i", range(30)), "", 29)
     assert hit.num_tokens == 20 and [bool(block) for block in hit.tables[0]] == [False] * 3 + [True] * 2
-    for gone in (0, 1, 2):                               # out of sight: they may go
-        manager.cache.evict(manager.cache.find(_node(manager, gone), _bytes(gone)).blocks[0])  # type: ignore[union-attr]
+    nodes = [_node(manager, depth) for depth in range(6)]
+    for gone in (1, 2, 3):                               # out of sight: they may go
+        manager.cache.evict(nodes[gone].blocks[0])
     assert manager.lookup(array("i", range(30)), "", 29).num_tokens == 20
+    manager.cache.evict(nodes[4].blocks[0])              # its last slot is in sight
+    assert manager.lookup(array("i", range(30)), "", 29).num_tokens == 0
 
 
 def _bytes(index: int) -> bytes:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 
 import pytest
+import test_kv_manager
 import test_prefix_cache
 import test_scheduler
 from host_simulation import SETUPS, run_random
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_block_pool import PoolMachine
-from test_kv_manager import ManagerMachine
 
 from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
@@ -32,7 +32,7 @@ from ridgeline.scheduler.rows import Rows
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.scheduler.sequence import Sequence
 
-CAUGHT = (AssertionError, LookupError)                   # a failed check (SlotError is one), or the code falls over
+CAUGHT = (AssertionError, LookupError, ValueError)       # a failed check (SlotError is one), or the code falls over
 
 Hunt = Callable[[pytest.MonkeyPatch], None]
 
@@ -50,7 +50,7 @@ def pool_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def manager_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_state_machine_as_test(ManagerMachine, settings=_quick)
+    run_state_machine_as_test(test_kv_manager.ManagerMachine, settings=_quick)
 
 
 _quick = settings(                                       # found is enough: nothing is made smaller
@@ -108,7 +108,7 @@ PLANTS = [
     Plant("what the window freed is freed again", KVManager, "_slide", "table[done:behind] = [NULL_BLOCK] * (behind - done)",
           "pass"),
     Plant("a hit may lack the window's first block", KVManager, "_valid_length", "-(-(window - 1) // self.block_size)",
-          "(window - 1) // self.block_size", manager_model),
+          "(window - 1) // self.block_size", one(test_kv_manager.test_a_hit_behind_a_window_needs_only_what_is_in_sight)),
     Plant("a hit may have holes", KVManager, "_valid_length", "if not block:", "if False:"),
     Plant("a hit holds too little of the window", KVManager, "_hit", "-(-(window - 1) // self.block_size)",
           "(window - 1) // self.block_size"),
@@ -121,7 +121,7 @@ PLANTS = [
     Plant("a fork shares the partial block", KVManager, "fork", "limit // self.block_size", "-(-limit // self.block_size)"),
     Plant("a hit's blocks are not held", KVManager, "start", "self.pool.hold(block)", "pass"),
     Plant("a hit is committed again", KVManager, "start", "hit.node, hit.num_tokens // self.block_size)", "hit.node, 0)"),
-    Plant("a refused start keeps what it held", KVManager, "start", "self.pool.num_allocatable < new", "False and new",
+    Plant("a start does not see that blocks are short", KVManager, "start", "self.pool.num_allocatable < new", "False and new",
           manager_model),
     Plant("lookup goes past its limit", KVManager, "lookup", "limit - size + 1", "limit + 1"),
     Plant("no block for the last token", KVManager, "grow", "-(-num_tokens // self.block_size) - first",
@@ -140,9 +140,11 @@ PLANTS = [
     Plant("a stop is not noticed", Scheduler, "update", "if token in sequence.stop_ids", "if False"),
     Plant("preemption loses the promised token", Scheduler, "update", "if sequence.finished:",
           "if sequence.finished or sequence.row < 0:"),
-    Plant("a sequence is back before its promised token", Sequence, "ready", "self.num_promised == 0 and ", ""),
+    Plant("a sequence is back before its promised token", Sequence, "ready", "self.num_promised == 0 and ", "",
+          one(test_scheduler.test_a_preempted_sequence_waits_for_its_promised_token)),
     Plant("an answer shares a prompt that is not computed", Sequence, "ready", "self.leader.prompt_done or ", "True or "),
-    Plant("a preempted leader still counts as done", Scheduler, "_preempt", "sequence.prompt_done = False", "pass"),
+    Plant("a preempted leader still counts as done", Scheduler, "_preempt", "sequence.prompt_done = False", "pass",
+          one(test_scheduler.test_answers_wait_for_a_preempted_leader)),
     Plant("appended entries are lost", Scheduler, "_leave_row", "if entry[1] != row", "if False"),
     Plant("entries are appended to rows that are gone", Scheduler, "_leave_row", "if entry[1] != row", "if True"),
     Plant("the device is not told of removed rows", Scheduler, "_leave_row", "self._delta.removed.append(row)", "pass"),
@@ -155,15 +157,16 @@ PLANTS = [
           "self.limits.max_step_tokens"),
     Plant("a hit covers the last token", Scheduler, "_hit", "len(sequence.tokens) - 1", "len(sequence.tokens)"),
     Plant("the victim is the oldest", Scheduler, "_victim", "running[1:]", "running[:1]"),
-    Plant("the only sequence preempts itself", Scheduler, "_victim", "else None", "else asking"),
+    Plant("the only sequence preempts itself", Scheduler, "_victim", "else None", "else asking",
+          one(test_scheduler.test_the_smallest_pool_that_fits_is_enough, 1)),
     Plant("the victim is the dearest", Scheduler, "_victim", "int(self._rows.computed[each.row])",
           "-int(self._rows.computed[each.row])", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
     Plant("a victim may be more important", Scheduler, "_victim", "sequence.priority >= asking.priority", "True",
-          one(test_scheduler.test_nobody_is_preempted_for_somebody_less_important)),
+          one(test_scheduler.test_a_victim_that_frees_nothing_is_passed_over)),
     Plant("admission forgets those who run", Scheduler, "_has_room", " + promised", "",
           one(test_scheduler.test_admission_leaves_room_for_those_who_run)),
     Plant("a hit pays for blocks it does not have", KVManager, "blocks_beyond", "- len(shared))", "- len(table))",
-          one(test_scheduler.test_room_is_counted_right_behind_a_long_hit)),
+          one(test_kv_manager.test_blocks_beyond_a_hit)),
     Plant("preemption makes a request young again", Scheduler, "_preempt", "sequence.prompt_done = False",
           "sequence.prompt_done = False; sequence.arrived_at = self._step",
           one(test_scheduler.test_preemption_makes_nobody_younger)),
@@ -172,7 +175,8 @@ PLANTS = [
     Plant("an old chunk commits blocks of the next stay", scheduler_module, "_still_there",
           " and sequence.admitted_at < flight.step", "",
           one(test_scheduler.test_a_step_of_an_earlier_stay_commits_nothing)),
-    Plant("prompt log-probabilities come twice", Scheduler, "_preempt", "sequence.prompt_logprobs = []", "pass"),
+    Plant("prompt log-probabilities come twice", Scheduler, "_preempt", "sequence.prompt_logprobs = []", "pass",
+          one(test_scheduler.test_prompt_logprobs_survive_a_preemption_in_the_prompt, 0)),
     Plant("a failed row's blocks stay in the cache", Scheduler, "_fail", "self.manager.distrust(sequence.blocks)", "pass",
           one(test_scheduler.test_a_failed_row_fails_alone, 0)),
     Plant("rows keep a stale order", Rows, "remove", "self._stale = True", "pass"),

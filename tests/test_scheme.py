@@ -13,6 +13,7 @@ from ridgeline.layers.linear import ColumnLinear, Placement
 from ridgeline.models.config import load_model_config, weight_bytes
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
+from ridgeline.quant.layout import fewest_outputs
 from ridgeline.quant.scheme import PackedFloat32, Unquantised, unquantised_scheme
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def test_both_layouts_give_the_same_product(inputs: int, outputs: int, bias: bool) -> None:
     if not PackedFloat32.available():
         pytest.skip("this torch has no oneDNN")
-    linear = ColumnLinear(inputs, outputs, bias, Placement(Communicator(), PackedFloat32(), torch.float32, CPU))
+    linear = ColumnLinear(inputs, outputs, bias, Placement(Communicator(), PackedFloat32(1), torch.float32, CPU))
     for parameter in linear.parameters():
         parameter.normal_()
     linear.finish()
@@ -43,11 +44,11 @@ def test_both_layouts_give_the_same_product(inputs: int, outputs: int, bias: boo
 def test_rows_decide_the_layout() -> None:
     if not PackedFloat32.available():
         pytest.skip("this torch has no oneDNN")
-    linear = ColumnLinear(16, 8, False, Placement(Communicator(), PackedFloat32(), torch.float32, CPU))
+    linear = ColumnLinear(16, 8, False, Placement(Communicator(), PackedFloat32(1), torch.float32, CPU))
     linear.weight.fill_(1.0)
     linear.finish()
     linear.weight.fill_(2.0)         # now the two layouts can be told apart
-    sums = [float(linear(torch.ones(rows, 16), None)[0, 0]) for rows in (1, 2, 3, 40)]
+    sums = [float(linear(torch.ones(rows, 16), None)[0, 0]) for rows in (1, 3, 4, 40)]
     assert sums == [32.0, 32.0, 16.0, 16.0]
 
 
@@ -58,12 +59,24 @@ def test_only_float32_on_the_cpu_is_packed() -> None:
     assert type(unquantised_scheme(torch.device("cuda"), torch.float32)) is Unquantised
 
 
+def test_linears_with_few_outputs_stay_plain_on_x86() -> None:
+    assert (fewest_outputs("x86_64"), fewest_outputs("aarch64")) == (2048, 1)
+    linear = ColumnLinear(16, 8, False, Placement(Communicator(), PackedFloat32(9), torch.float32, CPU))
+    linear.finish()
+    assert linear.packed is None and linear.scheme.extra_bytes(linear) == 0
+    assert linear(torch.ones(40, 16), None).shape == (40, 8)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("name", ["llama", "llama-bias", "gemma3", "qwen3", "smollm2"])
-def test_predicted_bytes_are_the_bytes(name: str, tmp_path: Path) -> None:
-    path = save_checkpoint(name, tmp_path)
+def test_predicted_bytes_are_the_bytes(name: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    path = save_checkpoint(name, tmp_path, intermediate_size=1030)       # gate and up together have 2,060 outputs
     config = load_model_config(path)
-    assert load(path, torch.float64).weight_bytes == weight_bytes(config, 8)
+    assert load(path, torch.float64).weight_bytes == weight_bytes(config, "float64", "cpu")
     plain = Decoder(config, Communicator(), torch.float32, "cpu", 32, scheme=Unquantised())
     load_weights(plain, path, config)
-    assert plain.weight_bytes == weight_bytes(config, 4)
-    assert load(path).weight_bytes == weight_bytes(config, 4, second_layout=PackedFloat32.available())
+    assert plain.weight_bytes == weight_bytes(config, "float32", "cuda") == 4 * config.num_parameters
+    if PackedFloat32.available():
+        packed = load(path).weight_bytes
+        assert packed == weight_bytes(config, "float32", "cpu") > plain.weight_bytes

@@ -21,8 +21,8 @@ from ridgeline.config import EngineConfig
 from ridgeline.costs import DecoderShape, decoder_step
 from ridgeline.engine.core import EngineCore
 from ridgeline.messages import Request
-from ridgeline.models.config import ModelConfig
-from ridgeline.resolve import ELEMENT_SIZE, ResolvedConfig
+from ridgeline.models.config import DTYPES, ModelConfig
+from ridgeline.resolve import ResolvedConfig
 from ridgeline.sampling_params import SamplingParams
 
 
@@ -137,7 +137,7 @@ def decode_bytes(model: ModelConfig, dtype: str, workload: Workload) -> float:
 
 
 def decoder_shape(model: ModelConfig, dtype: str) -> DecoderShape:
-    size = ELEMENT_SIZE[dtype]
+    size = DTYPES[dtype]
     windows = [window for window in model.windows if window is not None]
     return DecoderShape(
         hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 from ridgeline.cli.options import add_engine_options, add_model, add_options, engine_config, options_of
 from ridgeline.cli.terminal import progress_bar, require_model
@@ -64,12 +65,14 @@ def welcome(service: Service, address: str) -> str:
 def example(service: Service, address: str) -> str:
     """A curl line that works with this model."""
     tokenizer = service.tokenizer
+    path = "completions"
+    body: dict[str, Any]
     if tokenizer is None:
-        path, body = "completions", {"prompt": [1, 2, 3], "max_tokens": 16}
+        body = {"prompt": [1, 2, 3]}
     elif tokenizer.chat_template is None:
-        path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 16}
+        body = {"prompt": "The capital of France is", "temperature": 0}
     else:
         path = "chat/completions"
-        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     data = shlex.quote(json.dumps(body))
     return f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d {data}"

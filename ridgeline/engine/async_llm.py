@@ -371,9 +371,11 @@ class _EngineProcess:
         self._loop.add_reader(self._fd, self._read)
         settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid()}
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the engine in order.
+        # It finds modules where this process does (-P: not also in whatever directory this happens to be).
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "ridgeline.engine.process", json.dumps(settings)],
+            [sys.executable, "-P", "-m", "ridgeline.engine.process", json.dumps(settings)],
             stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             start_new_session=True,
         )
         # Also when nobody calls stop(): at the latest when the interpreter ends.

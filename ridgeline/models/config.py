@@ -25,12 +25,13 @@ from ridgeline.models.mistral import MISTRAL
 from ridgeline.models.phi3 import PHI3
 from ridgeline.models.qwen import QWEN2, QWEN3
 from ridgeline.models.rope import Rope, make_rope, yarn_divisors, yarn_scale
+from ridgeline.quant.layout import fewest_outputs
 
 logger = get_logger("models")
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3)
 LAYER_TYPES = ("full_attention", "sliding_attention")
-DTYPES = ("float32", "float16", "bfloat16", "float64")
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}       # and their bytes
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -74,11 +75,16 @@ class ModelConfig:
     ropes: tuple[Rope, ...]          # per layer
 
     @property
-    def num_matrix_weights(self) -> int:
-        """What the linears multiply by, the head included: each is read once per step."""
-        heads = 2 * (self.num_heads + self.num_kv_heads)         # q and output, k and v
-        layer = self.hidden_size * (self.head_dim * heads + 3 * self.intermediate_size)
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """(how many, outputs, inputs) of the linears, fused as the decoder has them; the last is the head."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return [
+            (self.num_layers, queries + 2 * keys, self.hidden_size),
+            (self.num_layers, self.hidden_size, queries),
+            (self.num_layers, 2 * self.intermediate_size, self.hidden_size),
+            (self.num_layers, self.hidden_size, self.intermediate_size),
+            (1, self.vocab_size, self.hidden_size),
+        ]
 
     @property
     def num_parameters(self) -> int:
@@ -87,7 +93,8 @@ class ModelConfig:
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias
         biases += self.hidden_size * self.output_bias + (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         embedding = 0 if self.tied else self.vocab_size * self.hidden_size
-        return self.num_matrix_weights + embedding + self.num_layers * (norms + biases) + self.hidden_size
+        matrices = sum(count * outputs * inputs for count, outputs, inputs in self.matrices)
+        return matrices + embedding + self.num_layers * (norms + biases) + self.hidden_size
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -130,10 +137,15 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
     ]
 
 
-def weight_bytes(config: ModelConfig, element_size: int, second_layout: bool = False, tp_size: int = 1) -> int:
-    """What the weights will occupy on one rank. `second_layout`: linears keep one (float32 on a CPU: `quant/scheme.py`)."""
-    numbers = config.num_parameters + (config.num_matrix_weights if second_layout else 0)
-    return numbers * element_size // tp_size
+def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1) -> int:
+    """What the weights will occupy on one rank, second layouts included, up to the padding of uneven shards."""
+    numbers = config.num_parameters
+    if device == "cpu" and dtype == "float32":
+        numbers += sum(
+            count * outputs * inputs for count, outputs, inputs in config.matrices
+            if outputs // tp_size >= fewest_outputs()
+        )
+    return numbers * DTYPES[dtype] // tp_size
 
 
 def layer_groups(config: ModelConfig) -> list[int]:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
+
 
 class Scheme(Protocol):
     def create(
@@ -52,33 +54,35 @@ class Unquantised:
 
 
 class PackedFloat32(Unquantised):
-    """float32 on the CPU: the weight as it is for one row or two, and a second copy in oneDNN's blocked layout for more.
-
-    The plain layout streams at memory speed where each weight is used once or twice; from four rows on the blocked one
-    takes 0.6 to 0.9 of its time (SmolLM2's shapes, x86-64 and Arm). Either alone would lose at one end, so both are kept.
+    """float32 on a CPU: the weight as it is for few rows, and for more a second copy in oneDNN's blocked layout, kept by
+    linears that gain from it. Either alone would lose at one end (`layout.py` has the figures).
     """
 
-    FEWEST_ROWS = 3                  # that go through the blocked layout
-    TYPICAL_ROWS = 16                # that the blocked layout is chosen for
+    TYPICAL_ROWS = 16                # that the blocked layout is chosen for; it serves any number
+
+    def __init__(self, fewest_outputs: int) -> None:
+        self.fewest_outputs = fewest_outputs
 
     @staticmethod
     def available() -> bool:
         return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
     def finish(self, linear: nn.Module) -> None:
-        linear.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), self.TYPICAL_ROWS)
+        linear.packed = None
+        if linear.weight.shape[0] >= self.fewest_outputs:
+            linear.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), self.TYPICAL_ROWS)
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        if x.shape[0] < self.FEWEST_ROWS:
+        if x.shape[0] < FEWEST_ROWS or linear.packed is None:
             return F.linear(x, linear.weight, linear.bias)
         return torch.ops.mkldnn._linear_pointwise(x, linear.packed, linear.bias, "none", [], "")
 
     def extra_bytes(self, linear: nn.Module) -> int:
-        return linear.packed.numel() * linear.packed.element_size()
+        return 0 if linear.packed is None else linear.packed.numel() * linear.packed.element_size()
 
 
 def unquantised_scheme(device: torch.device, dtype: torch.dtype) -> Scheme:
     """The scheme for weights that keep their dtype, by what the device is good at."""
     if device.type == "cpu" and dtype == torch.float32 and PackedFloat32.available():
-        return PackedFloat32()
+        return PackedFloat32(fewest_outputs())
     return Unquantised()

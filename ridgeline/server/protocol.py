@@ -1,8 +1,8 @@
 """The OpenAI API as types: what may be asked, and how answers are written.
 
 Field names are OpenAI's, and vLLM's where OpenAI has none. A field that is not declared here is refused by name; so is
-one that is known but would need something this server does not do. Fields that cannot change an answer (HINTS) are taken
-and left alone. No ASGI, no sockets: structs in, structs and bytes out.
+one that is known but would need something this server does not do. Hints that cannot change an answer are taken and left
+alone. No ASGI, no sockets: structs in, structs and bytes out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 
-HINTS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
 DONE = b"[DONE]"
 
@@ -70,6 +69,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     priority: int | None = None
     cache_salt: str | None = None
 
+    # Hints: they cannot change an answer.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -154,7 +154,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: Any = None                      # a hint too, where there are no tools
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
@@ -185,7 +185,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise BadRequest("max_tokens and max_completion_tokens differ; give one")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true")
         return self.sampling(limits.pop() if limits else None, (self.top_logprobs or 0) if self.logprobs else None)
 
