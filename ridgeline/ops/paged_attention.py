@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.costs import PAGED_ATTENTION_CASES, paged_attention_cost
+from ridgeline.ops import native
 from ridgeline.ops.registry import (
     TRITON_DTYPES,
     TRITON_INTERPRETED,
@@ -302,6 +303,54 @@ def _triton_supports(site: Site) -> bool:
     return site.device == "cuda" and site.dtype in TRITON_DTYPES and site.width <= 256
 
 
+# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def paged_attention_native(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor,
+    *, query_start_host: list[int], kv_len_host: list[int], scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Decodes read the cache where it lies; the rows from the first longer one on go through torch's own attention."""
+    (tokens, heads, head_dim), rows, kv_heads = q.shape, len(kv_len_host), k_cache.shape[2]
+    decodes = rows if tokens == rows else _leading_decodes(query_start_host)
+    packed = q.stride()[1:] == (head_dim, 1) and k_cache.is_contiguous() and v_cache.is_contiguous()
+    if decodes == 0 or not packed or block_table.stride(1) != 1:
+        return paged_attention_reference(
+            q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
+            kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap,
+        )  # fmt: skip
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lengths = kv_len_host[:decodes]
+    splits = -(-max(lengths) // native.SPLIT)
+    partial = torch.empty(decodes * splits * heads * (head_dim + 2), dtype=q.dtype)
+    native.library().ridgeline_decode_attention(
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), kv_len.data_ptr(), out.data_ptr(),
+        partial.data_ptr(), decodes, kv_heads, heads // kv_heads, head_dim, k_cache.shape[1], block_table.stride(0),
+        q.stride(0), splits, window or 0, sum(lengths), scale, softcap or 0.0,
+    )  # fmt: skip
+    if decodes < rows:
+        out[decodes:] = paged_attention_reference(
+            q[decodes:], k_cache, v_cache, block_table[decodes:], query_start[decodes:] - decodes, kv_len[decodes:],
+            query_start_host=[start - decodes for start in query_start_host[decodes:]],
+            kv_len_host=kv_len_host[decodes:], scale=scale, window=window, softcap=softcap,
+        )  # fmt: skip
+    return out
+
+
+def _native_supports(site: Site) -> bool:
+    # A head is a whole number of vectors of 16, and its sums are kept on the stack.
+    return native.supports(site) and site.width % 16 == 0 and site.width <= 256
+
+
+def _leading_decodes(query_start: list[int]) -> int:
+    """How many rows from the first on have one query. Schedulers put decodes first."""
+    count = 0
+    while count + 1 < len(query_start) and query_start[count + 1] == count + 1:
+        count += 1
+    return count
+
+
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -351,7 +400,10 @@ def _inputs(
 paged_attention = Op(
     "paged_attention",
     paged_attention_reference,
-    kernels=[Implementation("triton", paged_attention_triton, _triton_supports)],
+    kernels=[
+        Implementation("triton", paged_attention_triton, _triton_supports),
+        Implementation("native", paged_attention_native, _native_supports),
+    ],
     cases=PAGED_ATTENTION_CASES,
     cost=paged_attention_cost,
     inputs=_inputs,

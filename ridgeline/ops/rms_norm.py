@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.costs import RMS_NORM_CASES, rms_norm_cost
+from ridgeline.ops import native
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -88,6 +89,26 @@ def _triton_supports(site: Site) -> bool:
     return site.device == "cuda" and site.dtype in TRITON_DTYPES and site.width <= 16384
 
 
+# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rms_norm_native(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, weight_offset: float = 0.0
+) -> Tensor | tuple[Tensor, Tensor]:
+    width, dims = x.shape[-1], x.dim()
+    if dims > 3 or x.stride(-1) != 1 or not (residual is None or residual.is_contiguous()):
+        return rms_norm_reference(x, weight, eps, residual=residual, weight_offset=weight_offset)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    tokens, heads = (x.shape[0] if dims > 1 else 1), (x.shape[1] if dims == 3 else 1)
+    native.library().ridgeline_rms_norm(
+        x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
+        None if total is None else total.data_ptr(), tokens, heads, width, x.stride(0), x.stride(1) if dims == 3 else 0,
+        eps, weight_offset,
+    )  # fmt: skip
+    return out if total is None else (out, total)
+
+
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -104,7 +125,10 @@ def _inputs(
 rms_norm = Op(
     "rms_norm",
     rms_norm_reference,
-    kernels=[Implementation("triton", rms_norm_triton, _triton_supports)],
+    kernels=[
+        Implementation("triton", rms_norm_triton, _triton_supports),
+        Implementation("native", rms_norm_native, native.supports),
+    ],
     cases=RMS_NORM_CASES,
     cost=rms_norm_cost,
     inputs=_inputs,

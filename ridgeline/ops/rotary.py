@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.costs import ROTARY_CASES, rotary_cost
-from ridgeline.ops.registry import Op, Tolerance
+from ridgeline.ops import native
+from ridgeline.ops.registry import Implementation, Op, Tolerance
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -31,6 +32,21 @@ def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -
         parts.append(heads[..., 2 * half :])
     rotated_q, rotated_k = torch.cat(parts, dim=-1).to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
     return rotated_q, rotated_k
+
+
+# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rotary_native(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """In place."""
+    (tokens, heads, width), kv_heads = q.shape, k.shape[1]
+    if q.stride()[1:] != (width, 1) or k.stride()[1:] != (width, 1) or cos_sin.dtype != q.dtype:
+        return rotary_reference(q, k, positions, cos_sin)
+    native.library().ridgeline_rotary(
+        q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, heads, kv_heads, width,
+        cos_sin.shape[-1], q.stride(0), k.stride(0),
+    )  # fmt: skip
+    return q, k
 
 
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -53,6 +69,7 @@ def _inputs(
 rotary = Op(
     "rotary",
     rotary_reference,
+    kernels=[Implementation("native", rotary_native, native.supports)],
     cases=ROTARY_CASES,
     cost=rotary_cost,
     inputs=_inputs,

@@ -1,0 +1,281 @@
+/* The float32 kernels of the CPU: the same ops as the definitions in plain torch, without torch's cost per call.
+
+   C with OpenMP and the compiler's portable vectors, no headers of Python or torch: arrays come as pointers and element
+   strides. `native.py` builds this file once for the machine it runs on, at installation. The order of additions in a row
+   is written down here: it depends neither on the other rows of the batch nor on the number of threads. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ENOUGH 16384                 /* elements from which a loop is worth waking the other threads for */
+#define SPLIT 512                    /* positions of the KV cache that one task attends to */
+#define MAX_HEAD 256
+#define TILE 16                      /* positions whose scores are kept at a time */
+
+/* Sixteen floats: one register with AVX-512, several on other machines. */
+typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Places __attribute__((vector_size(64)));
+
+/* e^x for x <= 0, with a relative error of about 1e-7: 2^n times a polynomial in the rest. Below -87 it stays at 1e-38,
+   which is nothing beside the 1 that is always there; NaN stays NaN. Twice, because the compiler finds no vectors here. */
+#define EXPONENTIAL(REAL, INT, CONVERT, SELECT) \
+    x = SELECT(x < -87.0f, (REAL){0} - 87.0f, x); \
+    INT n = CONVERT(x * 1.44269504088896341f - 0.5f, INT); \
+    REAL whole = CONVERT(n, REAL); \
+    REAL r = x - whole * 0.693359375f + whole * 2.12194440e-4f; \
+    REAL p = r * 1.9875691500e-4f + 1.3981999507e-3f; \
+    p = p * r + 8.3334519073e-3f; \
+    p = p * r + 4.1665795894e-2f; \
+    p = p * r + 1.6666665459e-1f; \
+    p = p * r + 5.0000001201e-1f; \
+    p = p * r * r + r + 1.0f;
+
+#define CAST(x, T) ((T)(x))
+#define EITHER(condition, a, b) ((condition) ? (a) : (b))
+#define CHOOSE(condition, a, b) ((Lanes)(((Places)(a) & (condition)) | ((Places)(b) & ~(condition))))
+
+static inline float exponential(float x) {
+    EXPONENTIAL(float, int32_t, CAST, EITHER)
+    union { int32_t bits; float value; } power = {(n + 127) << 23};
+    return p * power.value;
+}
+
+static inline __attribute__((always_inline)) Lanes exponentials(Lanes x) {
+    EXPONENTIAL(Lanes, Places, __builtin_convertvector, CHOOSE)
+    return p * (Lanes)((n + 127) << 23);
+}
+
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
+
+static inline float sum_of(Lanes x) {
+    x += PICK(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += PICK(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    x += PICK(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    x += PICK(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return x[0];
+}
+
+/* tanh(x), also for small x, where 1 - e^(-2x) would cancel: tanhf is exact but scalar, and scores are few. */
+static inline float capped(float score, float cap) { return cap * tanhf(score / cap); }
+
+/* out = x / rms(x) * (weight + offset), of x + residual where there is one (kept in `sum`).
+   x is [tokens, heads, width] with any token and head stride; the others are contiguous. */
+void ridgeline_rms_norm(const float *x, const float *residual, const float *weight, float *out, float *sum,
+                        int64_t tokens, int64_t heads, int64_t width, int64_t token_stride, int64_t head_stride,
+                        float eps, float offset) {
+    #pragma omp parallel for schedule(static) if (tokens * heads * width > ENOUGH)
+    for (int64_t row = 0; row < tokens * heads; row++) {
+        const float *in = x + row / heads * token_stride + row % heads * head_stride;
+        float *to = out + row * width;
+        if (residual) {
+            const float *add = residual + row * width;
+            float *keep = sum + row * width;
+            for (int64_t i = 0; i < width; i++) keep[i] = in[i] + add[i];
+            in = keep;
+        }
+        Lanes parts = {0};
+        int64_t i = 0;
+        for (; i + 16 <= width; i += 16) parts += *(const Lanes *)(in + i) * *(const Lanes *)(in + i);
+        float squares = sum_of(parts);
+        for (; i < width; i++) squares += in[i] * in[i];
+        float scale = 1.0f / sqrtf(squares / (float)width + eps);
+        for (i = 0; i < width; i++) to[i] = in[i] * scale * (weight[i] + offset);
+    }
+}
+
+static void rotate(float *head, const float *cosine, const float *sine, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        float first = head[i], second = head[i + half];
+        head[i] = first * cosine[i] - second * sine[i];
+        head[i + half] = second * cosine[i] + first * sine[i];
+    }
+}
+
+/* In place on q [tokens, heads, width] and k [tokens, kv_heads, width], whose heads are contiguous.
+   table is [positions, 2, half]: cosines and sines. */
+void ridgeline_rotary(float *q, float *k, const int64_t *positions, const float *table, int64_t tokens, int64_t heads,
+                      int64_t kv_heads, int64_t width, int64_t half, int64_t q_stride, int64_t k_stride) {
+    #pragma omp parallel for schedule(static) if (tokens * (heads + kv_heads) * width > ENOUGH)
+    for (int64_t token = 0; token < tokens; token++) {
+        const float *cosine = table + positions[token] * 2 * half, *sine = cosine + half;
+        for (int64_t h = 0; h < heads; h++) rotate(q + token * q_stride + h * width, cosine, sine, half);
+        for (int64_t h = 0; h < kv_heads; h++) rotate(k + token * k_stride + h * width, cosine, sine, half);
+    }
+}
+
+/* (1 + tanh(y)) / 2 = 1 / (1 + e^-2y): both activations are g / (1 + e^-z). */
+#define GELU(g) (1.5957691216057308f * ((g) + 0.044715f * (g) * (g) * (g)))
+
+/* out = act(gate) * up, x = [gate, up] in each row. kind: 0 silu, 1 gelu by tanh. */
+void ridgeline_gated_activation(const float *x, float *out, int64_t tokens, int64_t width, int64_t stride, int64_t kind) {
+    #pragma omp parallel for schedule(static) if (tokens * width > ENOUGH)
+    for (int64_t token = 0; token < tokens; token++) {
+        const float *gate = x + token * stride, *up = gate + width;
+        float *to = out + token * width;
+        int64_t i = 0;
+        for (; i + 16 <= width; i += 16) {
+            Lanes g = *(const Lanes *)(gate + i), z = g;
+            if (kind == 1) z = GELU(g);
+            Lanes e = exponentials(CHOOSE(z < 0.0f, z, -z));             /* e^-|z|: never overflows */
+            *(Lanes *)(to + i) = CHOOSE(z < 0.0f, g * e, g) / (1.0f + e) * *(const Lanes *)(up + i);
+        }
+        for (; i < width; i++) {
+            float g = gate[i], z = kind == 0 ? g : GELU(g), e = exponential(z < 0.0f ? z : -z);
+            to[i] = (z < 0.0f ? g * e : g) / (1.0f + e) * up[i];
+        }
+    }
+}
+
+/* k, v [tokens, width] into their slots of caches [slots, width]. */
+void ridgeline_kv_write(const float *k, const float *v, float *k_cache, float *v_cache, const int64_t *slots,
+                        int64_t tokens, int64_t width, int64_t k_stride, int64_t v_stride) {
+    for (int64_t token = 0; token < tokens; token++) {
+        memcpy(k_cache + slots[token] * width, k + token * k_stride, width * sizeof(float));
+        memcpy(v_cache + slots[token] * width, v + token * v_stride, width * sizeof(float));
+    }
+}
+
+typedef struct {
+    const float *k_cache, *v_cache;
+    int64_t kv_heads, block_size;
+    float scale, softcap;
+} Cache;
+
+/* Lane j of the result is the sum over x[j]: sixteen sums by halving, four times, what is left of two vectors each. */
+static inline __attribute__((always_inline)) Lanes sums_of(const Lanes x[16]) {
+    Lanes two[8], four[4], eight[2];
+    for (int i = 0; i < 8; i++)
+        two[i] = PICK(x[2 * i], x[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+               + PICK(x[2 * i], x[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    for (int i = 0; i < 4; i++)
+        four[i] = PICK(two[2 * i], two[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+                + PICK(two[2 * i], two[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    for (int i = 0; i < 2; i++)
+        eight[i] = PICK(four[2 * i], four[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+                 + PICK(four[2 * i], four[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    return PICK(eight[0], eight[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+         + PICK(eight[0], eight[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+static inline Lanes larger(Lanes a, Lanes b) { return CHOOSE(a > b, a, b); }
+
+static inline float largest_of(Lanes x) {
+    x = larger(x, PICK(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = larger(x, PICK(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    x = larger(x, PICK(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    x = larger(x, PICK(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    return x[0];
+}
+
+/* Positions first..end of one row, for all heads: per head the weighted sum of values, the sum of the weights and the
+   largest score, which the sums are relative to. A tile of positions serves every head before the next one is read: that
+   is the order in which the cache lies in memory. `width` and `group` are constants where this is inlined, so that the
+   inner sums stay in registers. */
+static inline __attribute__((always_inline)) void attend(
+    const Cache *cache, const float *q, const int32_t *table, int64_t first, int64_t end, int64_t width, int64_t group,
+    float *value, float *weight, float *largest) {
+    const int64_t parts = width / 16, heads = cache->kv_heads * group;
+    const Places number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t h = 0; h < heads; h++) {
+        weight[h] = 0.0f;
+        largest[h] = -INFINITY;
+    }
+    memset(value, 0, heads * width * sizeof(float));
+    int64_t block = first / cache->block_size, offset = first % cache->block_size;
+    for (int64_t start = first; start < end; start += TILE) {
+        int64_t count = end - start < TILE ? end - start : TILE;
+        Places seen = number < (int32_t)count;
+        int64_t places[TILE];
+        for (int64_t j = 0; j < TILE; j++) {
+            if (j < count) {
+                places[j] = ((int64_t)table[block] * cache->block_size + offset) * cache->kv_heads * parts;
+                if (++offset == cache->block_size) offset = 0, block++;
+            } else {
+                places[j] = places[0];                   /* beyond the end: something to read, which is hidden below */
+            }
+        }
+        for (int64_t h = 0; h < heads; h++) {
+            const Lanes *query = (const Lanes *)q + h * parts;
+            const Lanes *keys = (const Lanes *)cache->k_cache + h / group * parts;
+            const Lanes *values = (const Lanes *)cache->v_cache + h / group * parts;
+            Lanes dots[TILE];
+            for (int64_t j = 0; j < TILE; j++) {
+                dots[j] = query[0] * keys[places[j]];
+                for (int64_t i = 1; i < parts; i++) dots[j] += query[i] * keys[places[j] + i];
+            }
+            Lanes scores = sums_of(dots) * cache->scale;
+            if (cache->softcap > 0.0f)
+                for (int64_t j = 0; j < TILE; j++) scores[j] = capped(scores[j], cache->softcap);
+            scores = CHOOSE(seen, scores, (Lanes){0} - INFINITY);
+            float top = largest_of(larger(scores, (Lanes){0} + largest[h]));
+            float shrink = largest[h] == -INFINITY ? 0.0f : exponential(largest[h] - top);
+            scores = CHOOSE(seen, exponentials(scores - top), (Lanes){0});
+            weight[h] = weight[h] * shrink + sum_of(scores);
+            largest[h] = top;
+            Lanes sums[MAX_HEAD / 16], *kept = (Lanes *)value + h * parts;
+            for (int64_t i = 0; i < parts; i++) sums[i] = kept[i] * shrink;
+            for (int64_t j = 0; j < TILE; j++)
+                for (int64_t i = 0; i < parts; i++) sums[i] += scores[j] * values[places[j] + i];
+            for (int64_t i = 0; i < parts; i++) kept[i] = sums[i];
+        }
+    }
+}
+
+static void attend_any(const Cache *cache, const float *q, const int32_t *table, int64_t first, int64_t end, int64_t width,
+                       int64_t group, float *value, float *weight, float *largest) {
+    #define ATTEND(W) attend(cache, q, table, first, end, W, group, value, weight, largest)
+    if (width == 64) ATTEND(64);
+    else if (width == 96) ATTEND(96);
+    else if (width == 128) ATTEND(128);
+    else ATTEND(width);
+    #undef ATTEND
+}
+
+/* One query per row: q [rows, heads, width] -> out, same shape, contiguous. The cache's positions are cut at multiples of
+   SPLIT, so that one long row feeds every thread; the parts are merged in order. partial has room for
+   rows * splits * heads * (width + 2) floats. */
+void ridgeline_decode_attention(const float *q, const float *k_cache, const float *v_cache, const int32_t *table,
+                                const int32_t *kv_len, float *out, float *partial, int64_t rows, int64_t kv_heads,
+                                int64_t group, int64_t width, int64_t block_size, int64_t table_stride, int64_t q_stride,
+                                int64_t splits, int64_t window, int64_t positions, float scale, float softcap) {
+    Cache cache = {k_cache, v_cache, kv_heads, block_size, scale, softcap};
+    int64_t heads = kv_heads * group, step = heads * (width + 2);
+    #pragma omp parallel if (positions * heads * width > 8 * ENOUGH)
+    {
+        #pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < rows * splits; task++) {
+            int64_t split = task % splits, row = task / splits, length = kv_len[row];
+            int64_t first = window > 0 && length > window ? length - window : 0;
+            int64_t begin = split * SPLIT, end = begin + SPLIT;
+            if (begin < first) begin = first;
+            if (end > length) end = length;
+            float *value = partial + task * step, *weight = value + heads * width, *largest = weight + heads;
+            if (begin < end)
+                attend_any(&cache, q + row * q_stride, table + row * table_stride, begin, end, width, group, value, weight,
+                           largest);
+            else
+                for (int64_t h = 0; h < heads; h++) largest[h] = -INFINITY;
+        }
+        #pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t h = 0; h < heads; h++) {
+                float *to = out + (row * heads + h) * width;
+                float top = -INFINITY, total = 0.0f;
+                for (int64_t split = 0; split < splits; split++) {
+                    float largest = partial[(row * splits + split) * step + heads * (width + 1) + h];
+                    top = largest > top ? largest : top;
+                }
+                for (int64_t i = 0; i < width; i++) to[i] = 0.0f;
+                for (int64_t split = 0; split < splits; split++) {
+                    const float *part = partial + (row * splits + split) * step;
+                    float largest = part[heads * (width + 1) + h];
+                    if (largest == -INFINITY) continue;
+                    float share = exponential(largest - top);
+                    total += share * part[heads * width + h];
+                    for (int64_t i = 0; i < width; i++) to[i] += share * part[h * width + i];
+                }
+                for (int64_t i = 0; i < width; i++) to[i] /= total;
+            }
+    }
+}

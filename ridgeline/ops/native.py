@@ -1,0 +1,104 @@
+"""Building and loading `native.c`, the float32 kernels of the CPU.
+
+It is compiled for this machine once, by `make install` or `ridgeline build`, into the cache, under a name made of the
+source, the compiler's flags and the processor's features: a changed source or another machine never meets an old build.
+Nothing is compiled at start-up. Without a build every op runs its definition in torch, only slower.
+
+The kernels use the OpenMP runtime that torch has loaded, so that there is one pool of threads and not two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform as python_platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import platform
+from ridgeline.errors import ConfigError
+from ridgeline.log import get_logger
+from ridgeline.ops.registry import Site
+
+logger = get_logger("ops")
+
+SOURCE = Path(__file__).with_name("native.c")
+# Nothing that reorders additions or forgets NaN: a broken row must show, and a row alone equals the row in a batch.
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_SIGNATURES = {
+    "ridgeline_rms_norm": [_POINTER] * 5 + [_INT] * 5 + [_FLOAT] * 2,
+    "ridgeline_rotary": [_POINTER] * 4 + [_INT] * 7,
+    "ridgeline_gated_activation": [_POINTER] * 2 + [_INT] * 4,
+    "ridgeline_kv_write": [_POINTER] * 5 + [_INT] * 4,
+    "ridgeline_decode_attention": [_POINTER] * 7 + [_INT] * 10 + [_FLOAT] * 2,
+}
+SPLIT = 512                          # as in native.c
+
+
+def path() -> Path:
+    """Where this machine's build of this source is, if there is one."""
+    features = " ".join([python_platform.machine(), *sorted(platform.cpu_flags()), *FLAGS])
+    key = hashlib.sha256(SOURCE.read_bytes() + features.encode()).hexdigest()[:16]
+    return platform.cache_dir() / f"native-{key}.so"
+
+
+def build() -> Path:
+    """Compile, unless it is done already."""
+    target = path()
+    if target.is_file():
+        return target
+    compiler = os.environ.get("CC", "cc")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
+        # Linked without -fopenmp: its symbols are found in torch's runtime when the library is loaded.
+        for command in (
+            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+            [compiler, "-shared", str(compiled), "-o", str(linked), "-lm"],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+            except OSError as error:
+                raise ConfigError(f"no C compiler: {compiler} cannot be run ({error.strerror}); set CC") from None
+            if done.returncode:
+                raise ConfigError(f"{compiler} failed on {SOURCE.name}: {(done.stderr.strip() or '?').splitlines()[0]}")
+        os.replace(linked, target)
+    return target
+
+
+@functools.cache
+def library() -> Any:
+    """The kernels, or None where they are not built or cannot be loaded; said once."""
+    try:
+        built = path()
+        if not built.is_file():
+            logger.info("the CPU kernels are not built for this machine; `ridgeline build` makes decoding faster")
+            return None
+        for runtime in _openmp_runtimes():
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(str(built))
+    except (OSError, ConfigError) as error:
+        logger.warning("the CPU kernels cannot be used: %s", error)
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def _openmp_runtimes() -> list[str]:
+    """Of this process, loaded by torch."""
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split()[-1] for line in maps if "/" in line}
+    return [file for file in mapped if Path(file).name.startswith(("libgomp", "libomp", "libiomp5"))]
+
+
+def supports(site: Site) -> bool:
+    return site.device == "cpu" and site.dtype == torch.float32 and library() is not None
