@@ -3,7 +3,7 @@ PORT   ?= 8000
 MODEL  ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: install serve test lint clean
 
@@ -14,15 +14,17 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run-ready: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing pinned dependencies (once) ..."
-	$(PIP) install -c constraints.txt -e .
+	@echo "installing pinned dependencies (once; a few minutes) ..."
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@# Without a C compiler everything works, more slowly: the line that says so is enough.
+	-@$(BIN)/ridgeline build
 	$(BIN)/ridgeline pull --quiet
 	@touch $@
 
 $(VENV)/.test-ready: $(VENV)/.run-ready
-	@echo "installing test dependencies (once) ..."
-	$(PIP) install --upgrade "pip>=25.1"
-	$(PIP) install -c constraints.txt --group dev
+	@echo "installing test dependencies (once; a few minutes) ..."
+	$(PIP) install --quiet "pip>=25.1"
+	$(PIP) install --quiet --constraint constraints.txt --group dev
 	@touch $@
 
 serve: install
@@ -33,8 +35,10 @@ lint: $(VENV)/.test-ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tiny models on few cores: threads would only wait for each other.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/ridgeline build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 clean:
 	rm -rf $(VENV) build *.egg-info
