@@ -13,6 +13,7 @@ from ridgeline.version import __version__
 
 if TYPE_CHECKING:
     from ridgeline.engine.async_llm import AsyncLLM
+    from ridgeline.engine.frontend import TextPrompt, TokensPrompt
     from ridgeline.engine.llm import LLM
     from ridgeline.engine.outputs import CompletionOutput, RequestOutput
     from ridgeline.sampling_params import SamplingParams
@@ -25,9 +26,13 @@ _PUBLIC = {
     "SamplingParams": "ridgeline.sampling_params",
     "RequestOutput": "ridgeline.engine.outputs",
     "CompletionOutput": "ridgeline.engine.outputs",
+    "TextPrompt": "ridgeline.engine.frontend",
+    "TokensPrompt": "ridgeline.engine.frontend",
 }
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,10 @@ COMMANDS = {
     "chat": ("ridgeline.cli.chat", "talk to a model in the terminal"),
     "generate": ("ridgeline.cli.generate", "answer a file of prompts: JSONL in, JSONL out"),
     "pull": ("ridgeline.cli.pull", "fetch the embedded model"),
+    "build": ("ridgeline.cli.build", "compile the CPU kernels for this machine"),
     "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
     "bench host": ("ridgeline.bench.host", "measure what planning, tokenising and detokenising cost"),
+    "bench studies": ("ridgeline.bench.studies", "measure what batching and paging are worth, each against its off version"),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -66,6 +67,47 @@ class ParallelOptions:
     tensor_parallel_size: int = option(1, "processes that share each layer", low=1)
 
 
+# Options of vLLM that programs pass with a value that changes nothing here. Each: the values that are taken, beside
+# None, and what to do instead of any other.
+_HUB = "model hubs are not asked; give a local directory or a .gguf file"
+_LEAVE_OUT = "leave it out"
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trust_remote_code": ((False,), "it never will be: Ridgeline runs no code from model directories"),
+    "revision": ((), _HUB),
+    "tokenizer_revision": ((), _HUB),
+    "code_revision": ((), _HUB),
+    "download_dir": ((), _HUB),
+    "hf_token": ((), _HUB),
+    "tokenizer_mode": (("auto",), _LEAVE_OUT),
+    "config_format": (("auto", "hf"), _LEAVE_OUT),
+    "generation_config": (("auto",), "give SamplingParams to override the model's defaults"),
+    "override_generation_config": (({},), "give SamplingParams to override the model's defaults"),
+    "hf_overrides": (({},), "edit a copy of the model's config.json"),
+    "task": (("auto", "generate"), "models generate text here"),
+    "runner": (("auto", "generate"), "models generate text here"),
+    "quantization": ((), "weights are used as the model's files have them"),
+    "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
+    "calculate_kv_scales": ((False,), _LEAVE_OUT),
+    "cpu_offload_gb": ((0,), "the weights must fit"),
+    "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),
+    "data_parallel_size": ((1,), "start several engines"),
+    "enable_expert_parallel": ((False,), "use tensor_parallel_size"),
+    "distributed_executor_backend": (("mp", "uni"), "ranks are processes on this machine"),
+    "enable_lora": ((False,), "merge the adapter into the weights first"),
+    "speculative_config": ((), _LEAVE_OUT),
+    "limit_mm_per_prompt": (({},), "prompts are text"),
+    "mm_processor_kwargs": (({},), "prompts are text"),
+    "enable_sleep_mode": ((False,), _LEAVE_OUT),
+}
+# Options of vLLM about how it does its work: taken, whatever they say, because no answer depends on them.
+NO_EFFECT = {
+    "enforce_eager", "swap_space", "max_seq_len_to_capture", "compilation_config", "disable_log_stats",
+    "disable_custom_all_reduce", "use_v2_block_manager", "ray_workers_use_nsight",
+}  # fmt: skip
+
+_DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     model: ModelOptions = ModelOptions()
@@ -75,15 +117,20 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
-        """From flat option names; an unknown name or an impossible value is a ConfigError."""
+        """From flat option names; an unknown name or an impossible value is a ConfigError. None means the default."""
         declared = {entry[0].name: entry for entry in declared_options()}
         values = {}
         for name, value in options.items():
-            if name not in declared:
+            if name in NO_EFFECT:
+                continue
+            if name in NEUTRAL:
+                _require_neutral(name, value)
+            elif name not in declared:
                 close = difflib.get_close_matches(name, declared, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"unknown option {name!r}{hint}")
-            values[name] = checked(*declared[name], value)
+            elif value is not None:
+                values[name] = checked(*declared[name], _dtype_name(value) if name == "dtype" else value)
         return cls(
             **{
                 group: kind(**{name: values[name] for name in _fields(kind) if name in values})
@@ -112,6 +159,18 @@ def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
     return {declared.name: declared for declared in dataclasses.fields(kind)}
 
 
+def _require_neutral(name: str, value: Any) -> None:
+    taken, instead = NEUTRAL[name]
+    if value is not None and value not in taken:
+        raise ConfigError(f"{name}={value!r} is not supported; {instead}")
+
+
+def _dtype_name(value: Any) -> str:
+    """torch.float16, "half" and "float16" are the same."""
+    name = str(value).removeprefix("torch.")
+    return _DTYPE_NAMES.get(name, name)
+
+
 def declared_options(*kinds: type) -> list[tuple[dataclasses.Field[Any], type, bool]]:
     """(field, plain type, may be None) of every option of these groups, for the CLI and the docs."""
     listed = []
@@ -136,11 +195,13 @@ def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value:
         return None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
     choices, low = declared.metadata["choices"], declared.metadata["low"]
     if choices and value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-    if low is not None and value < low:
+    if low is not None and not value >= low:                     # NaN is not
         raise ConfigError(f"{name} must be at least {low}, got {value}")
     return value

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}          # every dtype the engine computes in
 INDEX_BYTES = 8                      # slots, positions, token ids: int64
 LENGTH_BYTES = 4                     # block tables, prefix sums, lengths: int32
 
@@ -32,11 +32,6 @@ class Cost:
 
     def __mul__(self, times: int) -> Cost:
         return Cost(self.flops * times, self.bytes * times)
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte: where the op stands on the roofline's horizontal axis."""
-        return self.flops / self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +238,15 @@ SAMPLE_CASES = tuple(
 def linear_cost(*, tokens: int, inputs: int, outputs: int, weight_bytes: float, element_bytes: int) -> Cost:
     moved = round(inputs * outputs * weight_bytes) + tokens * (inputs + outputs) * element_bytes
     return Cost(2 * tokens * inputs * outputs, moved)
+
+
+LINEAR_CASES = (
+    Case("one", {"tokens": 1, "inputs": 16, "outputs": 4, "bias": False}),
+    Case("one-odd", {"tokens": 1, "inputs": 37, "outputs": 7, "bias": True}),
+    Case("one-wide", {"tokens": 1, "inputs": 576, "outputs": 1003, "bias": True}),
+    Case("odd", {"tokens": 3, "inputs": 37, "outputs": 7, "bias": True}),
+    Case("decode-1", {"tokens": 1, "inputs": 576, "outputs": 3072, "bias": False}, timed=True),
+)
 
 
 @dataclass(frozen=True, slots=True)

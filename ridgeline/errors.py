@@ -35,3 +35,9 @@ class Overloaded(RequestError):
 
 class EngineDead(RidgelineError):
     """The engine has stopped; every request in it fails (HTTP 503)."""
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line for a person, whatever kind it is."""
+    words = " ".join(str(error).split())
+    return words if isinstance(error, RidgelineError) else f"{type(error).__name__}: {words[:300]}".rstrip(": ")

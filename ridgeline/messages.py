@@ -77,6 +77,7 @@ class StepPlan:
     num_tokens: np.ndarray           # int32 [R]: how many tokens each computes (an upper bound with drafts)
     want: np.ndarray                 # int8 [R]: Want flags
     block_ops: list[BlockOp] = field(default_factory=list)
+    recomputed: int = 0              # of the tokens above, those that had their KV before a preemption
 
     @property
     def total_tokens(self) -> int:
@@ -106,10 +107,10 @@ class StepResult:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)                 # rows that failed alone, and why
-    useful: int = 0                  # token counts: what the step computed that was asked for …
-    padded: int = 0                  # … and what it computed beside that
-    recomputed: int = 0
-    rejected: int = 0
+    useful: int = 0                  # token counts: what the step computed for the first time …
+    recomputed: int = 0              # … again, after a preemption …
+    padded: int = 0                  # … to fill up a recorded shape …
+    rejected: int = 0                # … and in vain, as drafts
     device_seconds: float = 0.0
 
 
@@ -130,7 +131,13 @@ class TokenDelta:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The live rows at one moment: enough to recompute them on a fresh runner (KV contents are not kept)."""
+    """The live rows while no step is in flight: enough to recompute them on a fresh runner, which has no KV.
 
-    step: int
+    Each row's `num_computed` says how far it had come. The runner is given the row with 0 there, computes that many
+    tokens, and can then obey the plans that followed. Tables hold null behind a window: to recompute a row from its start
+    these entries need blocks, any that no row has; later plans never touch them again. What the prefix cache alone still
+    held is not here: plans with a hit on it can be replayed only from the first plan on.
+    """
+
+    step: int                        # the last plan before it
     rows: list[RowAdded]

@@ -5,14 +5,17 @@ Knows options, the model's shape and the machine's facts; allocates nothing and 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline import embedded
 from ridgeline.config import EngineConfig
+from ridgeline.costs import DTYPE_BYTES
 from ridgeline.errors import ConfigError
 from ridgeline.kv_spec import KVGroupSpec, blocks_for
-from ridgeline.models.config import DTYPES, ModelConfig, kv_groups, load_model_config, weight_bytes
+from ridgeline.models.config import ModelConfig, kv_groups, load_model_config, weight_bytes
+from ridgeline.techniques import TECHNIQUES, turned_off
 
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights
 GIB = 2**30
@@ -44,10 +47,6 @@ class ResolvedConfig:
     @property
     def contiguous(self) -> bool:
         return self.options.cache.kv_layout == "contiguous"
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.num_blocks * page_bytes(self.groups, DTYPES[self.dtype])
 
     def pinned(self) -> EngineConfig:
         """Options with nothing left to decide: another process resolves them to the same values."""
@@ -89,15 +88,17 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     longest = _longest(config, model)
     budget = config.scheduler.max_num_batched_tokens or (512 if device.kind == "cpu" else 8192)
 
-    page = page_bytes(groups, DTYPES[dtype])
-    num_blocks = _num_blocks(config, model, device, dtype, page, groups, longest, budget, max_num_seqs, reasons)
-    max_model_len = _max_model_len(config, groups, num_blocks, page, longest, budget, reasons)
+    memory = Memory.of(config, device, model, dtype, groups, longest)
+    chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
+    most_tokens = budget if chunked else max(budget, longest)    # see _budget
+    num_blocks = _num_blocks(config, memory, groups, longest, most_tokens, max_num_seqs, reasons)
+    max_model_len = _max_model_len(config, groups, num_blocks, memory.per_block, longest, budget, reasons)
     budget = _budget(config, budget, max_model_len, reasons)
 
-    contiguous = config.cache.kv_layout == "contiguous"
-    prefix_caching = config.cache.enable_prefix_caching and not contiguous
-    if contiguous and config.cache.enable_prefix_caching:
-        reasons["enable_prefix_caching"] = "off: contiguous reservations share nothing"
+    off = turned_off({name: value for part in dataclasses.asdict(config).values() for name, value in part.items()})
+    for technique in TECHNIQUES:
+        if technique.name in off:
+            reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
     overlap = config.scheduler.async_scheduling
     if overlap is None:
         overlap = device.kind != "cpu"
@@ -105,8 +106,68 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     return ResolvedConfig(
         options=config, model_path=path, model=model, device=device.kind, dtype=dtype, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
-        prefix_caching=prefix_caching, depth=int(overlap), reasons=reasons,
+        prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off, depth=int(overlap),
+        reasons=reasons,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one rank has, and what a step's parts take of it."""
+
+    kind: str                        # of the device
+    dtype: str
+    room: int                        # bytes this rank may use
+    weights: int
+    per_block: int
+    per_row: int                     # a row's block tables, logits and sampling state
+    per_token: int                   # a token's activations in one layer, the widest
+    kv_option: str                   # what the size of the KV cache was given by
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec],
+        longest: int,
+    ) -> Memory:  # fmt: skip
+        share, ranks = config.cache.gpu_memory_utilization, config.parallel.tensor_parallel_size
+        if not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
+        # Ranks on the CPU share one memory; each GPU has its own.
+        room = device.memory // ranks if device.kind == "cpu" else int(device.memory * share)
+        size = DTYPE_BYTES[dtype]
+        tables = len(groups) * -(-longest // config.cache.block_size) * 4
+        sampling = model.vocab_size * (4 + 2 * max(4, size))         # counts; logits as computed and as edited
+        width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        return cls(
+            device.kind, dtype, room, weight_bytes(model, dtype, device.kind, ranks),
+            page_bytes(groups, size), tables + sampling, (width + 3 * model.intermediate_size) * size,
+            "num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
+        )  # fmt: skip
+
+    def left(self, max_num_seqs: int, budget: int) -> int:
+        """What remains for the KV cache."""
+        return self.room - self.weights - max_num_seqs * self.per_row - budget * self.per_token
+
+    def check(self, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+        """ConfigError for what does not fit, and the largest value that would."""
+        if self.weights >= self.room:
+            raise ConfigError(
+                f"the weights need {self.weights / GIB:.2f} GiB in {self.dtype}, {self.room / GIB:.2f} GiB of "
+                f"{self.kind} memory are there; take a smaller model, a smaller dtype or more tensor_parallel_size"
+            )
+        free = self.room - self.weights
+        parts = [("max_num_seqs", max_num_seqs, self.per_row), ("max_num_batched_tokens", budget, self.per_token)]
+        if self.kv_option == "kv_cache_memory_bytes":
+            parts.append((self.kv_option, num_blocks * self.per_block, 1))
+        else:
+            parts.append((self.kv_option, num_blocks, self.per_block))
+        for name, count, each in parts:
+            if count * each > free:
+                raise ConfigError(
+                    f"{name} {count} needs {count * each / GIB:.3f} GiB, {free / GIB:.3f} GiB of {self.kind} memory are "
+                    f"left for it; the largest that fits is {free // each}"
+                )
+            free -= count * each
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: DeviceFacts, reasons: dict[str, str]) -> str:
@@ -134,32 +195,30 @@ def _longest(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _num_blocks(
-    config: EngineConfig, model: ModelConfig, device: DeviceFacts, dtype: str, page: int, groups: list[KVGroupSpec],
-    longest: int, budget: int, max_num_seqs: int, reasons: dict[str, str],
+    config: EngineConfig, memory: Memory, groups: list[KVGroupSpec], longest: int, budget: int, max_num_seqs: int,
+    reasons: dict[str, str],
 ) -> int:  # fmt: skip
     cache = config.cache
     if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None:
         raise ConfigError("num_gpu_blocks_override and kv_cache_memory_bytes exclude each other; give one")
     if cache.num_gpu_blocks_override is not None:
+        memory.check(cache.num_gpu_blocks_override, max_num_seqs, budget)
         return cache.num_gpu_blocks_override
     if cache.kv_cache_memory_bytes is not None:
-        memory = cache.kv_cache_memory_bytes
+        given = cache.kv_cache_memory_bytes
     else:
-        weights = weight_bytes(model, dtype, device.kind, config.parallel.tensor_parallel_size)
-        share = CPU_KV_SHARE if device.kind == "cpu" else cache.gpu_memory_utilization
-        left = device.memory - weights if device.kind == "cpu" else int(device.memory * share) - weights
-        memory = int(left * share) if device.kind == "cpu" else left
-        if left <= 0:
-            raise ConfigError(
-                f"the weights need {weights / GIB:.2f} GiB in {dtype}, {device.memory / GIB:.2f} GiB of {device.kind} "
-                "memory are there; take a smaller model, a smaller dtype or more tensor_parallel_size"
-            )
+        memory.check(0, max_num_seqs, budget)
+        left = memory.left(max_num_seqs, budget)
+        given = int(left * CPU_KV_SHARE) if memory.kind == "cpu" else left
         reasons["kv_cache_memory_bytes"] = (
-            f"{share:.0%} of the {left / GIB:.2f} GiB left" if device.kind == "cpu" else f"what {share:.0%} leaves"
+            f"{CPU_KV_SHARE:.0%} of the {left / GIB:.2f} GiB left" if memory.kind == "cpu"
+            else f"what {cache.gpu_memory_utilization:.0%} leaves"
         )
     # More than every row at its longest can never be used.
     most = blocks_for(groups, longest, budget) * max_num_seqs + 1
-    return min(memory // page, most)
+    num_blocks = min(given // memory.per_block, most)
+    memory.check(num_blocks, max_num_seqs, budget)
+    return num_blocks
 
 
 def _max_model_len(

@@ -7,6 +7,7 @@ Laws, documentation, planning and diagnosis read this list. A technique is not h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,12 @@ class Technique:
     exact: bool                      # same greedy tokens on and off (in float64); otherwise a stated bound
     gain: str                        # what to expect, and when
     module: str
+    requires: tuple[str, ...] = ()   # techniques without which it can do nothing
+    excludes: tuple[str, ...] = ()   # techniques with which it cannot work
+
+    def is_on(self, options: Mapping[str, Any]) -> bool:
+        """None, an option that is still to be decided, counts as off."""
+        return any(options[name] not in (value, None) for name, value in self.off.items())
 
 
 TECHNIQUES = (
@@ -38,6 +45,7 @@ TECHNIQUES = (
     Technique(
         "prefix caching", {"enable_prefix_caching": True}, {"enable_prefix_caching": False}, "compute", True,
         "the prefill of every token that was computed before", "cache/prefix_cache.py",
+        requires=("paged KV",),
     ),
     Technique(
         "overlap", {"async_scheduling": True}, {"async_scheduling": False}, "overhead", True,
@@ -48,3 +56,15 @@ TECHNIQUES = (
         "weights and KV divided by the ranks, for two all-reduces a layer", "distributed/comm.py",
     ),
 )  # fmt: skip
+
+
+def turned_off(options: Mapping[str, Any], techniques: tuple[Technique, ...] = TECHNIQUES) -> dict[str, str]:
+    """Techniques that are on and cannot work beside the others, and why. Of two that exclude each other, the later."""
+    on = {technique.name: technique for technique in techniques if technique.is_on(options)}
+    off: dict[str, str] = {}
+    for name, technique in on.items():
+        missing = [other for other in technique.requires if other not in on or other in off]
+        before = [other for other in technique.excludes if other in on and other not in off]
+        if missing or before:
+            off[name] = f"needs {missing[0]}" if missing else f"does not work with {before[0]}"
+    return off

@@ -157,7 +157,8 @@ class FakeRunner:
             logprobs=logprobs,
             prompt_logprobs=step.prompt_logprobs,
             failed={place: "planted" for place, token in enumerate(step.tokens) if token in self.fail_tokens},
-            useful=step.plan.total_tokens,
+            useful=step.plan.total_tokens - step.plan.recomputed,
+            recomputed=step.plan.recomputed,
         )
 
 

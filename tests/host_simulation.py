@@ -180,7 +180,10 @@ class Simulation:
         return [sequence for sequence in self.scheduler._rows.sequences if sequence is not None]
 
     def _check_sequences(self) -> None:
-        """Every answer that is owed is running or waiting, once."""
+        """Every answer that is owed is running or waiting, once; those that have ended do not pile up in the queue."""
+        ended = sum(sequence.finished for _, sequence in self.scheduler._waiting)
+        assert ended == len(self.scheduler._waiting) - self.scheduler.num_waiting
+        assert 2 * ended <= len(self.scheduler._waiting)
         places = Counter((sequence.request.request_id, sequence.index) for sequence in self._running())
         for _, sequence in self.scheduler._waiting:
             if not sequence.finished:
@@ -230,13 +233,18 @@ class Simulation:
         else:
             assert pool.num_allocatable == self.setup.num_blocks - 1 and not pool.num_releasing, "a block leaked"
         assert not self.open and not self.scheduler.num_running and not self.scheduler.num_waiting
+        counters = self.scheduler.counters
+        assert counters.computed_tokens == counters.useful_tokens + counters.wasted_tokens
+        assert counters.preemptions or not counters.wasted_tokens
         for key, answer in self.answers.items():
             expected, reason = self.expected(key)
             if self.ends[key] == "abort":
                 assert answer == expected[: len(answer)], f"{key} was aborted, but wrong before that"
             else:
                 assert (answer, self.ends[key]) == (expected, reason), f"{key} has a wrong answer"
-                if self.requests[key[0]].params.prompt_logprobs is not None and reason != "error":
+                asked = self.requests[key[0]].params.prompt_logprobs is not None and key[1] == 0
+                assert asked or key not in self.prompt_logprobs
+                if asked and reason != "error":
                     assert self.prompt_logprobs.get(key, []) == self.requests[key[0]].prompt_token_ids[1:]
 
     def expected(self, key: tuple[str, int]) -> tuple[list[int], str]:

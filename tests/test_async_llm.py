@@ -20,10 +20,11 @@ import pytest
 from served_model import CONTEXT, one_thread, wait_until, write_model
 
 from ridgeline import LLM, SamplingParams
-from ridgeline.engine import ipc, process
+from ridgeline.engine import async_llm, ipc, process
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, ModelError
 from ridgeline.messages import Request
+from ridgeline.sampling_params import RequestOutputKind
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "num_gpu_blocks_override": 600, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -139,13 +140,72 @@ def test_leaving_early_frees_everything(llm: AsyncLLM, run: Run, how: str, n: in
             async for output in llm.generate("abc", params, request_id="mine"):
                 outputs.append(output)
                 await llm.abort("mine")
-            assert all(answer.finish_reason == "abort" for answer in outputs[-1].outputs) or len(outputs) == 1
+            assert outputs[-1].finished and [answer.finish_reason for answer in outputs[-1].outputs] == ["abort"] * n
 
     run(leave())                                         # and its fixture waits until everything is free
 
 
 def test_aborting_what_is_not_there_is_no_error(llm: AsyncLLM, run: Run) -> None:
-    run(llm.abort("nobody"))
+    async def abort_others() -> None:
+        await llm.abort("nobody")
+        stream = await llm.stream(["abc"], GREEDY, request_id="mine")
+        for wire_id in list(llm._open):
+            await llm.abort(wire_id)                     # a name inside, which no caller knows it by
+        assert (await stream.complete())[0].outputs[0].finish_reason == "length"
+
+    run(abort_others())
+
+
+@pytest.mark.parametrize("aborted", [0, 1, 2])
+def test_aborting_one_prompt_of_several_leaves_the_others(llm: AsyncLLM, run: Run, aborted: int) -> None:
+    prompts = ["abc", "xyz", "a third"]
+    alone = [run(final(llm, prompt)).outputs[0] for prompt in prompts]
+
+    async def read() -> tuple[list[Any], list[Any]]:
+        stream = await llm.stream(prompts, GREEDY, request_id="mine")
+        texts, deltas = [""] * 3, []
+        await llm.abort("mine" if not aborted else f"mine-{aborted}")
+        async for batch in stream:
+            for place, delta in batch:
+                texts[place] += delta.text
+                deltas.append((place, delta.finish_reason))
+        assert [output.outputs[0].text for output in stream.outputs] == texts
+        return stream.outputs, deltas
+
+    outputs, deltas = run(read())
+    assert all(output.finished for output in outputs) and deltas.count((aborted, "abort")) == 1
+    for place, output in enumerate(outputs):
+        if place == aborted:
+            assert output.outputs[0].finish_reason == "abort"
+        else:
+            assert output.outputs[0] == alone[place]
+
+
+def test_a_stream_of_no_prompts_ends_at_once(llm: AsyncLLM, run: Run) -> None:
+    async def read() -> tuple[list[Any], list[Any]]:
+        stream = await llm.stream([], GREEDY)
+        return [batch async for batch in stream], await stream.complete()
+
+    assert run(read()) == ([], [])
+
+
+def test_outputs_of_the_kind_that_was_asked_for(llm: AsyncLLM, run: Run) -> None:
+    async def collect(kind: RequestOutputKind) -> list[Any]:
+        params = SamplingParams(n=2, seed=3, max_tokens=9, ignore_eos=True, logprobs=0, output_kind=kind)
+        return [output async for output in llm.generate("abc", params)]
+
+    whole = run(collect(RequestOutputKind.CUMULATIVE))[-1]
+    only = run(collect(RequestOutputKind.FINAL_ONLY))
+    assert len(only) == 1 and only[0].outputs == whole.outputs and only[0].finished
+    news = run(collect(RequestOutputKind.DELTA))
+    assert len(news) > 1 and [output.finished for output in news] == [False] * (len(news) - 1) + [True]
+    for index, answer in enumerate(whole.outputs):
+        parts = [each for output in news for each in output.outputs if each.index == index]
+        assert "".join(part.text for part in parts) == answer.text
+        for name in ("token_ids", "logprobs", "text_offsets"):
+            assert [value for part in parts for value in getattr(part, name)] == getattr(answer, name)
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+        assert parts[-1].cumulative_logprob == answer.cumulative_logprob
 
 
 @pytest.mark.parametrize(
@@ -154,11 +214,12 @@ def test_aborting_what_is_not_there_is_no_error(llm: AsyncLLM, run: Run) -> None
         ("", "the prompt is empty"),
         ([], "the prompt is empty"),
         ([1, 2, 9999], "token id 9999"),
-        ([-1], "token id -1"),
+        ([-1], "got -1"),
+        ([10**23], "prompt_token_ids"),
         ([1] * CONTEXT, "max_model_len"),
         ([1, "a"], "integers"),
     ],
-    ids=["no text", "no tokens", "high id", "low id", "too long", "not integers"],
+    ids=["no text", "no tokens", "high id", "low id", "beyond 64 bits", "too long", "not integers"],
 )
 def test_a_bad_request_fails_alone(llm: AsyncLLM, run: Run, prompt: Any, says: str) -> None:
     async def beside_a_good_one() -> Any:
@@ -180,6 +241,77 @@ def test_a_request_id_is_used_once_at_a_time(llm: AsyncLLM, run: Run) -> None:
         assert len((await again.complete())[0].outputs[0].token_ids) == 20
 
     run(twice())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("mine", 2), ("mine-1", 1)), (("mine-1", 1), ("mine", 2))],
+    ids=["derived first", "derived second"],
+)
+def test_derived_request_ids_are_used_once_too(
+    llm: AsyncLLM, run: Run, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    async def both() -> None:
+        stream = await llm.stream(["abc"] * first[1], GREEDY, request_id=first[0])
+        before = llm.num_open
+        with pytest.raises(BadRequest, match="'mine-1' is already running"):
+            await llm.stream(["abc"] * second[1], GREEDY, request_id=second[0])
+        assert llm.num_open == before
+        await stream.complete()
+
+    run(both())
+
+
+def test_of_two_long_prompts_with_one_id_only_one_runs(llm: AsyncLLM, run: Run) -> None:
+    """Both are tokenised in a thread at the same time, so both pass any check that comes before it."""
+
+    async def both() -> list[Any]:
+        calls = [llm.stream(["long " * 600], GREEDY, request_id="mine") for _ in range(2)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    streams = run(both())
+    assert sorted(type(each).__name__ for each in streams) == ["AnswerStream", "BadRequest"]
+    kept = next(each for each in streams if not isinstance(each, BadRequest))
+    assert len(run(kept.complete())[0].outputs[0].token_ids) == 20
+
+
+def test_an_id_of_the_callers_is_not_mistaken_for_one_of_ours(llm: AsyncLLM, run: Run) -> None:
+    async def clash() -> None:
+        ours = await llm.stream(["abc"], ENDLESS)
+        name = ours.outputs[0].request_id
+        theirs = await llm.stream(["abc"], ENDLESS, request_id=name)
+        await llm.abort(name)
+        assert (await theirs.complete())[0].outputs[0].finish_reason == "abort"
+        await llm.abort(name)
+        assert (await ours.complete())[0].outputs[0].finish_reason == "abort"
+
+    run(clash())
+
+
+def test_what_cannot_be_sent_leaves_nothing_behind(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=5)
+    params.stop_token_ids = [10**23]                     # past the checks of its constructor
+
+    async def refused() -> None:
+        with pytest.raises(BadRequest, match="cannot be sent to the engine"):
+            await llm.stream(["abc", "xyz"], params)
+        assert llm.num_open == 0
+        assert llm._process is not None
+        sent: list[bytes] = []
+
+        def send(frame: bytes) -> None:
+            sent.append(frame)
+            if len(sent) == 2:
+                raise MemoryError                        # in the middle of a stream
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._process, "send", send)
+            with pytest.raises(MemoryError):
+                await llm.stream(["abc", "xyz"], GREEDY, request_id="mine")
+        assert llm.num_open == 0 and not llm._wire_ids
+        assert {type(ipc.TO_ENGINE.decode(frame)) for frame in sent[2:]} == {ipc.Abort}
+
+    run(refused())
 
 
 def test_garbage_on_the_wire_is_dropped(llm: AsyncLLM, run: Run) -> None:
@@ -205,6 +337,89 @@ def test_long_texts_are_tokenised_away_from_the_event_loop(llm: AsyncLLM, run: R
     threads.clear()
     run(answer("long " * 600))
     assert threads[0] is not threads[1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "is_long"),
+    [
+        (["short"], {"n": 8, "stop": ["a"] * 8}, False),
+        (["x" * 2000], {}, True),
+        ([{"prompt": "x" * 2000}], {}, True),
+        ([[1] * 2000], {}, True),
+        ([{"prompt_token_ids": [1] * 2000}], {}, True),
+        (["a"], {"stop": ["x" * 1000] * 2}, True),
+        (["a"], {"bad_words": ["x" * 200] * 10}, True),
+        (["a"] * 10, {"stop": ["x" * 200]}, True),
+        (["a"] * 4, {"n": 128, "stop": ["x"] * 32}, True),
+        (["a"] * 100, {"n": 20}, True),
+    ],
+)
+def test_what_counts_as_work_for_a_thread(prompts: list[Any], params: dict[str, Any], is_long: bool) -> None:
+    assert async_llm._is_long(prompts, SamplingParams(**params)) is is_long
+
+
+def test_text_that_cannot_fit_is_not_tokenised(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert llm.ready is not None
+    most = llm.ready.max_model_len * len("<|im_start|>")         # the longest token of this vocabulary
+    inside, over = "<|im_start|>" * (llm.ready.max_model_len - 1), "é" * (most // 2 + 1)
+
+    async def ask(prompt: Any, **more: Any) -> Any:
+        return await (await llm.stream([prompt], SamplingParams(max_tokens=1, **more))).complete()
+
+    assert len(run(ask(inside))[0].prompt_token_ids) == llm.ready.max_model_len - 1
+    assert len(run(ask(over, truncate_prompt_tokens=3))[0].prompt_token_ids) == 3
+    monkeypatch.setattr(tokenizer, "encode", None)
+    for prompt in (over, {"prompt": over}, "x" * (most + 1)):
+        with pytest.raises(BadRequest, match=f"more than {most} bytes of text, which cannot fit: max_model_len is"):
+            run(ask(prompt))
+    with pytest.raises(BadRequest, match=f"more than {most} bytes of text"):
+        run(llm.chat_tokens([{"role": "user", "content": over}]))
+
+
+def test_nobody_is_told_it_is_ready_before_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine says Ready while the tokenizer still loads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    engine_spoke, go_on = threading.Event(), threading.Event()
+    load = async_llm.Frontend.load
+
+    def slow_load(*args: Any) -> Any:
+        assert go_on.wait(60)
+        return load(*args)
+
+    monkeypatch.setattr(async_llm.Frontend, "load", slow_load)
+    take = AsyncLLM._take
+
+    def watched_take(self: AsyncLLM, message: Any, ready: Any) -> None:
+        take(self, message, ready)
+        if isinstance(message, ipc.Ready):
+            engine_spoke.set()
+
+    monkeypatch.setattr(AsyncLLM, "_take", watched_take)
+
+    async def scene() -> None:
+        llm = AsyncLLM(model, **OPTIONS)
+        starting = asyncio.ensure_future(llm.start())
+        assert await asyncio.to_thread(engine_spoke.wait, 60)
+        assert not llm.is_alive and llm.ready is None and not starting.done()
+        go_on.set()
+        await starting
+        assert llm.is_alive and llm.ready is not None and llm.free_blocks == llm.ready.num_blocks
+        await llm.shutdown()
+
+    asyncio.run(asyncio.wait_for(scene(), 90))
+
+
+def test_the_tokenizer_is_loaded_once_and_without_an_engine(model: Path) -> None:
+    async def scene() -> None:
+        llm = AsyncLLM(model, **OPTIONS)
+        await llm.load_tokenizer()
+        tokenizer = llm.get_tokenizer()
+        assert llm._process is None and not llm.is_alive
+        await llm.load_tokenizer()
+        assert llm.get_tokenizer() is tokenizer
+
+    asyncio.run(scene())
 
 
 def test_the_engine_dies_and_every_request_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

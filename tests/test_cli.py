@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import pytest
 from served_model import CONTEXT, one_thread, wait_until, write_model
 
 from ridgeline import LLM, SamplingParams, embedded
-from ridgeline.__main__ import main
+from ridgeline.__main__ import COMMANDS, main
 from ridgeline.config import declared_options
+from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.core import EngineCore
+from ridgeline.ops import native
 from ridgeline.version import __version__
 
 OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "600", "--max-num-seqs", "4")
@@ -42,7 +46,7 @@ def test_help_imports_next_to_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "numpy", "msgspec", "zmq", "tokenizers", "rich", "starlette", "uvicorn", "asyncio", "argparse"}
     assert not heavy & set(done.stderr.split())
-    assert all(command in done.stdout for command in ("serve", "chat", "generate", "pull", "bench offline", "bench host"))
+    assert all(f"  {command} " in done.stdout for command in COMMANDS)
 
 
 def test_help_is_fast() -> None:
@@ -60,7 +64,14 @@ def test_help_is_fast() -> None:
     assert seconds("-m", "ridgeline", "--help") - seconds("-c", "pass") < 0.05
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate", "pull", "bench offline", "bench host"])
+COMMAND_NAMES = ["serve", "chat", "generate", "pull", "build", "bench offline", "bench host", "bench studies"]
+
+
+def test_the_commands() -> None:
+    assert list(COMMANDS) == COMMAND_NAMES
+
+
+@pytest.mark.parametrize("command", COMMAND_NAMES)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
@@ -86,7 +97,8 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
     [
         (["serv"], "unknown command 'serv'; did you mean 'serve'?"),
         (["dance"], "unknown command 'dance'; there are serve"),
-        (["bench"], "bench needs one of: offline, host"),
+        (["bench"], "bench needs one of: offline, host, studies"),
+        (["build", "all"], "unexpected argument 'all'"),
         (["serve", "--max-modl-len", "5"], "unknown option --max-modl-len; did you mean --max-model-len?"),
         (["serve", "--max_modl_len=5"], "unknown option --max-modl-len; did you mean --max-model-len?"),
         (["serve", "--max-model", "5"], "unknown option --max-model; did you mean --max-model-len?"),
@@ -95,7 +107,9 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
         (["serve", "--port", "70000", "--load-format", "dummy"], "port must be between 0 and 65535, got 70000"),
         (["serve", "--max_model_len", "1"], "max_model_len must be at least 2, got 1"),
         (["serve", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["serve", "--port", "0", "--allowed-host", "http://box"], "allowed_host must list host names or addresses"),
         (["serve", "/nowhere/model"], "model /nowhere/model does not exist"),
+        (["chat", "/nowhere/model"], "model /nowhere/model does not exist"),
         (["chat", "--temperature", "-1"], "temperature must be a number between 0 and 100, got -1.0"),
         (["generate", "/nowhere.jsonl", "/tmp/out.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["generate", "only-one"], "the following arguments are required: OUTPUT.jsonl"),
@@ -120,6 +134,22 @@ def test_pull(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(embedded, "find", lambda: Path("/here/model.gguf"))
     assert main(["pull", "--quiet"]) == 0 and capsys.readouterr().out == ""
     assert main(["pull"]) == 0 and capsys.readouterr().out == "/here/model.gguf\n"
+
+
+def test_build(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    compiled: list[list[str]] = []
+
+    def compiler(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        compiled.append(command)
+        Path(command[command.index("-o") + 1]).touch()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(native.subprocess, "run", compiler)
+    for _ in range(2):                                   # the second time it is there
+        assert main(["build"]) == 0
+        assert capsys.readouterr().out == f"{native.path()}\n" and native.path().parent == tmp_path
+    assert len(compiled) == 2 and native.path().is_file()        # compiled and linked, once
 
 
 def test_without_the_embedded_model_there_is_one_line(tmp_path: Path) -> None:
@@ -211,12 +241,43 @@ def test_generate_goes_on_where_it_stopped(model: Path, tmp_path: Path, capsys: 
     assert capsys.readouterr().err.endswith("0 answered, 0 failed, 12 were there before\n")
 
 
-def test_generate_does_not_overwrite_other_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "abc"}])
-    target = write_lines(tmp_path / "notes.txt", ["dear diary", "today"])
+@pytest.mark.parametrize("left", [1, 4, 20, -1], ids=["a brace", "a few bytes", "half", "all but the end of line"])
+def test_generate_asks_again_for_the_half_written_line(
+    model: Path, tmp_path: Path, left: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Id 0 among them: it is an id as good as any."""
+    lines = [{"prompt": f"number {n}", "id": n, "temperature": 0, "max_tokens": 3, "ignore_eos": True} for n in range(2)]
+    source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert generate(source, target, model) == 0
+    whole = {record["id"]: record for record in read_lines(target)}
+    zero, one = (json.dumps(whole[n], separators=(",", ":")).encode() + b"\n" for n in range(2))
+    target.write_bytes(one + zero[:left])
+    assert generate(source, target, model) == 0
+    assert capsys.readouterr().err.endswith("1 answered, 0 failed, 1 were there before\n")
+    again = read_lines(target)
+    assert [record["id"] for record in again] == [1, 0] and {record["id"]: record for record in again} == whole
+
+
+@pytest.mark.parametrize("text", ["dear diary\ntoday\n", "dear diary", '{"name": 5}\n', '{"id":\n', '{"id":[]}\n'])
+def test_generate_does_not_overwrite_other_files(
+    model: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = write_lines(tmp_path / "in.jsonl", [{"prompt": "abc"}]), tmp_path / "notes.txt"
+    target.write_text(text)
     assert generate(source, target, model) == 2
     assert "notes.txt, line 1 is not one of our records" in capsys.readouterr().err
-    assert target.read_text() == "dear diary\ntoday\n"
+    assert target.read_text() == text
+
+
+def test_generate_finds_a_bad_tokenizer_before_weights_load(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineCore, "start", None)       # not even called
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "abc"}])
+    for option in ("--tokenizer", "--chat-template"):
+        assert generate(source, tmp_path / "out.jsonl", model, option, str(tmp_path / "nowhere")) == 2
+        error = capsys.readouterr().err
+        assert str(tmp_path / "nowhere") in error and error.count("\n") == 1
 
 
 # -- chat --------------------------------------------------------------------------------------------------------------
@@ -235,6 +296,28 @@ def test_chat_over_a_pipe(model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{first}\n{first}\n{second}\n"
     assert "max_model_len" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "says"),
+    [
+        ("--chat-template", None, "cannot be read"),
+        ("--chat-template", "{{ raise_exception('no system messages, please') }}", "no system messages, please"),
+        ("--tokenizer", None, "nowhere"),
+    ],
+    ids=["no file", "refusing template", "no tokenizer"],
+)
+def test_chat_finds_a_bad_template_before_weights_load(
+    model: Path, tmp_path: Path, option: str, content: str | None, says: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(AsyncLLM, "start", None)         # not even called
+    file = tmp_path / "nowhere"
+    if content is not None:
+        file.write_text(content)
+    assert main(["chat", str(model), *OPTIONS, "--system", "Be brief.", option, str(file)]) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
 def test_chat_on_a_terminal_survives_ctrl_c(model: Path) -> None:
@@ -261,6 +344,7 @@ def test_chat_on_a_terminal_survives_ctrl_c(model: Path) -> None:
         seen += os.read(ours, 4096)                      # the answer has begun
     os.write(ours, b"\x03")
     read_until(b">>> ")
+    time.sleep(0.5)                                      # readline misses a signal between its prompt and its wait for keys
     os.write(ours, b"\x03")
     read_until(b"Ctrl-D leaves")
     read_until(b">>> ")

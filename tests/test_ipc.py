@@ -139,6 +139,29 @@ def test_frames_have_a_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         ipc.TO_ENGINE.decode(b"\xc0" * 101)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"priority": 2**64}, "ints"),
+        ({"priority": -(2**63) - 1}, "ints"),
+        ({"prompt_token_ids": [1, 10**23]}, "ints"),
+        ({"cache_salt": "\ud800"}, "surrogates"),
+        ({"cache_salt": object()}, "object cannot be sent"),
+        ({"cache_salt": "x" * 1000}, "limit of 900"),
+    ],
+    ids=["priority", "low priority", "token id", "not unicode", "no type of ours", "size"],
+)
+def test_what_would_not_arrive_is_not_encoded(
+    fields: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "MAX_FRAME", 900)
+    request = Request("1", [1], SamplingParams())
+    for name, value in fields.items():
+        setattr(request, name, value)
+    with pytest.raises(ipc.EncodeError, match=says):
+        ipc.TO_ENGINE.encode(ipc.Add(request))
+
+
 def test_the_socket_directory_is_private_and_goes_away() -> None:
     first, second = ipc.SocketDir(), ipc.SocketDir()
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700

@@ -112,10 +112,10 @@ OCCASION: dict[str, dict[str, Any]] = {
 
 def switched_on(*techniques: Technique) -> dict[str, Any]:
     options = dict(PLAIN)
-    for technique in techniques:
+    needed = [other for other in TECHNIQUES if any(other.name in technique.requires for technique in techniques)]
+    for technique in (*needed, *techniques):
         options |= technique.on | OCCASION.get(technique.name, {})
-    # Prefixes are shared only through a paged cache.
-    return options | ({"kv_layout": "paged"} if options["enable_prefix_caching"] else {})
+    return options
 
 
 def test_every_declared_technique_has_a_law() -> None:

@@ -1,4 +1,5 @@
-"""What one connection may cost, checked on the real protocol with raw sockets and an application that does nothing."""
+"""What one connection may cost, checked on the real protocol with raw sockets and an application that does nothing; and
+which names the server answers to."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from ridgeline.errors import BadRequest, Overloaded
+from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server import limits
+from ridgeline.server.hosts import HostGuard
 from ridgeline.server.limits import ServerOptions, Slots, limited_protocol
 
 MAX_BODY = 200_000
@@ -185,3 +187,93 @@ def test_slots_are_given_back() -> None:
     with pytest.raises(BadRequest), slots.taking(5):
         pass
     assert slots.taken == 0
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def status_for(options: ServerOptions, *hosts: bytes) -> int:
+    """What a request with these Host headers gets."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"accept", b"*/*"), *((b"host", host) for host in hosts)]}
+    asyncio.run(HostGuard(app, options)(scope, None, send))              # type: ignore[arg-type]
+    if sent[0]["status"] != 200:
+        assert json.loads(sent[1]["body"])["error"]["message"]
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (b"localhost", 200),
+        (b"LocalHost.:8000", 200),
+        (b"127.0.0.1", 200),
+        (b"127.0.0.1:1", 200),
+        (b"127.0.0.1:65535", 200),
+        (b"[::1]", 200),
+        (b"[::1]:8000", 200),
+        (b"[0:0:0:0:0:0:0:1]:8000", 200),
+        (b"evil.example", 421),
+        (b"evil.example:8000", 421),
+        (b"localhost.evil.example", 421),
+        (b"127.0.0.1.evil.example:8000", 421),
+        (b"127.1", 421),
+        (b"127.0.0.2", 421),
+        (b"192.168.0.7:8000", 421),
+        (b"[::2]", 421),
+        (b"", 400),
+        (b"x?", 400),
+        (b"localhost/", 400),
+        (b"me@localhost", 400),
+        (b"localhost:", 400),
+        (b"localhost:65536", 400),
+        (b"localhost:80:80", 400),
+        (b"localhost:8o", 400),
+        (b"localhost, evil.example", 400),
+        (b"::1", 400),
+        (b"[::1", 400),
+        (b"[::1]x", 400),
+        (b"[1]", 400),
+        (b"[localhost]", 400),
+        ("localhost\u0661".encode(), 400),
+        (b"\xff", 400),
+    ],
+)
+def test_names_the_server_answers_to(host: bytes, status: int) -> None:
+    assert status_for(ServerOptions(), host) == status
+
+
+def test_a_request_names_one_host() -> None:
+    assert status_for(ServerOptions()) == 400
+    assert status_for(ServerOptions(), b"localhost", b"localhost") == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "known", "unknown"),
+    [
+        ({"host": "192.168.0.7"}, [b"192.168.0.7:8000", b"localhost"], [b"192.168.0.8", b"box"]),
+        ({"host": "Box.local"}, [b"box.local:8000"], [b"box", b"192.168.0.7"]),
+        ({"host": "fe80::0:1"}, [b"[fe80::1]:8000"], [b"[fe80::2]"]),
+        ({"host": "0.0.0.0"}, [b"192.168.0.7", b"10.0.0.1:8000", b"[fe80::1]", b"0.0.0.0"], [b"box", b"evil.example"]),
+        ({"host": "::"}, [b"[fe80::1]:8000", b"192.168.0.7", b"[::]"], [b"box"]),
+        ({"allowed_host": "box, API.example.com,fe80::1,[fe80::2]"},
+         [b"box", b"api.example.com:443", b"[fe80::1]", b"[fe80::2]:8000"], [b"example.com", b"a.box", b"192.168.0.7"]),
+    ],
+    ids=["address", "name", "IPv6 address", "every address", "every IPv6 address", "allowed"],
+)  # fmt: skip
+def test_names_that_options_add(options: dict[str, str], known: list[bytes], unknown: list[bytes]) -> None:
+    assert [status_for(ServerOptions(**options), host) for host in known] == [200] * len(known)
+    assert [status_for(ServerOptions(**options), host) for host in unknown] == [421] * len(unknown)
+
+
+@pytest.mark.parametrize("names", ["http://box", "box:8000/", "a b", "*", "box,?"])
+def test_names_that_cannot_be_allowed(names: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_host must list host names"):
+        status_for(ServerOptions(allowed_host=names), b"localhost")

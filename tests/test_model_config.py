@@ -36,7 +36,7 @@ def test_defaults_of_an_old_llama() -> None:
     config = hf_model_config(LLAMA, {})
     assert (config.num_kv_heads, config.head_dim, config.dtype) == (4, 16, "bfloat16")
     assert config.ropes[0].theta == 10_000.0 and config.attention_scale == 0.25
-    assert config.eos_token_ids == (2,) and config.bos_token_id == 1 and not config.tied
+    assert config.eos_token_ids == (2,) and not config.tied
 
 
 def test_end_tokens_of_both_files_are_joined() -> None:
@@ -157,7 +157,7 @@ def gguf(tmp_path: Path, metadata: dict[str, Any], **tensors: np.ndarray) -> Pat
 
 def test_gguf_says_what_config_json_says(tmp_path: Path) -> None:
     ours = load_model_config(gguf(tmp_path, GGUF | {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5}))
-    assert ours.eos_token_ids == (2, 5) and ours.bos_token_id is None and ours.tied
+    assert ours.eos_token_ids == (2, 5) and ours.tied
     theirs = hf_model_config(LLAMA, {})
     same = ("family", "vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ropes", "windows")
     assert all(getattr(ours, fact) == getattr(theirs, fact) for fact in same)

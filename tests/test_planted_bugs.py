@@ -28,6 +28,7 @@ from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
 from ridgeline.cache.prefix_cache import PrefixCache
 from ridgeline.scheduler import scheduler as scheduler_module
+from ridgeline.scheduler.policy import StaticBatching
 from ridgeline.scheduler.rows import Rows
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.scheduler.sequence import Sequence
@@ -150,6 +151,12 @@ PLANTS = [
     Plant("the device is not told of removed rows", Scheduler, "_leave_row", "self._delta.removed.append(row)", "pass"),
     Plant("the blocks of an ended sequence are kept", Scheduler, "_leave_row", "self.manager.free(sequence.blocks)", "pass"),
     Plant("an ended sequence keeps its row", Scheduler, "_end", "if sequence.row >= 0:", "if False:"),
+    Plant("those who have ended stay in the queue", Scheduler, "_tidy_queue", "2 * self._num_gone > len(self._waiting)", "False"),
+    Plant("recomputed tokens count as new", Scheduler, "_plan", "np.minimum(ends, table.lost[rows]) - starts",
+          "np.minimum(ends, table.lost[rows]) - ends", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
+    Plant("a static batch goes on filling", StaticBatching, "open", "num_running == self._size and ", "",
+          one(test_scheduler.test_a_static_batch_fills_while_prompts_take_several_steps)),
+    Plant("every answer tells of the prompt", Scheduler, "_want", "sequence.leader is None and ", ""),
     Plant("a finished request stays", Scheduler, "_end", "live.remove(sequence)", "pass"),
     Plant("newcomers get the whole budget", Scheduler, "schedule", "self.limits.max_step_tokens - int(tokens.sum())",
           "self.limits.max_step_tokens"),

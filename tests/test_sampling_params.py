@@ -8,8 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeline.errors import BadRequest
-from ridgeline.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
+from ridgeline.engine import ipc
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.messages import Request
+from ridgeline.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKEN_ID,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 NAN, INFINITY = math.nan, math.inf
 NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -40,6 +55,16 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("allowed_token_ids", []), ("allowed_token_ids", [-3]), ("allowed_token_ids", ["a"]), ("allowed_token_ids", 5),
     ("logit_bias", {1: NAN}), ("logit_bias", {1: INFINITY}), ("logit_bias", {"one": 1.0}), ("logit_bias", {1: None}),
     ("logit_bias", {-1: 1.0}), ("logit_bias", [1, 2]), ("logit_bias", {1: 10**400}), ("logit_bias", {None: 1.0}),
+    ("stop", ["x" * (MAX_STOP_CHARACTERS + 1)]), ("stop", ["\ud800"]), ("bad_words", ["\ud800"]),
+    ("bad_words", ["x"] * (MAX_BAD_WORDS + 1)), ("bad_words", ["x" * (MAX_BAD_WORD_CHARACTERS + 1)]),
+    ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)), ("stop_token_ids", [MAX_TOKEN_ID + 1]), ("stop_token_ids", [2**70]),
+    ("stop_token_ids", [10**5000]),
+    ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)), ("allowed_token_ids", [1, MAX_TOKEN_ID + 1]),
+    ("allowed_token_ids", [1, True]),
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)), ("logit_bias", {MAX_TOKEN_ID + 1: 1.0}),
+    ("logit_bias", {"9" * 30: 1.0}),
+    ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 1.5),
+    ("output_kind", 1), ("output_kind", "delta"), ("output_kind", None),
 ]  # fmt: skip
 WRONG_TYPE = [
     *((name, value) for name in NUMBERS for value in (NAN, INFINITY, -INFINITY, 10**400, "1", True, None, [1.0], 1j)),
@@ -49,13 +74,17 @@ WRONG_TYPE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE + WRONG_TYPE, ids=lambda value: str(value)[:24])
+def short_name(value: Any) -> str:
+    return "huge" if value == [10**5000] else ascii(value)[:24]          # Python refuses to print so many digits
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE + WRONG_TYPE, ids=short_name)
 def test_a_bad_value_is_one_line_that_names_the_field(name: str, value: Any) -> None:
     with pytest.raises(BadRequest) as error:
         SamplingParams(**{name: value})
     message = str(error.value)
     assert message.startswith(name)
-    assert "\n" not in message
+    assert "\n" not in message and len(message) < 250
     assert "must" in message or "at most" in message
 
 
@@ -66,11 +95,14 @@ LIMITS = [
     ("frequency_penalty", -2.0), ("frequency_penalty", 2), ("seed", None), ("seed", 0), ("seed", 2**63 - 1),
     ("seed", -(2**63)), ("max_tokens", None), ("max_tokens", 1), ("logprobs", 0), ("logprobs", MAX_LOGPROBS),
     ("prompt_logprobs", 0), ("min_tokens", 16), ("stop", ["a"] * MAX_STOP_STRINGS), ("stop_token_ids", [0]),
-    ("allowed_token_ids", [0]), ("bad_words", [" a"]),
+    ("allowed_token_ids", [0]), ("bad_words", [" a"]), ("stop", ["x" * MAX_STOP_CHARACTERS]),
+    ("stop_token_ids", [MAX_TOKEN_ID] * MAX_STOP_TOKEN_IDS), ("bad_words", ["x" * MAX_BAD_WORD_CHARACTERS] * MAX_BAD_WORDS),
+    ("allowed_token_ids", [MAX_TOKEN_ID] * MAX_ALLOWED_TOKEN_IDS),
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0)), ("truncate_prompt_tokens", 1),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), LIMITS, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(("name", "value"), LIMITS, ids=lambda value: ascii(value)[:24])
 def test_the_limits_themselves_are_allowed(name: str, value: Any) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
 
@@ -113,3 +145,45 @@ def test_the_defaults_are_vllms() -> None:
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
     assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
     assert params.detokenize and params.skip_special_tokens and not params.ignore_eos
+
+
+def test_fields_have_names_only() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(1)  # type: ignore[misc]
+
+
+def test_a_clone_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, allowed_token_ids=[3], top_k=-1, output_kind=RequestOutputKind.DELTA)
+    clone = params.clone()
+    assert clone == params and clone is not params
+    clone.stop.append("b")
+    clone.logit_bias[2] = 1.0  # type: ignore[index]
+    clone.allowed_token_ids.append(4)  # type: ignore[union-attr]
+    assert params.stop == ["a"] and params.logit_bias == {1: 2.0} and params.allowed_token_ids == [3]
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("logits_processors", [], [lambda ids, logits: logits]), ("guided_decoding", None, {"json": {}}),
+        ("structured_outputs", None, object()), ("extra_args", {}, {"x": 1}),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_is_taken_only_when_it_asks_for_nothing(name: str, neutral: Any, other: Any) -> None:
+    for value in (None, neutral):
+        assert SamplingParams(**{name: value}) == SamplingParams()
+    with pytest.raises(Unsupported, match=f"^{name} is not supported"):
+        SamplingParams(**{name: other})
+
+
+def test_the_largest_there_can_be_crosses_the_wire() -> None:
+    params = SamplingParams(
+        n=MAX_N, seed=-(2**63), stop=["é" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS, max_tokens=2**31 - 1,
+        stop_token_ids=[MAX_TOKEN_ID] * MAX_STOP_TOKEN_IDS, bad_words=["é" * MAX_BAD_WORD_CHARACTERS] * MAX_BAD_WORDS,
+        logit_bias=dict.fromkeys(range(MAX_TOKEN_ID - MAX_LOGIT_BIASES, MAX_TOKEN_ID), -100.0), top_k=2**31 - 1,
+        allowed_token_ids=[MAX_TOKEN_ID] * 1000, output_kind=RequestOutputKind.FINAL_ONLY, truncate_prompt_tokens=2**31 - 1,
+    )  # fmt: skip
+    again = ipc.TO_ENGINE.decode(ipc.TO_ENGINE.encode(ipc.Add(Request("1", [MAX_TOKEN_ID], params))))
+    assert isinstance(again, ipc.Add) and again.request.params == params
+    plain = ipc.TO_ENGINE.encode(ipc.Add(Request("1", [1], SamplingParams())))
+    assert len(plain) < 1024                             # names and defaults of all fields

@@ -192,6 +192,29 @@ def test_n_answers_share_the_prompt(prefix_caching: bool, depth: int) -> None:
     assert {key: len(answer) for key, answer in simulation.answers.items()} == {("a", index): 3 for index in range(3)}
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_only_the_first_of_n_answers_computes_prompt_logprobs(prefix_caching: bool) -> None:
+    simulation = Simulation(replace(ROOMY, prefix_caching=prefix_caching))
+    simulation.ask("a", prompt(10), 3, n=3, prompt_logprobs=0)
+    simulation.step()
+    plan = simulation.step()
+    assert sorted(numbers(plan)) == [1, 2, 2], "the others share what is computed"
+    simulation.drain()
+    assert simulation.prompt_logprobs == {("a", 0): prompt(10)[1:]}
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_shared_prompts_are_not_cached_prompts(prefix_caching: bool) -> None:
+    """What the n answers share was not in the cache when the request came."""
+    simulation = Simulation(replace(ROOMY, prefix_caching=prefix_caching))
+    for name in "ab":
+        simulation.ask(name, prompt(10), 3, n=3)
+        simulation.drain()
+    cached = {(delta.request_id, delta.index): delta.num_cached_tokens for delta in simulation.deltas}
+    found = 8 if prefix_caching else 0
+    assert cached == {("a", index): 0 for index in range(3)} | {("b", index): found * (index == 0) for index in range(3)}
+
+
 def test_n_answers_outlive_the_first() -> None:
     """The leader is aborted before its prompt is done: the others compute it themselves."""
     simulation = Simulation(replace(ROOMY, prefix_caching=False))
@@ -260,16 +283,9 @@ def test_the_cheapest_running_sequence_is_preempted() -> None:
     victim = sequence_of(simulation, "c")
     assert victim.blocks is None and victim.lost_tokens == len(victim.tokens) - 1
     assert simulation.scheduler.counters.wasted_tokens == 0, "it is counted when it is computed again"
-    lost = 0
-    while simulation.scheduler.has_work:
-        before = simulation.scheduler.counters.wasted_tokens
-        waiting = [each for _, each in simulation.scheduler._waiting if each.lost_tokens]
-        simulation.step()
-        back = [each.lost_tokens for each in waiting if each.row >= 0]
-        lost += sum(back)
-        assert simulation.scheduler.counters.wasted_tokens == before + sum(back)
-    simulation.check_end()
-    assert lost > 0 and simulation.scheduler.counters.computed_tokens == 43 + 43 + 35 + lost
+    simulation.drain()
+    counters = simulation.scheduler.counters
+    assert counters.wasted_tokens > 0 and counters.useful_tokens == 43 + 43 + 35, "every token is new once"
 
 
 def test_what_is_still_cached_is_not_wasted() -> None:
@@ -472,6 +488,25 @@ def test_abort_waiting_running_and_in_flight(depth: int) -> None:
     assert simulation.ends == {("a", 0): "abort", ("b", 0): "length", ("c", 0): "abort"}
 
 
+def test_aborted_requests_leave_the_queue() -> None:
+    """Clients that come and go while one request has the only row: memory is bounded by those who still wait."""
+    simulation = Simulation(replace(ROOMY, max_rows=1))
+    simulation.ask("runs", prompt(5), 40, ignore_eos=True)
+    simulation.step()
+    simulation.ask("waits", prompt(5, 9), 2)
+    for number in range(200):
+        simulation.ask(f"gone{number}", prompt(5, 20), 2)
+        simulation.abort(f"gone{number}")
+        assert len(simulation.scheduler._waiting) <= 2 and simulation.scheduler.num_waiting == 1
+    for number in range(50):
+        simulation.ask(f"later{number}", prompt(5, 20), 2)
+    for number in range(50):
+        simulation.abort(f"later{number}")
+    assert len(simulation.scheduler._waiting) <= 2
+    simulation.drain()
+    assert simulation.ends["waits", 0] == "length"
+
+
 def test_abort_one_of_n() -> None:
     simulation = Simulation(ROOMY)
     simulation.ask("a", prompt(6), 12, n=3)
@@ -578,6 +613,26 @@ def test_a_result_out_of_order_is_an_error() -> None:
         simulation.scheduler.update(simulation.runner.collect())
 
 
+@pytest.mark.parametrize("field", ["lengths", "num_new"])
+def test_a_result_that_does_not_fit_its_plan_is_an_error(field: str) -> None:
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(5), 3)
+    simulation.runner.submit(simulation.scheduler.schedule())
+    simulation.runner.sample()
+    result = simulation.runner.collect()
+    setattr(result, field, getattr(result, field) + 1)
+    with pytest.raises(AssertionError, match="step 1 computed or sampled something else than was planned"):
+        simulation.scheduler.update(result)
+
+
+def test_a_snapshot_waits_for_steps_in_flight() -> None:
+    simulation = Simulation(replace(ROOMY, depth=1))
+    simulation.ask("a", prompt(5), 3)
+    simulation.step()
+    with pytest.raises(AssertionError, match="every step taken in"):
+        simulation.scheduler.snapshot()
+
+
 def test_an_idle_plan_is_not_booked() -> None:
     simulation = Simulation(ROOMY)
     plan = simulation.scheduler.schedule()
@@ -661,6 +716,37 @@ def test_a_static_batch_ends_whole_before_the_next() -> None:
     assert batches == [["a", "b"], ["b"], ["c", "d"]] and simulation.scheduler.counters.joins == 0
 
 
+def test_a_static_batch_fills_while_prompts_take_several_steps() -> None:
+    """Budget 16: three prompts of 14 need three steps. Nobody joins once one has left, or who came after it was full."""
+    simulation = Simulation(replace(ROOMY, static=True, max_rows=3, max_step_tokens=16, prefix_caching=False))
+    for name, length in (("a", 6), ("b", 6), ("c", 6), ("d", 1)):
+        simulation.ask(name, prompt(14, ord(name)), length)
+    for _ in range(3):
+        simulation.step()
+    assert running(simulation) == ["a", "b", "c"]
+    simulation.drain()
+    assert simulation.scheduler.counters.joins == 0
+    short = Simulation(replace(ROOMY, static=True, max_rows=3, max_step_tokens=16, prefix_caching=False))
+    for name, length in (("a", 1), ("b", 6), ("c", 6)):
+        short.ask(name, prompt(14, ord(name)), length)
+    short.step()
+    short.step()
+    assert running(short) == ["b"], "a has left, so c does not take its place"
+    short.drain()
+    assert short.scheduler.counters.joins == 0
+
+
+def test_all_n_answers_are_in_one_static_batch() -> None:
+    simulation = Simulation(replace(ROOMY, static=True, max_rows=4))
+    simulation.ask("a", prompt(10), 8, n=3)
+    simulation.ask("b", prompt(5, 40), 8)
+    simulation.step()
+    simulation.step()
+    assert sorted(running(simulation)) == ["a", "a", "a", "b"]
+    simulation.drain()
+    assert simulation.scheduler.counters.joins == 0
+
+
 def test_contiguous_reservations_limit_who_runs() -> None:
     """A slab is 12 blocks for the longest request; 40 blocks are three slabs, whatever the requests need."""
     simulation = Simulation(replace(ROOMY, num_blocks=40, contiguous=True, prefix_caching=False))
@@ -691,6 +777,7 @@ def test_a_snapshot_is_enough_to_go_on_elsewhere() -> None:
     for _ in range(5):
         simulation.step()
     snapshot = simulation.scheduler.snapshot()
+    assert [row.num_computed for row in snapshot.rows] == [len(row.token_ids) - 1 for row in snapshot.rows]
     assert snapshot.step == 5 and [row.seed for row in snapshot.rows] == [ord(name) for name in "abc"]
     fresh = FakeRunner(simulation.groups, simulation.setup.num_blocks)
     none = np.zeros(0, np.int32)
@@ -702,7 +789,8 @@ def test_a_snapshot_is_enough_to_go_on_elsewhere() -> None:
         for row in snapshot.rows
         if len(row.token_ids) > 4 * len(row.block_ids[0])
     ]
-    fresh.submit(StepPlan(1, none, snapshot.rows, np.array(appended, np.int32).reshape(-1, 4), rows, lengths, wants))
+    added = [replace(row, num_computed=0) for row in snapshot.rows]
+    fresh.submit(StepPlan(1, none, added, np.array(appended, np.int32).reshape(-1, 4), rows, lengths, wants))
     fresh.sample()
     told = {name: len(simulation.answers[name, 0]) for name in "abc"}
     assert fresh.collect().tokens[:, 0].tolist() == [simulation.expected((name, 0))[0][told[name]] for name in "abc"]

@@ -9,7 +9,8 @@ import torch
 from tiny_models import load, save_checkpoint
 
 from ridgeline.distributed.comm import Communicator
-from ridgeline.layers.linear import ColumnLinear, Placement
+from ridgeline.distributed.plan import whole
+from ridgeline.layers.linear import Linear, Placement
 from ridgeline.models.config import load_model_config, weight_bytes
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
@@ -19,12 +20,17 @@ from ridgeline.quant.scheme import PackedFloat32, Unquantised, unquantised_schem
 CPU = torch.device("cpu")
 
 
+def plain_linear(inputs: int, outputs: int, bias: bool, fewest: int) -> Linear:
+    place = Placement(Communicator(), PackedFloat32(fewest), torch.float32, CPU)
+    return Linear({"": whole(outputs)}, whole(inputs), bias, place)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 80), (33, 7), (576, 131)])
 def test_both_layouts_give_the_same_product(inputs: int, outputs: int, bias: bool) -> None:
     if not PackedFloat32.available():
         pytest.skip("this torch has no oneDNN")
-    linear = ColumnLinear(inputs, outputs, bias, Placement(Communicator(), PackedFloat32(1), torch.float32, CPU))
+    linear = plain_linear(inputs, outputs, bias, 1)
     for parameter in linear.parameters():
         parameter.normal_()
     linear.finish()
@@ -44,7 +50,7 @@ def test_both_layouts_give_the_same_product(inputs: int, outputs: int, bias: boo
 def test_rows_decide_the_layout() -> None:
     if not PackedFloat32.available():
         pytest.skip("this torch has no oneDNN")
-    linear = ColumnLinear(16, 8, False, Placement(Communicator(), PackedFloat32(1), torch.float32, CPU))
+    linear = plain_linear(16, 8, False, 1)
     linear.weight.fill_(1.0)
     linear.finish()
     linear.weight.fill_(2.0)         # now the two layouts can be told apart
@@ -61,7 +67,7 @@ def test_only_float32_on_the_cpu_is_packed() -> None:
 
 def test_linears_with_few_outputs_stay_plain_on_x86() -> None:
     assert (fewest_outputs("x86_64"), fewest_outputs("aarch64")) == (2048, 1)
-    linear = ColumnLinear(16, 8, False, Placement(Communicator(), PackedFloat32(9), torch.float32, CPU))
+    linear = plain_linear(16, 8, False, 9)
     linear.finish()
     assert linear.packed is None and linear.scheme.extra_bytes(linear) == 0
     assert linear(torch.ones(40, 16), None).shape == (40, 8)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,9 +23,13 @@ import psutil
 import pytest
 from served_model import CONTEXT, ServerProcess, one_thread, wait_until, write_model
 
+from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.server.app import Service, Unavailable, describe
+from ridgeline.server.limits import ServerOptions
+
 QUEUE = 16
 OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "2600", "--max-num-seqs", "8",
-           "--max-queued-requests", str(QUEUE), "--max-body-bytes", "200000")  # fmt: skip
+           "--max-queued-requests", str(QUEUE), "--max-body-bytes", "200000", "--allowed-host", "box.example")  # fmt: skip
 NAME = "tiny"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -237,7 +242,20 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": ["a", 1]}, "prompt", "list"),
     ("completions", {"prompt": [99999]}, "prompt", "99999"),
     ("completions", {"prompt": [-1]}, "prompt", "-1"),
+    ("completions", {"prompt": [10**23]}, "prompt", "9223372036854775807"),
+    ("completions", {"prompt": [[1], [10**23]]}, "prompt", "9223372036854775807"),
+    ("completions", {"prompt": [2**63 - 1]}, "prompt", "token ids"),
+    ("completions", {"prompt": "a", "stop_token_ids": [10**23]}, "stop_token_ids", "9223372036854775807"),
+    ("completions", {"prompt": "a", "allowed_token_ids": [-(10**23)]}, "allowed_token_ids", "-9223372036854775808"),
+    ("completions", {"prompt": "a", "logit_bias": {str(10**23): 1}}, "logit_bias", "9223372036854775807"),
+    ("completions", {"prompt": "a", "priority": 10**23}, "priority", "9223372036854775807"),
+    ("completions", {"prompt": "a", "priority": -(2**63)}, "priority", "--scheduling-policy"),
+    ("completions", {"prompt": "a", "max_tokens": 10**23}, "max_tokens", "max_tokens"),
+    ("completions", {"prompt": "a", "n": 10**23}, "n", "n must"),
+    ("completions", {"prompt": "a", "stop": ["x" * 1025]}, "stop", "1024"),
     ("completions", {"prompt": "x" * CONTEXT}, None, "max_model_len"),
+    ("completions", {"prompt": "x" * (12 * CONTEXT + 1)}, None, "bytes of text"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x" * (12 * CONTEXT + 1)}]}, None, "bytes of text"),
     ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens"),
     ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens"),
     ("completions", {"prompt": "a", "temperature": -0.1}, "temperature", "temperature"),
@@ -291,6 +309,34 @@ def test_bad_requests(url: str, path: str, body: dict[str, Any], param: str | No
     assert says in error["message"] and "\n" not in error["message"]
 
 
+def test_what_is_refused_here_leaves_nothing_open(url: str) -> None:
+    for body in ({"prompt": [10**23]}, {"prompt": "a", "priority": 10**23}, {"prompt": "a", "logit_bias": {str(10**23): 1}}):
+        assert post(url, "completions", body).status_code == 400
+    assert httpx.get(f"{url}/health").json()["requests"] == 0
+
+
+@pytest.mark.parametrize(("host", "status"), [("evil.example", 421), ("evil.example:80", 421), ("x?", 400), (None, 400)])
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nowhere"])
+def test_only_requests_for_this_server_are_answered(url: str, path: str, host: str | None, status: int) -> None:
+    """A page whose name was pointed at this machine sends that name."""
+    address, port = url.removeprefix("http://").split(":")
+    head = f"GET {path} HTTP/1.1\r\nconnection: close\r\n" + (f"host: {host}\r\n" if host else "")
+    with closing(socket.create_connection((address, int(port)), timeout=10)) as connection:
+        connection.sendall(head.encode() + b"\r\n")
+        reply = b""
+        while data := connection.recv(65536):
+            reply += data
+    assert reply.startswith(b"HTTP/1.1 %d " % status) and b"tiny" not in reply
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+def test_other_names_of_this_server(url: str) -> None:
+    port = url.rsplit(":", 1)[1]
+    for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "[::1]:1", "box.example"):
+        reply = httpx.get(f"{url}/v1/models", headers={"host": host})
+        assert reply.status_code == 200, host
+
+
 def test_a_wrong_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served here; 'tiny' is") as caught:
         client.chat.completions.create(model="gpt-9", messages=MESSAGES)
@@ -315,6 +361,30 @@ def test_a_wrong_model_is_not_found(client: openai.OpenAI) -> None:
 def test_bodies_that_are_no_request(url: str, body: bytes, kind: str, status: int) -> None:
     reply = httpx.post(f"{url}/v1/completions", content=body, headers={"content-type": kind})
     assert reply.status_code == status and reply.json()["error"]["message"], reply.text
+
+
+def test_why_an_engine_died_is_not_told_to_clients() -> None:
+    for error in (EngineDead("RuntimeError: in /home/me/model, after 'my secret prompt'"), ConfigError("/home/me")):
+        status, body, headers = describe(error)
+        assert status == 503 and json.loads(body)["error"]["message"] == "the engine has stopped"
+        assert [name for name, _ in headers] == [b"retry-after"]
+
+
+def test_requests_wait_for_the_whole_start() -> None:
+    """An engine that is up is not enough: the queue must be open too."""
+    llm: Any = SimpleNamespace(is_alive=True, ready=SimpleNamespace(max_num_seqs=2))
+    service = Service(llm, ServerOptions(), "m")
+    assert service.state == "loading"
+    with pytest.raises(Unavailable, match="the engine is not ready"):
+        service.require_ready()
+    service.open()
+    service.require_ready()
+    assert service.state == "ok" and service.slots.limit == 8
+    llm.is_alive = False
+    assert service.state == "dead"
+    service.stopping = True
+    with pytest.raises(Unavailable, match="the server is stopping"):
+        service.require_ready()
 
 
 def test_a_body_over_the_limit(url: str) -> None:
@@ -359,7 +429,7 @@ def test_a_client_that_leaves_has_its_request_aborted(url: str, stream: bool, n:
 def send(url: str, path: str, body: bytes) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
@@ -454,11 +524,12 @@ def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
     reader.join(10)
     last = [line for line in got if line][-1]
     error = json.loads(last.removeprefix("data: "))["error"]
-    assert error["message"] == "the engine's process was killed by SIGKILL" and error["code"] == "engine_not_available"
+    assert error["message"] == "the engine has stopped" and error["code"] == "engine_not_available"
     health = httpx.get(f"{url}/health")
     assert health.status_code == 503 and health.json()["status"] == "dead"
     refused = post(url, "completions", {"prompt": "a"})
-    assert refused.status_code == 503 and refused.json()["error"]["message"] and refused.headers["retry-after"]
+    assert refused.status_code == 503 and refused.json()["error"]["message"] == "the engine has stopped"
+    assert refused.headers["retry-after"]
     assert server.process.wait(20) == 1
     assert server.process.stderr is not None
     assert server.process.stderr.read().splitlines()[-1] == "ridgeline: error: the engine's process was killed by SIGKILL"
@@ -484,7 +555,7 @@ def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -
     assert server.process.wait(20) == 0
     reader.join(10)
     last = [line for line in got if line][-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine was shut down"
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine has stopped"
     assert_gone(family, folders)
 
 
@@ -509,7 +580,8 @@ def test_a_signal_while_loading_ends_everything_in_order(model: Path) -> None:
 
     wait_until(lambda: status() == 503)                  # it answers before the engine is ready
     family = family_of(server)
-    assert post(url, "completions", {"prompt": "a"}).status_code == 503
+    refused = post(url, "completions", {"prompt": "a"})
+    assert refused.status_code == 503 and refused.json()["error"]["message"] == "the engine is not ready"
     assert server.stop(signal.SIGINT) == 0
     assert server.process.stderr is not None and server.process.stderr.read() == ""
     wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in family))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ridgeline.engine.text import StopFinder, TextStream
+from ridgeline.engine.text import StopFinder, StopStrings, TextStream
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.sampling_params import SamplingParams
 
@@ -110,7 +110,7 @@ def test_stops_cut_where_the_whole_text_would_be_cut(
     answer: tuple[list[int], list[str]], sizes: list[int], include: bool, min_tokens: int
 ) -> None:
     ids, stops = answer
-    stream = TextStream(Pieces(), stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens)
+    stream = TextStream(Pieces(), stop=StopStrings(stops), include_stop_str_in_output=include, min_tokens=min_tokens)
     pieces = [stream.feed(chunk) for chunk in chunked(ids, sizes)]
     pieces.append(stream.finish())
     text = whole_text(ids)
@@ -129,7 +129,7 @@ def test_stops_cut_where_the_whole_text_would_be_cut(
 @given(answers.filter(lambda answer: bool(answer[1])))
 def test_holds_back_only_what_could_begin_a_stop(answer: tuple[list[int], list[str]]) -> None:
     ids, stops = answer
-    stream = TextStream(Pieces(), stop=stops)
+    stream = TextStream(Pieces(), stop=StopStrings(stops))
     for count, token in enumerate(ids, start=1):
         stream.feed([token])
         text = codecs.utf_8_decode(joined(ids[:count], skip=True), "replace", False)[0]
@@ -143,7 +143,7 @@ def test_holds_back_only_what_could_begin_a_stop(answer: tuple[list[int], list[s
 @given(answers, st.lists(st.integers(0, 5), max_size=4))
 def test_token_count_at_a_stop_does_not_depend_on_chunks(answer: tuple[list[int], list[str]], sizes: list[int]) -> None:
     ids, stops = answer
-    one_by_one, in_chunks = TextStream(Pieces(), stop=stops), TextStream(Pieces(), stop=stops)
+    one_by_one, in_chunks = TextStream(Pieces(), stop=StopStrings(stops)), TextStream(Pieces(), stop=StopStrings(stops))
     for token in ids:
         one_by_one.feed([token])
     for chunk in chunked(ids, sizes):
@@ -162,14 +162,14 @@ def test_text_offsets_cut_the_text_into_the_tokens(ids: list[int]) -> None:
 
 
 def test_waits_while_an_earlier_match_may_still_complete() -> None:
-    stream = TextStream(Pieces(), stop=["abab", "b"])
+    stream = TextStream(Pieces(), stop=StopStrings(["abab", "b"]))
     assert stream.feed([0]) == "" and stream.feed([1]) == ""             # "b" is found, but "abab" starts before it
     assert stream.stopped_by is None
     assert stream.feed([4]) == "a" and stream.stopped_by == "b"          # now it cannot complete
 
 
 def test_after_a_stop_nothing_more_comes() -> None:
-    stream = TextStream(Pieces(), stop=["b"])
+    stream = TextStream(Pieces(), stop=StopStrings(["b"]))
     assert stream.feed([0, 1, 0]) == "a"
     assert (stream.stopped_by, stream.num_tokens) == ("b", 2)
     assert stream.feed([0]) == "" and stream.finish() == "" and stream.text == "a" and stream.num_tokens == 2
@@ -190,8 +190,19 @@ def test_padding_ids_have_no_text() -> None:
 
 def test_from_sampling_params() -> None:
     params = SamplingParams(stop="b", min_tokens=1, include_stop_str_in_output=True, skip_special_tokens=False)
-    stream = TextStream.for_params(Pieces(), params)
+    (stream,) = TextStream.for_answers(Pieces(), params)
     assert stream.feed([1, SPECIAL[0], 0, 1]) == "b<s>ab" and stream.stopped_by == "b"
+
+
+def test_the_answers_of_a_request_share_what_never_changes() -> None:
+    """32 long stop strings and 128 answers: the tables are there once, and no answer sees another's text."""
+    first, second, *others = TextStream.for_answers(Pieces(), SamplingParams(stop=["ab", "b" * 1024], n=128))
+    assert len(others) == 126
+    assert first._finder is not None and second._finder is not None
+    assert first._finder is not second._finder and first._finder.stop is second._finder.stop
+    assert first.feed([0]) == "" and second.feed([1]) == ""              # "a" and "b" may both begin a stop string
+    assert first.feed([1]) == "" and first.stopped_by == "ab"
+    assert second.feed([4]) == "b " and second.stopped_by is None
 
 
 def test_continuation_keeps_the_space_and_a_start_loses_it() -> None:
@@ -208,7 +219,7 @@ def test_time_is_linear(count: int) -> None:
     stops = ["a" * 40 + str(number) for number in range(count)]
     seconds = []
     for size in (2_000, 16_000):
-        finder = StopFinder(stops)
+        finder = StopFinder(StopStrings(stops))
         started = time.process_time()
         for _ in range(size // 8):
             finder.advance("aaaaaaaa")
@@ -238,7 +249,7 @@ def test_real_vocabularies(vocabulary: str, request: pytest.FixtureRequest) -> N
         text = tokenizer.decode(ids, skip_special_tokens=skip, at_start=False)
         places = [rng.randrange(len(text)) for _ in range(turn % 3)]
         stops = [text[place : place + rng.randrange(1, 6)] for place in places] + ["</never>"]
-        stream = TextStream(tokenizer, stop=stops, skip_special_tokens=skip)
+        stream = TextStream(tokenizer, stop=StopStrings(stops), skip_special_tokens=skip)
         bounds = [0, *sorted(rng.randrange(len(ids) + 1) for _ in range(4)), len(ids)]
         shown = ""
         for start, end in pairwise(bounds):

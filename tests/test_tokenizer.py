@@ -125,6 +125,24 @@ def test_special_tokens_of_smollm2(smollm2: Tokenizer) -> None:
     assert (smollm2.token_text(19556), smollm2.token_bytes(2)) == ("Hello", b"<|im_end|>")
 
 
+def test_the_names_transformers_users_know(smollm2: Tokenizer) -> None:
+    assert (smollm2.bos_token, smollm2.eos_token, smollm2.eos_token_id) == ("<|im_start|>", "<|im_end|>", 2)
+    assert len(smollm2) == 49152 and smollm2.get_vocab()["<|im_end|>"] == 2 and len(smollm2.get_vocab()) == 49152
+    assert smollm2.decode(19556) == "Hello" and smollm2.batch_decode([[1, 19556], []], skip_special_tokens=True) == ["Hello", ""]
+    assert smollm2.convert_tokens_to_ids(["Hello", "<|im_end|>"]) == [19556, 2]
+    assert smollm2.convert_tokens_to_ids("Hello") == 19556
+    assert smollm2.convert_ids_to_tokens([19556, 2, 49152, -1]) == ["Hello", "<|im_end|>", None, None]
+    assert smollm2.convert_ids_to_tokens(2) == "<|im_end|>"
+    one, many = smollm2("Hello there"), smollm2(["Hello", "Hello there"])
+    assert one.input_ids == one["input_ids"] == smollm2.encode("Hello there") and one.attention_mask == [1, 1]
+    assert many.input_ids == [[19556], one.input_ids] and many["attention_mask"] == [[1], [1, 1]]
+
+
+def test_words_that_are_none_are_the_unknown_token() -> None:
+    spm = small("llama-spm-small")
+    assert spm.convert_tokens_to_ids("no such token") == spm.token_id("<unk>") == 0
+
+
 def test_a_part_of_a_character_is_shown_as_one_sign(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("🫠")
     assert len(ids) > 1 and b"".join(map(smollm2.token_bytes, ids)) == "🫠".encode()
@@ -137,12 +155,21 @@ def test_padding_ids_have_no_text(smollm2: Tokenizer) -> None:
 
 def test_chat_prompt_of_smollm2(smollm2: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Hi"}]
-    text = smollm2.apply_chat_template(messages, tokenize=False)
+    text = smollm2.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n") and text.startswith("<|im_start|>system\n")
-    ids = smollm2.apply_chat_template(messages)
+    ids = smollm2.apply_chat_template(messages, add_generation_prompt=True)
     assert smollm2.decode(ids) == text and ids.count(1) == 3 and ids.count(2) == 2
-    without_prompt = smollm2.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
+    without_prompt = smollm2.apply_chat_template(messages, tokenize=False)       # as in transformers: only when asked for
     assert without_prompt + "<|im_start|>assistant\n" == text
+
+
+def test_a_template_given_with_the_call_is_used_once(smollm2: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    own = smollm2.apply_chat_template(messages, tokenize=False)
+    assert smollm2.apply_chat_template(messages, chat_template="{{ messages[0].content }}{{ eos_token }}", tokenize=False) == (
+        "Hi<|im_end|>"
+    )
+    assert smollm2.apply_chat_template(messages, tokenize=False) == own
 
 
 def test_chat_prompts_get_no_second_bos() -> None:

@@ -47,7 +47,7 @@ def rank_main(rank: int, size: int, directory: Path) -> None:
     load_weights(dummy, directory, config, "dummy")
     logits["dummy", torch.float64] = teacher_forced_logits(dummy, TOKENS, PREFILL, tp_size=size)
     torch.save(logits, directory / f"logits{rank}.pt")
-    comm.barrier()
+    comm.all_reduce(torch.zeros(1))      # nobody leaves while another still computes
     comm.close()
 
 

@@ -71,7 +71,7 @@ def host_step(running: int, steps: int) -> dict[str, Any]:
     for step in range(steps + 10):
         plan, planned = _timed(scheduler.schedule)
         _, packed = _timed(functools.partial(_pack, rows, plan))
-        _, updated = _timed(functools.partial(scheduler.update, _result(plan)))
+        _, updated = _timed(functools.partial(scheduler.update, _result(plan, rows)))
         if step >= 10:
             plan_ms.append(planned)
             pack_ms.append(packed)
@@ -90,9 +90,9 @@ def _pack(rows: DeviceRows, plan: StepPlan) -> None:
     rows.pack(plan)
 
 
-def _result(plan: StepPlan) -> StepResult:
+def _result(plan: StepPlan, rows: DeviceRows) -> StepResult:
     ones = np.ones(len(plan.rows), np.int32)
-    return StepResult(plan.step, ones.reshape(-1, 1) * 7, ones, ones)
+    return StepResult(plan.step, ones.reshape(-1, 1) * 7, ones, rows.length[plan.rows])
 
 
 def text_rates(model: Path) -> dict[str, float]:

@@ -18,10 +18,11 @@ from ridgeline.bench.peer_transformers import TransformersPeer
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.bench.workloads import PRESETS, Workload
 from ridgeline.config import EngineConfig
-from ridgeline.costs import DecoderShape, decoder_step
+from ridgeline.costs import DTYPE_BYTES, DecoderShape, decoder_step
 from ridgeline.engine.core import EngineCore
+from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
-from ridgeline.models.config import DTYPES, ModelConfig
+from ridgeline.models.config import ModelConfig
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.sampling_params import SamplingParams
 
@@ -44,10 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.against and args.load_format == "dummy":
+        raise ConfigError("--against needs real weights: leave --load-format dummy out")
     engine = Engine(args.model, dtype=args.dtype, load_format=args.load_format)
     contenders: list[Contender] = [engine]
     if args.against:
-        contenders.append(TransformersPeer(str(engine.config.model_path)))
+        contenders.append(TransformersPeer(engine.config.model_path, engine.config.dtype))
     bandwidth = read_bandwidth()
     workloads = [workload for name in args.workload for workload in PRESETS[name]]
     figures: dict[str, Any] = {"read_bandwidth_gb_s": bandwidth / 1e9}
@@ -137,7 +140,7 @@ def decode_bytes(model: ModelConfig, dtype: str, workload: Workload) -> float:
 
 
 def decoder_shape(model: ModelConfig, dtype: str) -> DecoderShape:
-    size = DTYPES[dtype]
+    size = DTYPE_BYTES[dtype]
     windows = [window for window in model.windows if window is not None]
     return DecoderShape(
         hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,

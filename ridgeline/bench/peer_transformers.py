@@ -15,12 +15,11 @@ from ridgeline.errors import ConfigError
 class TransformersPeer:
     name = "transformers"
 
-    def __init__(self, model: str, dtype: str = "float32") -> None:
+    def __init__(self, path: Path, dtype: str) -> None:
         try:
             transformers: Any = importlib.import_module("transformers")
         except ImportError:
             raise ConfigError("--against transformers needs that package: pip install transformers") from None
-        path = Path(model)
         where: dict[str, Any] = {"pretrained_model_name_or_path": path}
         if path.suffix == ".gguf":
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}

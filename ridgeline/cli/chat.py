@@ -10,9 +10,12 @@ from typing import Any
 
 from ridgeline.cli.options import add_engine_options, add_model, engine_config
 from ridgeline.cli.sampling import add_sampling_options, sampling_given
-from ridgeline.cli.terminal import progress_bar, require_model
+from ridgeline.cli.terminal import require_model
 from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.progress import progress_bar
 from ridgeline.errors import RequestError
+from ridgeline.models.config import load_model_config
+from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams
 
 HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -32,10 +35,13 @@ def run(args: argparse.Namespace) -> None:
     require_model(config)
     llm = AsyncLLM(**config.flat())
     with asyncio.Runner() as runner:
+        conversation = Conversation(llm, runner, params, args.system)
         try:
+            load_model_config(model_path(config))        # a wrong model is told by its own error, not by the tokenizer's
+            conversation.try_template()
             with progress_bar("loading", in_bytes=True) as tick:
                 runner.run(llm.start(tick))
-            Conversation(llm, runner, params, args.system).run()
+            conversation.run()
         finally:
             runner.run(llm.shutdown())
 
@@ -48,6 +54,12 @@ class Conversation:
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, Any]] = list(self._start)
         self._interactive = sys.stdin.isatty()
+
+    def try_template(self) -> None:
+        """A model that cannot chat, or not with this system message, is told before its weights load."""
+        self._runner.run(self._llm.load_tokenizer())
+        first = [*self._start, {"role": "user", "content": "Hello"}]
+        self._llm.get_tokenizer().apply_chat_template(first, tokenize=False, add_generation_prompt=True)
 
     def run(self) -> None:
         if self._interactive:

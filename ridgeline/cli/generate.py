@@ -18,15 +18,19 @@ import msgspec
 
 from ridgeline.cli.options import add_engine_options, engine_config
 from ridgeline.cli.sampling import add_sampling_options, sampling_given
-from ridgeline.cli.terminal import Tick, progress_bar, require_model
+from ridgeline.cli.terminal import require_model
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.frontend import Frontend, Prompt, RequestState
 from ridgeline.engine.outputs import CompletionOutput, RequestOutput
+from ridgeline.engine.progress import Tick, progress_bar
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.messages import TokenDelta
+from ridgeline.models.config import load_model_config
+from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams
 
 DEFAULTS = {"max_tokens": 256}
+RECORD_START = b'{"id":'             # of every line this command writes
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _OTHERS = {"id", "cache_salt", "priority"}
 _SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -58,9 +62,11 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     with source, target:
+        path = model_path(config)
+        load_model_config(path)                          # a wrong model is told by its own error, not by the tokenizer's
+        frontend = Frontend.load(config.model, path)     # and a wrong tokenizer or template before the weights load
         with progress_bar("loading", in_bytes=True) as tick:
             core = EngineCore.start(config, tick)
-        frontend = Frontend.load(config.model, core.config.model_path)
         batch = Batch(core, frontend, defaults, target, done)
         try:
             with progress_bar("answers") as tick:
@@ -115,15 +121,15 @@ def finished_ids(path: Path) -> set[RecordId]:
     with path.open("r+b") as file:
         end = 0
         for number, text in enumerate(file, 1):
+            whole = text.endswith(b"\n")
             try:
-                whole = text.endswith(b"\n")
-                done.add(msgspec.json.decode(text, type=dict[str, Any])["id"] if whole else 0)
-            except (msgspec.DecodeError, KeyError, TypeError):
+                if not text.startswith(RECORD_START[: len(text)]):
+                    raise KeyError("id")
                 if whole:
-                    raise ConfigError(f"{path}, line {number} is not one of our records; give another OUTPUT") from None
-            if not whole:
-                break
-            end += len(text)
+                    done.add(msgspec.json.decode(text, type=dict[str, Any])["id"])
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, KeyError, TypeError):
+                raise ConfigError(f"{path}, line {number} is not one of our records; give another OUTPUT") from None
+            end += len(text) if whole else 0
         file.truncate(end)
     return done
 

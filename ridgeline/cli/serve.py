@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from ridgeline.cli.options import add_engine_options, add_model, add_options, engine_config, options_of
-from ridgeline.cli.terminal import progress_bar, require_model
+from ridgeline.cli.terminal import require_model
 from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.progress import progress_bar
 from ridgeline.log import get_logger
 from ridgeline.server.app import Service, model_name
 from ridgeline.server.app import run as run_server

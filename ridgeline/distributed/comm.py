@@ -35,9 +35,6 @@ class Communicator:
         """`source`'s x on every rank, in place."""
         return x
 
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-
     def close(self) -> None:
         """Leaves the group."""
 
@@ -46,9 +43,10 @@ class ProcessGroup(Communicator):
     """Ranks in processes of their own, over gloo (CPU) or NCCL (CUDA)."""
 
     def __init__(
-        self, rank: int, size: int, store: Path, backend: str = "gloo", timeout_seconds: float = 600.0
+        self, rank: int, size: int, store: Path, backend: str = "gloo", timeout_seconds: float = 120.0
     ) -> None:
-        """`store` is a path that no file has yet, the same for all ranks."""
+        """`store` is a path that no file has yet, the same for all ranks. After `timeout_seconds` a collective that not
+        all ranks have joined fails; so does one with a rank that is gone, at once."""
         if not 0 <= rank < size:
             raise ConfigError(f"rank must be in 0..{size - 1}, got {rank}")
         if backend == "gloo":
@@ -73,9 +71,6 @@ class ProcessGroup(Communicator):
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         dist.broadcast(x, source)
         return x
-
-    def barrier(self) -> None:
-        dist.barrier()
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -14,10 +14,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import zmq
 
 from ridgeline.config import EngineConfig
+from ridgeline.engine.children import start_child
 from ridgeline.engine.frontend import Frontend, Prompt, RequestState
 from ridgeline.engine.ipc import (
     FROM_ENGINE,
@@ -33,6 +33,7 @@ from ridgeline.engine.ipc import (
     Add,
     DecodeError,
     Deltas,
+    EncodeError,
     Failed,
     Loading,
     Ready,
@@ -40,18 +41,18 @@ from ridgeline.engine.ipc import (
     Shutdown,
     SocketDir,
 )
-from ridgeline.engine.outputs import AnswerDelta, RequestOutput
+from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, RidgelineError
 from ridgeline.log import get_logger
-from ridgeline.messages import Request, TokenDelta
+from ridgeline.messages import TokenDelta
 from ridgeline.models.config import load_model_config
 from ridgeline.resolve import model_path
-from ridgeline.sampling_params import SamplingParams
+from ridgeline.sampling_params import RequestOutputKind, SamplingParams
 
 logger = get_logger("async_llm")
 
-LONG_TEXT = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
+LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
 _FRAMES_PER_TURN = 64                # frames read before the event loop gets a turn
 _STOP_SECONDS = 5.0                  # how long an engine may take to leave when asked
 
@@ -95,10 +96,10 @@ class AnswerStream:
 
     def close(self) -> None:
         """Abort whatever still runs. Does nothing after the end."""
-        for wire_id in list(self._unfinished):
-            self._llm._forget(wire_id, tell_engine=True)
-        self._unfinished.clear()
+        unfinished, self._unfinished = self._unfinished, set()
         self._end()
+        for wire_id in unfinished:
+            self._llm._forget(wire_id, tell_engine=True)
 
     def _add(self, wire_id: str, state: RequestState) -> int:
         self.outputs.append(state.output)
@@ -140,14 +141,15 @@ class _Open:
 class AsyncLLM:
     """`AsyncLLM()` is the embedded model; options are those of `ridgeline.config`, names as in vLLM."""
 
-    def __init__(self, model: str | Path = "", **options: Any) -> None:
-        self.config = EngineConfig.of(model=str(model), **options)
-        self.ready: Ready | None = None                  # what the engine said of itself; None before
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self.config = EngineConfig.of(model=model, **options)
+        self.ready: Ready | None = None                  # what the engine said of itself; None before start() is through
         self.running = 0                                 # sequences that have a row
         self.free_blocks = 0
-        self._frontend = Frontend(None)
+        self._frontend: Frontend | None = None           # None: not loaded yet
+        self._longest_piece = 0                          # bytes of the vocabulary's longest token
         self._open: dict[str, _Open] = {}                # by wire id: never used twice, whatever callers name theirs
-        self._wire_ids: dict[str, str] = {}              # the callers' ids -> wire ids
+        self._wire_ids: dict[str, str] = {}              # ids that callers chose -> wire ids
         self._process: _EngineProcess | None = None
         self._starting = asyncio.Lock()
         self._on_loading: Callable[[int, int], None] = lambda done, total: None
@@ -167,23 +169,36 @@ class AsyncLLM:
             self._on_loading = on_loading
         path = model_path(self.config)
         await asyncio.to_thread(load_model_config, path)         # a wrong model is told at once, and by its own error
-        self._died = asyncio.get_running_loop().create_future()
-        is_ready = asyncio.Event()
-        self._died.add_done_callback(lambda _: is_ready.set())
+        loop = asyncio.get_running_loop()
+        self._died = loop.create_future()
+        ready: asyncio.Future[Ready] = loop.create_future()
         self._process = _EngineProcess(
-            self.config, lambda message: self._take(message, is_ready), lambda reason: self._die(EngineDead(reason))
+            self.config, lambda message: self._take(message, ready), lambda reason: self._die(EngineDead(reason))
         )
         try:
-            self._frontend = await asyncio.to_thread(Frontend.load, self.config.model, path)
-            await is_ready.wait()
+            await self.load_tokenizer()
+            news: list[asyncio.Future[Any]] = [ready, self._died]
+            await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
             self._require_alive()
         except BaseException:
             await self.shutdown()
             raise
+        self.free_blocks = ready.result().num_blocks
+        self.ready = ready.result()                      # last of all: from here on requests are taken
+
+    async def load_tokenizer(self) -> None:
+        """The tokenizer and chat template, which start() else loads beside the weights. Called before, it tells a mistake
+        in them before there is an engine."""
+        if self._frontend is not None:
+            return
+        frontend = await asyncio.to_thread(Frontend.load, self.config.model, model_path(self.config))
+        if frontend.tokenizer is not None:
+            self._longest_piece = max(map(len, frontend.tokenizer.token_pieces()), default=0)
+        self._frontend = frontend
 
     @property
     def is_alive(self) -> bool:
-        """Ready, and neither dead nor shut down."""
+        """Started to the end, and neither dead nor shut down."""
         return self.ready is not None and self._died is not None and not self._died.done()
 
     @property
@@ -231,11 +246,19 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The answer as it grows: each output holds everything so far. Leaving the loop early aborts the request."""
+        """The answer as it grows: each output holds everything so far, or what `output_kind` says.
+
+        Leaving the loop early aborts the request.
+        """
+        kind = (sampling_params or SamplingParams()).output_kind
         stream = await self.stream([prompt], sampling_params, request_id, priority)
         try:
-            async for _ in stream:
-                yield _copy(stream.outputs[0])
+            if kind is RequestOutputKind.FINAL_ONLY:
+                yield (await stream.complete())[0]
+                return
+            async for batch in stream:
+                output = stream.outputs[0]
+                yield _copy(output) if kind is RequestOutputKind.CUMULATIVE else _news(output, batch)
         finally:
             stream.close()
 
@@ -247,76 +270,135 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AnswerStream:
-        """Send prompts to the engine. BadRequest when one cannot run; then none does."""
+        """Send prompts to the engine. BadRequest when one cannot run; then none does.
+
+        The first prompt goes by `request_id`, further ones by `request_id`-1, -2 and so on.
+        """
         await self.start()
         params = sampling_params or SamplingParams()
-        if request_id is not None and request_id in self._wire_ids:
-            raise BadRequest(f"request id {request_id!r} is already running")
+        if params.truncate_prompt_tokens is None:        # else what is too long is made to fit
+            for prompt in prompts:
+                self._check_size(prompt)
 
-        def make() -> list[tuple[Request, RequestState]]:
-            return [
-                self._frontend.request(prompt, params, priority=priority, cache_salt=cache_salt) for prompt in prompts
-            ]
+        def make() -> list[tuple[str, bytes, RequestState]]:
+            return [self._make(prompt, params, priority, cache_salt) for prompt in prompts]
 
-        made = await asyncio.to_thread(make) if _is_long(prompts) else make()
-        for request, _ in made:
-            self._check_length(request)
+        made = await asyncio.to_thread(make) if _is_long(prompts, params) else make()
+        # From here to the end nothing waits: the names that are free now are still free when they are taken.
+        names = [request_id and (f"{request_id}-{place}" if place else request_id) for place in range(len(made))]
+        taken = next((name for name in names if name in self._wire_ids), None)
+        if taken is not None:
+            raise BadRequest(f"request id {taken!r} is already running")
+        self._require_alive()
         stream = AnswerStream(self)
-        for number, (request, state) in enumerate(made):
-            name = request.request_id if request_id is None else request_id if not number else f"{request_id}-{number}"
-            state.output.request_id = name
-            self._submit(name, request, state, stream)
+        try:
+            for name, (wire_id, frame, state) in zip(names, made, strict=True):
+                self._submit(name, wire_id, frame, state, stream)
+        except BaseException:
+            stream.close()
+            raise
+        if not made:
+            stream._end()
         return stream
 
-    async def chat_tokens(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
+    async def chat_tokens(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **template: Any
+    ) -> list[int]:
         """A conversation through the model's chat template, as the token ids of a prompt."""
         await self.start()
-        return await asyncio.to_thread(self._frontend.chat_tokens, messages, **template)
+        tokenizer = self.get_tokenizer()
+
+        def render() -> list[int]:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template
+            )
+            self._check_text(text)
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        return await asyncio.to_thread(render)
 
     async def abort(self, request_id: str) -> None:
-        """End a request before its time; its reader sees the answer end where it is. Unknown ids are no error."""
-        opened = self._open.get(self._wire_ids.get(request_id, ""))
-        if opened is not None:
-            for answer in opened.state.output.outputs:
-                answer.finish_reason = answer.finish_reason or "abort"
-            opened.state.output.finished = True
-            opened.stream.close()
+        """End one prompt's answers where they are, with the finish reason "abort"; other prompts of its stream go on.
+
+        Unknown ids are no error: it may have finished meanwhile.
+        """
+        wire_id = self._wire_ids.get(request_id, request_id)
+        opened = self._open.get(wire_id)
+        if opened is None or opened.request_id != request_id:
+            return
+        self._forget(wire_id, tell_engine=True)
+        output = opened.state.output
+        for answer in output.outputs:
+            if not answer.finished():
+                last = TokenDelta(wire_id, answer.index, [], finish_reason="abort", num_cached_tokens=output.num_cached_tokens)
+                opened.stream._push(opened.place, opened.state.take(last)[0])
+        opened.stream._finish(wire_id)
 
     def get_tokenizer(self) -> Tokenizer:
-        if self._frontend.tokenizer is None:
+        if self._frontend is None or self._frontend.tokenizer is None:
             raise BadRequest("there is no tokenizer: the engine is not started, or skip_tokenizer_init is set")
         return self._frontend.tokenizer
 
-    def _check_length(self, request: Request) -> None:
-        """The engine checks this too; here it spares the engine a frame of a million tokens."""
+    def _check_size(self, prompt: Prompt) -> None:
+        """Before any work is spent on it. The engine checks lengths too; this spares it a frame of a million tokens."""
+        given = _given(prompt)
+        if isinstance(given, str):
+            self._check_text(given)
+        elif isinstance(given, Sized):
+            self._check_length(len(given))
+
+    def _check_text(self, text: str) -> None:
+        """No token is longer than the vocabulary's longest: of more text than that there is no need to know its tokens."""
         assert self.ready is not None
-        if len(request.prompt_token_ids) >= self.ready.max_model_len:
+        most = self.ready.max_model_len * self._longest_piece
+        # Counted in characters first: those are no more than the bytes, and cost nothing to count.
+        if most and (len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most):
             raise BadRequest(
-                f"the prompt has {len(request.prompt_token_ids)} tokens, which leaves no room for an answer: "
+                f"the prompt has more than {most} bytes of text, which cannot fit: "
                 f"max_model_len is {self.ready.max_model_len}"
             )
 
-    def _submit(self, name: str, request: Request, state: RequestState, stream: AnswerStream) -> None:
-        self._require_alive()
-        wire_id = request.request_id
-        self._open[wire_id] = _Open(name, state, stream, stream._add(wire_id, state))
-        self._wire_ids[name] = wire_id
-        self._send(Add(request))
+    def _check_length(self, tokens: int) -> None:
+        assert self.ready is not None
+        if tokens >= self.ready.max_model_len:
+            raise BadRequest(
+                f"the prompt has {tokens} tokens, which leaves no room for an answer: "
+                f"max_model_len is {self.ready.max_model_len}"
+            )
+
+    def _make(self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str) -> tuple[str, bytes, RequestState]:
+        """(wire id, frame for the engine, state here). Whatever can be wrong with a request is found here, before any other
+        part of it exists."""
+        assert self._frontend is not None
+        request, state = self._frontend.request(prompt, params, priority=priority, cache_salt=cache_salt)
+        self._check_length(len(request.prompt_token_ids))
+        try:
+            return request.request_id, TO_ENGINE.encode(Add(request)), state
+        except EncodeError as error:
+            raise BadRequest(f"the request cannot be sent to the engine: {error}") from None
+
+    def _submit(self, name: str | None, wire_id: str, frame: bytes, state: RequestState, stream: AnswerStream) -> None:
+        self._open[wire_id] = _Open(name or wire_id, state, stream, stream._add(wire_id, state))
+        if name:
+            self._wire_ids[name] = wire_id
+            state.output.request_id = name
+        self._send(frame)
 
     def _forget(self, wire_id: str, tell_engine: bool) -> None:
         opened = self._open.pop(wire_id, None)
         if opened is not None:
-            self._wire_ids.pop(opened.request_id, None)
+            if self._wire_ids.get(opened.request_id) == wire_id:
+                del self._wire_ids[opened.request_id]
             if tell_engine:
-                self._send(Abort(wire_id))
+                self._send(TO_ENGINE.encode(Abort(wire_id)))
 
-    def _send(self, message: Add | Abort | Shutdown) -> None:
+    def _send(self, frame: bytes) -> None:
         if self.is_alive and self._process is not None:
-            self._process.send(message)
+            self._process.send(frame)
 
     # -- news from the engine ------------------------------------------------------------------------------------------
 
-    def _take(self, message: Ready | Loading | Failed | Refused | Deltas, is_ready: asyncio.Event) -> None:
+    def _take(self, message: Ready | Loading | Failed | Refused | Deltas, ready: asyncio.Future[Ready]) -> None:
         if isinstance(message, Deltas):
             self.running, self.free_blocks = message.running, message.free_blocks
             for delta in message.deltas:
@@ -329,8 +411,8 @@ class AsyncLLM:
         elif isinstance(message, Loading):
             self._on_loading(message.done, message.total)
         elif isinstance(message, Ready):
-            self.ready, self.free_blocks = message, message.num_blocks
-            is_ready.set()
+            if not ready.done():
+                ready.set_result(message)
         else:
             self._die(ConfigError(message.reason) if message.config else EngineDead(message.reason))
 
@@ -344,7 +426,7 @@ class AsyncLLM:
             opened.stream._fail(error)
             return
         if stop_here:
-            self._send(Abort(delta.request_id, delta.index))
+            self._send(TO_ENGINE.encode(Abort(delta.request_id, delta.index)))
         opened.stream._push(opened.place, new)
         if state.output.finished:
             self._forget(delta.request_id, tell_engine=False)
@@ -370,14 +452,7 @@ class _EngineProcess:
         self._fd: int = self._from_engine.FD
         self._loop.add_reader(self._fd, self._read)
         settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid()}
-        # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the engine in order.
-        # It finds modules where this process does (-P: not also in whatever directory this happens to be).
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ridgeline.engine.process", json.dumps(settings)],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            start_new_session=True,
-        )
+        self._child = start_child("ridgeline.engine.process", json.dumps(settings))
         # Also when nobody calls stop(): at the latest when the interpreter ends.
         self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
         threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
@@ -386,17 +461,17 @@ class _EngineProcess:
     def pid(self) -> int:
         return self._child.pid
 
-    def send(self, message: Add | Abort | Shutdown) -> None:
+    def send(self, frame: bytes) -> None:
         try:
-            self._to_engine.send(TO_ENGINE.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
+            self._to_engine.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
             pass                                         # the other end is gone; _watch says so in a moment
 
     async def stop(self, gently: bool) -> None:
         """Returns when the process is gone and nothing of it is left."""
         if self._cleanup.alive:
             if gently:
-                self.send(Shutdown())
+                self.send(TO_ENGINE.encode(Shutdown()))
             else:
                 self._child.terminate()
             for force in (self._child.terminate, self._child.kill):
@@ -450,9 +525,20 @@ def _abandon(child: subprocess.Popen[bytes], sockets: SocketDir) -> None:
     sockets.close()
 
 
-def _is_long(prompts: Sequence[Prompt]) -> bool:
-    texts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in prompts]
-    return sum(len(text) for text in texts if isinstance(text, str)) >= LONG_TEXT
+def _given(prompt: Prompt) -> Any:
+    """A prompt's text or token ids, of whatever type they are."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    tokens = prompt.get("prompt_token_ids")
+    return prompt.get("prompt") if tokens is None else tokens
+
+
+def _is_long(prompts: Sequence[Prompt], params: SamplingParams) -> bool:
+    """Whether to make these requests away from the event loop."""
+    given = sum(len(each) for each in map(_given, prompts) if isinstance(each, Sized))
+    # Every prompt has bad words to tokenise and stop strings to prepare, every answer its own search for those.
+    beside = sum(map(len, [*params.bad_words, *params.stop])) + params.n * (1 + len(params.stop))
+    return given + len(prompts) * beside >= LONG_WORK
 
 
 def _copy(output: RequestOutput) -> RequestOutput:
@@ -462,3 +548,21 @@ def _copy(output: RequestOutput) -> RequestOutput:
         for answer in output.outputs
     ]
     return replace(output, outputs=answers)
+
+
+def _news(output: RequestOutput, batch: list[tuple[int, AnswerDelta]]) -> RequestOutput:
+    """Only what is new: of answers with news, their new tokens and text."""
+    answers: dict[int, CompletionOutput] = {}
+    for _, delta in batch:
+        whole = output.outputs[delta.index]
+        logprobs = None if whole.logprobs is None else list[LogprobsAt]()
+        new = answers.setdefault(
+            delta.index, CompletionOutput(delta.index, cumulative_logprob=whole.cumulative_logprob, logprobs=logprobs)
+        )
+        new.text += delta.text
+        new.token_ids.extend(delta.token_ids)
+        new.text_offsets.extend(delta.text_offsets)
+        if new.logprobs is not None:
+            new.logprobs.extend(delta.logprobs or [])
+        new.finish_reason, new.stop_reason = delta.finish_reason, delta.stop_reason
+    return replace(output, outputs=list(answers.values()))

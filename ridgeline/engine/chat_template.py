@@ -32,6 +32,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from ridgeline.engine.children import start_child
 from ridgeline.errors import BadRequest, Unsupported
 
 MAX_INPUT_BYTES = 32 << 20           # messages and tools, as JSON
@@ -204,12 +205,12 @@ class TemplateProcess:
         if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
             self._owner = os.getpid()        # a forked copy of this process must not share the pipes
             kept = {name: os.environ[name] for name in ("TZ", "LD_LIBRARY_PATH") if name in os.environ}
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+            self._child = start_child(
+                __name__,
+                environment=kept,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**kept, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
         return self._child
 

@@ -1,4 +1,4 @@
-"""The engine's core: one step at a time, and `step` below is the whole engine in a few lines.
+"""The engine's core: one step at a time, and `_step` below is the whole engine in a few lines.
 
 It knows requests as token ids. Text, streams, HTTP and processes are outside; tensors are below the executor.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
 from ridgeline.engine.executor import Executor, make_executor
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.log import get_logger
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.resolve import ResolvedConfig, resolve
@@ -26,6 +26,7 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.scheduler = make_scheduler(config)
+        self._dead = ""                                  # why, once a step has failed
 
     @classmethod
     def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
@@ -37,6 +38,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request; BadRequest when it cannot run here."""
+        self._check_alive()
         check_token_ids(request, self.config.model.vocab_size)
         self.scheduler.add(request)
 
@@ -49,6 +51,15 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> list[TokenDelta]:
+        """One step. When it fails, scheduler and device no longer agree: the engine is dead, and says so from then on."""
+        self._check_alive()
+        try:
+            return self._step()
+        except BaseException as error:
+            self._dead = one_line(error)
+            raise
+
+    def _step(self) -> list[TokenDelta]:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         plan = self.scheduler.schedule()
         if len(plan.rows):
@@ -59,6 +70,10 @@ class EngineCore:
         elif not self.scheduler.num_in_flight:
             return []
         return self.scheduler.update(self.executor.collect())
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDead(f"the engine has stopped: {self._dead}")
 
     def close(self) -> None:
         self.executor.close()

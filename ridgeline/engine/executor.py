@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import zmq
 
 from ridgeline.distributed.comm import Communicator, ProcessGroup
+from ridgeline.engine.children import child_environment, start_child
 from ridgeline.engine.ipc import PLAN, SocketDir
 from ridgeline.errors import EngineDead
 from ridgeline.messages import StepPlan, StepResult
@@ -23,7 +26,10 @@ from ridgeline.resolve import ResolvedConfig
 from ridgeline.runner.worker import make_runner
 
 Progress = Callable[[int, int], None]
-_STOP = b""                          # the frame that ends a rank
+STOP = b""                           # the frame that ends a rank
+_POLL_MS = 100                       # how often ranks are looked at while one waits for them
+_SEND_SECONDS = 10.0                 # a rank that takes no plan for so long is lost
+_LEAVE_SECONDS = 5.0                 # what ranks get to end by themselves
 
 
 class Executor(Protocol):
@@ -49,53 +55,150 @@ class LocalExecutor:
         """Nothing outlives the process."""
 
 
-class TensorParallelExecutor:
-    """Rank 0 here, the others in processes of their own, all fed the same plans."""
+class Ranks:
+    """The processes of the ranks above 0, and the sockets to them. No call here waits for a rank that has ended."""
 
-    def __init__(self, config: ResolvedConfig, progress: Progress | None = None) -> None:
-        size = config.options.parallel.tensor_parallel_size
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.size = config.options.parallel.tensor_parallel_size
         self._sockets = SocketDir()
+        self.store = self._sockets.path / "store"
         self._context = zmq.Context()
         self._links: list[zmq.Socket[bytes]] = []
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        store = self._sockets.path / "store"
-        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        for rank in range(1, size):
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._reached: dict[int, str] = {}               # rank -> the last thing it said it had done
+        try:
+            self._start(config)
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, config: ResolvedConfig) -> None:
+        self._reports = self._context.socket(zmq.PULL)
+        self._reports.bind(self._sockets.address("reports"))
+        environment = {"OMP_NUM_THREADS": "1"} | child_environment()
+        for rank in range(1, self.size):
             link = self._context.socket(zmq.PUSH)
             link.bind(self._sockets.address(f"rank-{rank}"))
             self._links.append(link)
             settings = {
-                "options": config.pinned().flat(), "rank": rank, "size": size, "store": str(store),
-                "address": self._sockets.address(f"rank-{rank}"),
+                "options": config.pinned().flat(), "rank": rank, "size": self.size, "store": str(self.store),
+                "address": self._sockets.address(f"rank-{rank}"), "reports": self._sockets.address("reports"),
+                "parent": os.getpid(),
             }  # fmt: skip
-            command = [sys.executable, "-m", "ridgeline.engine.rank", json.dumps(settings)]
-            self._ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment))
-        backend = "gloo" if config.device == "cpu" else "nccl"
-        self._comm = ProcessGroup(0, size, store, backend)
-        self._runner = make_runner(config, self._comm, progress)
-        self.sample = self._runner.sample
-        self.collect = self._runner.collect
+            self._children.append(start_child("ridgeline.engine.rank", json.dumps(settings), environment=environment))
 
-    def submit(self, plan: StepPlan) -> None:
-        for number, process in enumerate(self._ranks, 1):
+    def check(self) -> None:
+        """EngineDead when a rank has ended, with its own last words if it had any."""
+        while self._reports.poll(0):
+            rank, reached, reason = json.loads(self._reports.recv())
+            if reason:
+                raise EngineDead(f"rank {rank} failed: {reason}")
+            self._reached[rank] = reached
+        for number, process in enumerate(self._children, 1):
             if process.poll() is not None:
+                if self._reports.poll(_POLL_MS):
+                    return self.check()                  # what it said as it ended says more
                 raise EngineDead(f"rank {number} ended with code {process.returncode}")
-        frame = PLAN.encode(plan)
-        for link in self._links:
-            link.send(frame)
-        self._runner.submit(plan)
 
-    def close(self) -> None:
+    def wait(self, reached: str) -> None:
+        """Until every rank has said so. A rank may take as long as it needs, but not die."""
+        while True:
+            self.check()
+            if sum(said == reached for said in self._reached.values()) == len(self._children):
+                return
+            self._reports.poll(_POLL_MS)
+
+    def send(self, frame: bytes) -> None:
+        deadline = time.monotonic() + _SEND_SECONDS
+        for number, link in enumerate(self._links, 1):
+            while not _sent(link, frame):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise EngineDead(f"rank {number} takes no more plans")
+                link.poll(_POLL_MS, zmq.POLLOUT)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """A collective fails when a rank is gone: then say which, not what the network thinks of it."""
+        try:
+            yield
+        except Exception as error:
+            deadline = time.monotonic() + 1.0            # the connection may break a moment before the process is gone
+            while time.monotonic() < deadline:
+                try:
+                    self.check()
+                except EngineDead as reason:
+                    raise reason from error
+                time.sleep(_POLL_MS / 1000)
+            raise
+
+    def end(self) -> None:
+        """However things stand: no process, socket or file is left, within seconds. A second call does nothing."""
         for link in self._links:
-            link.send(_STOP)
-        for process in self._ranks:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
+            _sent(link, STOP)
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for process in self._children:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
                 process.kill()
-        self._comm.close()
+                process.wait()
+        self._links, self._children = [], []
         self._context.destroy(linger=0)
         self._sockets.close()
+
+
+def _sent(link: zmq.Socket[bytes], frame: bytes) -> bool:
+    try:
+        link.send(frame, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
+class TensorParallelExecutor:
+    """Rank 0 here, the others in processes of their own, all fed the same plans."""
+
+    def __init__(self, config: ResolvedConfig, progress: Progress | None = None) -> None:
+        self._ranks = ranks = Ranks(config)
+        self._comm: ProcessGroup | None = None
+        self._end = weakref.finalize(self, ranks.end)    # also when nobody calls close(): at the latest at exit
+
+        def watched(done: int, total: int) -> None:
+            ranks.check()
+            if progress is not None:
+                progress(done, total)
+
+        try:
+            ranks.wait("started")                        # whoever is not there would be waited for without end
+            with ranks.named():
+                backend = "gloo" if config.device == "cpu" else "nccl"
+                self._comm = ProcessGroup(0, ranks.size, ranks.store, backend)
+                self._runner = make_runner(config, self._comm, watched)
+            ranks.wait("loaded")
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, plan: StepPlan) -> None:
+        self._ranks.check()
+        self._ranks.send(PLAN.encode(plan))
+        with self._ranks.named():
+            self._runner.submit(plan)
+
+    def sample(self, masks: Any = None) -> None:
+        with self._ranks.named():
+            self._runner.sample(masks)
+
+    def collect(self) -> StepResult:
+        with self._ranks.named():
+            return self._runner.collect()
+
+    def close(self) -> None:
+        self._end()
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None
 
 
 def make_executor(config: ResolvedConfig, progress: Progress | None = None) -> Executor:

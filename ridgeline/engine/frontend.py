@@ -6,9 +6,11 @@ Used by LLM in the engine's own process and by AsyncLLM across a socket. No torc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
 
 from ridgeline.config import ModelOptions
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
@@ -16,9 +18,24 @@ from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.messages import Logprobs, Request, TokenDelta
-from ridgeline.sampling_params import SamplingParams
+from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
 
-Prompt = str | dict[str, Any] | Sequence[int]
+MAX_PRIORITY = 2**31 - 1             # either way
+MAX_SALT_CHARACTERS = 1_024
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]             # only shown again in the output
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Mapping[str, Any] | Sequence[int]         # a mapping is a TextPrompt or a TokensPrompt
 
 
 class Frontend:
@@ -46,45 +63,52 @@ class Frontend:
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids`."""
-        if isinstance(prompt, dict):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
+        if isinstance(prompt, Mapping):
+            given = {name for name in prompt if prompt[name] is not None}
+            if given - {"prompt", "prompt_token_ids", "cache_salt"} or not {"prompt", "prompt_token_ids"} & given:
                 known = "`prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
-                raise BadRequest(f"a prompt as a dict holds {known}; got {sorted(prompt)}")
-            text = prompt.get("prompt")
-            tokens = prompt.get("prompt_token_ids")
-            return (text, list(tokens)) if tokens is not None else self.prompt_tokens(text or "")
+                raise BadRequest(f"a prompt as a dict holds {known}; got {shown(sorted(map(str, prompt)))}")
+            text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is not None and not isinstance(text, str):
+                raise BadRequest(f"prompt must be a text, got {shown(text)}")
+            return (text, _token_ids(tokens)) if tokens is not None else self.prompt_tokens(text or "")
         if isinstance(prompt, str):
             if not prompt:
                 raise BadRequest("the prompt is empty; it needs at least one token")
             return prompt, self._require_tokenizer("a text prompt").encode(prompt)
-        return None, list(prompt)
+        return None, _token_ids(prompt)
 
     def request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
         cache_salt: str = "",
     ) -> tuple[Request, RequestState]:  # fmt: skip
+        """BadRequest for whatever is wrong with it, except what only the engine knows: its vocabulary and its room."""
+        if not isinstance(params, SamplingParams):
+            raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
         text, tokens = self.prompt_tokens(prompt)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-            raise BadRequest("prompt_token_ids must be integers")
-        if isinstance(prompt, dict):
-            cache_salt = str(prompt.get("cache_salt") or cache_salt)
+        if params.truncate_prompt_tokens is not None:
+            tokens = tokens[-params.truncate_prompt_tokens :]
+        if isinstance(prompt, Mapping):
+            cache_salt = prompt.get("cache_salt") or cache_salt
         if params.stop:
             self._require_tokenizer("stop")
         request = Request(
             request_id=request_id or self.new_id(),
             prompt_token_ids=tokens,
             params=params,
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=_priority(priority),
+            cache_salt=_salt(cache_salt),
             bad_words_token_ids=self._bad_words(params.bad_words),
         )
         return request, RequestState(request, text, self.tokenizer)
 
-    def chat_tokens(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
-        """A conversation through the model's chat template."""
-        tokens = self._require_tokenizer("chat").apply_chat_template(messages, tokenize=True, **template)
-        return list(tokens)
+    def chat_tokens(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **template: Any
+    ) -> list[int]:
+        """A conversation through the model's chat template; by default the model's next message begins."""
+        return self._require_tokenizer("chat").apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=add_generation_prompt, **template
+        )
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         """A word reads differently at the start of a text and after a space; both are bad."""
@@ -101,6 +125,26 @@ class Frontend:
         return self.tokenizer
 
 
+def _token_ids(given: Any) -> list[int]:
+    if isinstance(given, np.ndarray):
+        given = given.tolist()
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise BadRequest(f"a prompt must be a text, a list of token ids or a dict of either; got {shown(given)}")
+    return plain_token_ids("prompt_token_ids", given)
+
+
+def _priority(given: Any) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or abs(given) > MAX_PRIORITY:
+        raise BadRequest(f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {shown(given)}")
+    return given
+
+
+def _salt(given: Any) -> str:
+    if not isinstance(given, str) or len(given) > MAX_SALT_CHARACTERS or not is_unicode(given):
+        raise BadRequest(f"cache_salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {shown(given)}")
+    return given
+
+
 class RequestState:
     """One request's answers as they grow."""
 
@@ -108,24 +152,29 @@ class RequestState:
         params = request.params
         self._params = params
         self._tokenizer = tokenizer
-        self._streams = [
-            TextStream.for_params(tokenizer, params) if tokenizer and params.detokenize else None
-            for _ in range(params.n)
-        ]
+        self._streams: list[TextStream] | None = None
+        if tokenizer is not None and params.detokenize:
+            self._streams = TextStream.for_answers(tokenizer, params)
         answers = [
             CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)
         ]
         self.output = RequestOutput(request.request_id, prompt, request.prompt_token_ids, answers)
+        if params.prompt_logprobs is not None and len(request.prompt_token_ids) == 1:
+            self.output.prompt_logprobs = [None]         # the first token follows nothing; the engine has none to tell
 
     def take(self, delta: TokenDelta) -> tuple[AnswerDelta, bool]:
         """(what is new, whether the core must be told to stop this answer: a stop string was found here).
 
-        An error of this request alone is raised.
+        An error of this answer alone is raised; the answer then has ended with finish_reason "error", and its
+        stop_reason says why.
         """
+        answer = self.output.outputs[delta.index]
+        stream = self._streams[delta.index] if self._streams is not None else None
         if delta.finish_reason == "error":
+            self._end(answer, "error", delta.error)
             raise RequestError(delta.error)
-        answer, stream = self.output.outputs[delta.index], self._streams[delta.index]
-        self.output.num_cached_tokens = delta.num_cached_tokens
+        if delta.index == 0:                             # the others find what the first has just computed
+            self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *self._readable(delta.prompt_logprobs)]
         token_ids, text, finish, reason = delta.token_ids, "", delta.finish_reason, delta.stop_reason
@@ -150,9 +199,12 @@ class RequestState:
         answer.text += text
         answer.token_ids.extend(token_ids)
         answer.text_offsets.extend(offsets)
+        self._end(answer, finish, reason)
+        return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here
+
+    def _end(self, answer: CompletionOutput, finish: str | None, reason: int | str | None) -> None:
         answer.finish_reason, answer.stop_reason = finish, reason
         self.output.finished = all(each.finished() for each in self.output.outputs)
-        return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here
 
     def _readable(self, logprobs: Logprobs) -> list[LogprobsAt]:
         positions = []
@@ -168,4 +220,4 @@ class RequestState:
         return positions
 
     def _word(self, token: int) -> str | None:
-        return self._tokenizer.token_text(token) if self._tokenizer else None
+        return self._tokenizer.token_text(token) if self._tokenizer is not None else None

@@ -24,6 +24,7 @@ _DTYPES = {"int8": np.int8, "int32": np.int32, "int64": np.int64, "float32": np.
 
 T = TypeVar("T")
 DecodeError = msgspec.DecodeError
+EncodeError = msgspec.EncodeError
 
 
 class Codec(Generic[T]):
@@ -34,7 +35,14 @@ class Codec(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
 
     def encode(self, message: T) -> bytes:
-        return self._encoder.encode(message)
+        """EncodeError for what would not arrive: integers beyond 64 bits, text that is no Unicode, a frame too large."""
+        try:
+            frame = self._encoder.encode(message)
+        except (OverflowError, UnicodeEncodeError, RecursionError, TypeError) as error:
+            raise EncodeError(str(error)) from None
+        if len(frame) > MAX_FRAME:
+            raise EncodeError(f"a frame of {len(frame)} bytes is larger than the limit of {MAX_FRAME}")
+        return frame
 
     def decode(self, frame: bytes | memoryview) -> T:
         if len(frame) > MAX_FRAME:

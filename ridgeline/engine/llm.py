@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
+from types import FrameType
 from typing import Any
-
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.frontend import Frontend, Prompt, RequestState
 from ridgeline.engine.outputs import RequestOutput
+from ridgeline.engine.progress import Tick, progress_bar
 from ridgeline.engine.tokenizer import Tokenizer
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, ModelError, RequestError, Unsupported
 from ridgeline.messages import Request
-from ridgeline.sampling_params import SamplingParams
+from ridgeline.models.config import load_model_config, read_json
+from ridgeline.resolve import model_path
+from ridgeline.sampling_params import SamplingParams, shown
+
+# generation_config.json's names -> ours
+_GENERATION_CONFIG = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
+_GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
 
 
 class LLM:
     """A model ready to answer. `LLM()` is the embedded model; options are those of `ridgeline.config`."""
 
-    def __init__(self, model: str | Path = "", *, use_tqdm: bool = False, **options: Any) -> None:
-        """`use_tqdm` shows a bar while weights load."""
-        config = EngineConfig.of(model=str(model), **options)
-        with _bar("loading weights", use_tqdm, DownloadColumn()) as tick:
+    def __init__(self, model: str | Path | None = None, *, use_tqdm_on_load: bool = True, **options: Any) -> None:
+        """`use_tqdm_on_load` shows a bar while weights load, on a terminal."""
+        config = EngineConfig.of(model=model, **options)
+        path = model_path(config)
+        if not path.exists() and not path.is_absolute() and len(path.parts) == 2:
+            raise ModelError(f"model {path} does not exist, and hub names are not fetched: give a directory or a .gguf file")
+        load_model_config(path)                          # a wrong model is told by its own error, not by the tokenizer's
+        self._frontend = Frontend.load(config.model, path)
+        self._default_params = _default_params(path)
+        with progress_bar("loading weights", in_bytes=True, wanted=use_tqdm_on_load) as tick:
             self.core = EngineCore.start(config, progress=tick)
-        self._frontend = Frontend.load(config.model, self.core.config.model_path)
 
     def get_tokenizer(self) -> Tokenizer:
         if self._frontend.tokenizer is None:
@@ -34,7 +48,8 @@ class LLM:
         return self._frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        return SamplingParams()
+        """What the model's generation_config.json asks for; used where no SamplingParams are given."""
+        return self._default_params.clone()
 
     def generate(
         self,
@@ -42,14 +57,19 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to all prompts, in order. A prompt that cannot run fails the call before anything is computed."""
+        """Answers to all prompts, in order.
+
+        A prompt that cannot run fails the call before anything is computed. An answer that fails on the way ends with
+        finish_reason "error" and says why in stop_reason; the others go on. Ctrl-C waits for the running step, so that
+        the engine stays whole; a second one does not wait.
+        """
+        _require_no_adapter(lora_request)
         listed = _as_list(prompts)
-        params = _one_each(sampling_params or self.get_default_sampling_params(), len(listed))
-        priorities = list(priority) if priority is not None else [0] * len(listed)
-        if len(priorities) != len(listed):
-            raise BadRequest(f"there are {len(listed)} prompts and {len(priorities)} priorities; give one each")
+        params = _one_each("sampling_params", sampling_params, SamplingParams, self.get_default_sampling_params(), listed)
+        priorities = _one_each("priority", priority, int, 0, listed)
         made = [
             self._frontend.request(prompt, each, priority=urgency)
             for prompt, each, urgency in zip(listed, params, priorities, strict=True)
@@ -60,82 +80,130 @@ class LLM:
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of each of several."""
-        conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
-        template = {
+        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        conversations: list[Any] = messages if several else [messages]
+        template: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
             "tools": tools,
+            "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
         prompts = [{"prompt_token_ids": self._frontend.chat_tokens(each, **template)} for each in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def _run(self, made: list[tuple[Request, RequestState]], show: bool) -> list[RequestOutput]:
-        added: list[str] = []
-        try:
-            for request, _ in made:
-                self.core.add(request)
-                added.append(request.request_id)
-            states = {request.request_id: state for request, state in made}
-            with _bar("answers", show, MofNCompleteColumn()) as tick:
-                self._drain(states, tick)
-        except BaseException:
-            for request_id in added:                     # leave nothing behind that would run with the next call
-                self.core.abort(request_id)
-            raise
+        states = {request.request_id: state for request, state in made}
+        with progress_bar("answers", wanted=show) as tick, _BetweenSteps() as interrupt:
+            try:
+                for request, _ in made:
+                    self.core.add(request)
+                self._drain(states, tick, interrupt.deliver)
+            except BaseException:
+                for request_id in states:                # leave nothing behind that would run with the next call
+                    self.core.abort(request_id)
+                raise
         return [state.output for _, state in made]
 
-    def _drain(self, states: dict[str, RequestState], tick: Callable[[int, int], None]) -> None:
+    def _drain(
+        self, states: dict[str, RequestState], tick: Tick, after_step: Callable[[], None] = lambda: None
+    ) -> None:
         done = 0
         while self.core.has_work:
             for delta in self.core.step():
                 state = states.get(delta.request_id)
                 if state is None or state.output.outputs[delta.index].finished():
                     continue                             # news of an answer that a stop string has ended
-                _, stop_here = state.take(delta)
+                try:
+                    _, stop_here = state.take(delta)
+                except RequestError:
+                    stop_here = False                    # noted in the output; it concerns this answer alone
                 if stop_here:
                     self.core.abort(delta.request_id, delta.index)
                 if state.output.finished:
                     done += 1
                     tick(done, len(states))
+            after_step()
 
     def close(self) -> None:
         self.core.close()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
+class _BetweenSteps:
+    """Holds Ctrl-C back until `deliver` is called: inside a step it would leave the engine's two halves at odds.
 
+    Only in the main thread, where Python handles signals, and only where something in Python handles this one.
+    """
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise BadRequest(f"there are {count} prompts and {len(params)} SamplingParams; give one, or one each")
-    return list(params)
+    def __init__(self) -> None:
+        self._pending = False
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
 
-
-class _bar:
-    """A progress bar as a callback (done, total), or nothing."""
-
-    def __init__(self, label: str, show: bool, *columns: Any) -> None:
-        self._progress = Progress(TextColumn(label), BarColumn(), *columns, TimeRemainingColumn(), disable=not show)
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self._progress.start()
-        task = self._progress.add_task("", total=None)
-        return lambda done, total: self._progress.update(task, completed=done, total=total)
+    def __enter__(self) -> _BetweenSteps:
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._hold)
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            self.deliver()
+
+    def deliver(self) -> None:
+        if self._pending and self._handler is not None:
+            self._pending = False
+            self._handler(signal.SIGINT, None)           # usually it raises KeyboardInterrupt
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._pending and self._handler is not None:
+            self._handler(number, frame)
+        self._pending = True
+
+
+def _default_params(path: Path) -> SamplingParams:
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return SamplingParams()
+    written = read_json(file)
+    given = {ours: written[name] for name, ours in _GENERATION_CONFIG.items() if written.get(name) is not None}
+    try:
+        return SamplingParams(**given)
+    except BadRequest as error:
+        raise ModelError(f"{file}: {error}") from None
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise BadRequest(f"prompts must be a prompt or a list of prompts, got {shown(prompts)}")
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], Integral) else listed
+
+
+def _one_each(name: str, given: Any, kind: type, default: Any, prompts: list[Prompt]) -> list[Any]:
+    """One value for all prompts, or a list with one each."""
+    if given is None or isinstance(given, kind):
+        return [default if given is None else given] * len(prompts)
+    if not isinstance(given, Sequence) or not all(isinstance(each, kind) for each in given):
+        raise BadRequest(f"{name} must be {kind.__name__}, one for all prompts or a list of one each; got {shown(given)}")
+    if len(given) != len(prompts):
+        raise BadRequest(f"{name} has {len(given)} entries for {len(prompts)} prompts; give one, or one each")
+    return list(given)
+
+
+def _require_no_adapter(lora_request: Any) -> None:
+    if lora_request is not None:
+        raise Unsupported("lora_request is not supported; merge the adapter into the weights first")

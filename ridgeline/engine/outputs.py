@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -24,9 +25,10 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[LogprobsAt] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    finish_reason: str | None = None                             # stop, length, abort, error
+    stop_reason: int | str | None = None                         # the stop string or token; what went wrong
     text_offsets: list[int] = field(default_factory=list)        # where in the text each token begins
+    lora_request: Any = None                                     # always None: there are no adapters
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -43,6 +45,8 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[LogprobsAt | None] | None = None
     num_cached_tokens: int = 0
+    metrics: Any = None                                          # always None: nothing is measured per request
+    lora_request: Any = None
 
 
 @dataclass(slots=True)

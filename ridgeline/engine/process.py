@@ -33,7 +33,7 @@ from ridgeline.engine.ipc import (
     Refused,
     Shutdown,
 )
-from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError
+from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.log import get_logger
 from ridgeline.messages import TokenDelta
 
@@ -169,11 +169,6 @@ def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
     gc.freeze()
     link.send(ready)
     return core
-
-
-def one_line(error: BaseException) -> str:
-    words = " ".join(str(error).split())
-    return words if isinstance(error, RidgelineError) else f"{type(error).__name__}: {words[:300]}".rstrip(": ")
 
 
 def run(options: dict[str, object], link: FrontEndLink) -> int:

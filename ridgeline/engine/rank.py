@@ -1,4 +1,8 @@
-"""The process of a rank above 0: obeys the plans that rank 0 sends, until it is told to stop or rank 0 is gone."""
+"""The process of a rank above 0: obeys the plans that rank 0 sends, until it is told to stop or rank 0 is gone.
+
+It reports when it has started, when it has loaded, and why it failed. Everything was decided by rank 0: this process
+resolves pinned options, without a look at the memory that its siblings are taking meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +10,79 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import ProcessGroup
 from ridgeline.engine.ipc import PLAN
-from ridgeline.resolve import resolve
-from ridgeline.runner.worker import device_facts, make_runner
+from ridgeline.errors import one_line
+from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.runner.worker import make_runner
 
 _POLL_MS = 1000
+_UNLIMITED = 2**62
 
 
-def main(settings: str) -> None:
-    given = json.loads(settings)
+class RankZeroGone(Exception):
+    pass
+
+
+class Link:
+    """The sockets to rank 0, and the knowledge whether it lives."""
+
+    def __init__(self, given: dict[str, Any], context: zmq.Context[Any]) -> None:
+        self._rank, self._parent = given["rank"], given["parent"]
+        self._plans = context.socket(zmq.PULL)
+        self._plans.connect(given["address"])
+        self._reports = context.socket(zmq.PUSH)
+        self._reports.connect(given["reports"])
+
+    def check(self, *_: int) -> None:
+        if os.getppid() != self._parent:
+            raise RankZeroGone
+
+    def report(self, reached: str, reason: str = "") -> None:
+        self._reports.send(json.dumps([self._rank, reached, reason]).encode())
+
+    def receive(self) -> bytes:
+        while not self._plans.poll(_POLL_MS):
+            self.check()
+        return self._plans.recv()
+
+
+def obey(given: dict[str, Any], link: Link) -> None:
     options = EngineConfig.of(**given["options"])
-    config = resolve(options, device_facts(options))
-    parent = os.getppid()
-    context = zmq.Context()
-    link = context.socket(zmq.PULL)
-    link.connect(given["address"])
+    config = resolve(options, DeviceFacts(options.model.device, _UNLIMITED, (options.model.dtype,)))
+    link.report("started")
     backend = "gloo" if config.device == "cpu" else "nccl"
     comm = ProcessGroup(given["rank"], given["size"], Path(given["store"]), backend)
-    runner = make_runner(config, comm)
-    while os.getppid() == parent:
-        if not link.poll(_POLL_MS):
-            continue
-        frame = link.recv()
-        if not frame:
-            break
+    runner = make_runner(config, comm, link.check)
+    link.report("loaded")
+    while frame := link.receive():
         runner.submit(PLAN.decode(frame))
         runner.sample()
         runner.collect()
     comm.close()
 
 
+def main(settings: str) -> int:
+    given = json.loads(settings)
+    context = zmq.Context()
+    link = Link(given, context)
+    try:
+        obey(given, link)
+    except RankZeroGone:
+        context.destroy(linger=0)
+        return 0
+    except Exception as error:
+        link.report("failed", one_line(error))
+        context.destroy(linger=1000)
+        return 1
+    context.destroy(linger=0)
+    return 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1]))

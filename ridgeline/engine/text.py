@@ -34,7 +34,7 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         *,
-        stop: Sequence[str] = (),
+        stop: StopStrings | None = None,
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
@@ -49,21 +49,26 @@ class TextStream:
         self._strip = at_start and tokenizer.has_prefix_space
         self._min_tokens = min_tokens
         self._hide_stop = not include_stop_str_in_output
-        self._finder = StopFinder(stop) if stop else None
+        self._finder = StopFinder(stop) if stop is not None and stop.strings else None
         self._held = ""                              # decoded, not yet shown
         self._shown: list[str] = []
         self._length = 0                             # characters decoded so far
         self._finished = False
 
     @classmethod
-    def for_params(cls, tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
-        return cls(
-            tokenizer,
-            stop=params.stop,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
+    def for_answers(cls, tokenizer: Tokenizer, params: SamplingParams) -> list[TextStream]:
+        """One for each of the `n` answers to a request; what is the same for all of them is made once."""
+        stop = StopStrings(params.stop)
+        return [
+            cls(
+                tokenizer,
+                stop=stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+            for _ in range(params.n)
+        ]
 
     @property
     def text(self) -> str:
@@ -119,7 +124,7 @@ class TextStream:
         """Cut the held text at the stop string that was found."""
         assert finder.best is not None
         start, index = finder.best
-        self.stopped_by = finder.stops[index]
+        self.stopped_by = finder.stop.strings[index]
         end = start if self._hide_stop else start + len(self.stopped_by)
         self._held = self._held[: end - (self._length - len(self._held))]
 
@@ -133,6 +138,16 @@ class TextStream:
         return text
 
 
+class StopStrings:
+    """The stop strings of a request, and the tables to find them with. Never changes, so its answers share one."""
+
+    __slots__ = ("fallbacks", "strings")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = tuple(strings)
+        self.fallbacks = [_fallback_table(string) for string in self.strings]
+
+
 class StopFinder:
     """Finds the stop string that starts earliest in a text that comes in pieces; at equal start the first listed.
 
@@ -141,14 +156,13 @@ class StopFinder:
     does not depend on the pieces, at the price of waiting for a few characters where stop strings overlap.
     """
 
-    __slots__ = ("_fallbacks", "_matched", "_position", "best", "decided", "stops")
+    __slots__ = ("_matched", "_position", "best", "decided", "stop")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
+    def __init__(self, stop: StopStrings) -> None:
+        self.stop = stop
         self.best: tuple[int, int] | None = None     # where it starts, and which of the stop strings it is
         self.decided = False
-        self._fallbacks = [_fallback_table(stop) for stop in self.stops]
-        self._matched = [0] * len(self.stops)
+        self._matched = [0] * len(stop.strings)
         self._position = 0
 
     @property
@@ -161,16 +175,17 @@ class StopFinder:
 
     def advance(self, text: str, counts: bool = True) -> None:
         """Look at the next characters. With `counts` false a stop string that ends among them is none."""
+        strings, fallbacks = self.stop.strings, self.stop.fallbacks
         if self.best is None and not any(self._matched):
             # The usual case: nothing is open and nothing can open before the first character of some stop string.
-            openings = [place for stop in self.stops if (place := text.find(stop[0])) >= 0]
+            openings = [place for stop in strings if (place := text.find(stop[0])) >= 0]
             skipped = min(openings, default=len(text))
             self._position += skipped
             text = text[skipped:]
         for character in text:
             self._position += 1
-            for index, stop in enumerate(self.stops):
-                length, fallback = self._matched[index], self._fallbacks[index]
+            for index, stop in enumerate(strings):
+                length, fallback = self._matched[index], fallbacks[index]
                 while length and stop[length] != character:
                     length = fallback[length - 1]
                 if stop[length] == character:

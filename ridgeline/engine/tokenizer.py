@@ -21,8 +21,20 @@ from ridgeline.errors import BadRequest
 from ridgeline.models.gguf import GGUFFile
 
 
+class Encoded(dict[str, Any]):
+    """What calling a tokenizer gives: `input_ids` and `attention_mask`, as entries and as attributes."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
+
+
 class Tokenizer:
-    """One model's vocabulary. Safe to use from several threads."""
+    """One model's vocabulary. Safe to use from several threads. Public names are those of transformers, as far as they go."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special_ids = vocabulary.special_ids            # shown only with skip_special_tokens=False
@@ -53,6 +65,27 @@ class Tokenizer:
         """Ids the tokenizer knows. The model's own vocabulary may be padded beyond it."""
         return len(self._pieces)
 
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._chat.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._chat.special_tokens.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The one that is called so; `eos_token_ids` are all that end an answer."""
+        named = self.token_id(self.eos_token) if self.eos_token is not None else None
+        return named if named is not None else min(self.eos_token_ids, default=None)
+
+    def get_vocab(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     # --- text to ids ---
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
@@ -75,6 +108,21 @@ class Tokenizer:
             return [encoding.ids for encoding in encodings]
         return [[*self._prefix_ids, *encoding.ids, *self._suffix_ids] for encoding in encodings]
 
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
+        """One text or several, as transformers' tokenizers take and give them; lists, no padding."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoded(input_ids=ids, attention_mask=[1] * len(ids))
+        batch = self.encode_batch(text, add_special_tokens)
+        return Encoded(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The id of each token as the vocabulary writes it; the unknown token's, or None, for what is none."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        known = self.token_id(tokens)
+        return known if known is not None else self.token_id(self._chat.special_tokens.get("unk_token", ""))
+
     def _encoder(self, parse_special: bool) -> tokenizers.Tokenizer:
         if parse_special:
             return self._core
@@ -87,12 +135,23 @@ class Tokenizer:
 
     # --- ids to text ---
 
-    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False, *, at_start: bool = True) -> str:
+    def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False, *, at_start: bool = True) -> str:
         """`at_start=False`: the tokens continue a text, so a SentencePiece prefix space stays."""
+        if isinstance(token_ids, int):
+            token_ids = [token_ids]
         pieces = self.token_pieces(skip_special_tokens)
         count = len(pieces)
         text = b"".join([pieces[token] for token in token_ids if 0 <= token < count]).decode("utf-8", "replace")
         return text.removeprefix(" ") if at_start and self.has_prefix_space else text
+
+    def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
+
+    def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> Any:
+        """Each token as the vocabulary writes it, None for an id that it has not."""
+        if not isinstance(ids, int):
+            return [self.convert_ids_to_tokens(token) for token in ids]
+        return self._core.id_to_token(ids) if 0 <= ids < self.vocab_size else None
 
     def token_pieces(self, skip_special_tokens: bool = False) -> list[bytes]:
         """The bytes of every token, by id; not to be changed. Skipped tokens are empty."""
@@ -135,17 +194,22 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = True,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> list[int] | str:
         """The prompt of a conversation. The template writes its own special tokens, so none are added.
 
         Variables of the template come as keywords, or, where a client chose their names, as `chat_template_kwargs`.
+        `chat_template` is the text of one to use instead of the model's own.
         """
-        text = self._chat.render(
+        chat = self._chat
+        if chat_template is not None:
+            chat = ChatTemplate({"default": chat_template}, chat.special_tokens)
+        text = chat.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,

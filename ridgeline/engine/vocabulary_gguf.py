@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from ridgeline.engine.vocabulary import SPACE_MARK, Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 from ridgeline.errors import ModelError
+from ridgeline.models.end_tokens import gguf_end_tokens, gguf_ends_of_turn
 
 
 def gguf_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
@@ -111,12 +112,6 @@ PRE_TOKENIZERS = {
     "llama4": _PreTokenizer((_cased_pattern(f"(?:{_CONTRACTION})?", f"{_NUMBER}{{1,3}}"),)),
 }
 
-# Chat models end a turn with one of these, whatever the file calls its end-of-sequence token.
-_END_OF_TURN = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> </s> <eos> "
-    "<｜end▁of▁sentence｜>".split()
-)
-
 
 class _VocabularyBuilder:
     """The tokenizer.* part of a GGUF file's metadata, checked, and what is built from it."""
@@ -139,12 +134,7 @@ class _VocabularyBuilder:
             twice = next(token for place, token in enumerate(self.tokens) if self.ids[token] != place)
             raise self._error(f"tokenizer.ggml.tokens holds {twice!r} twice")
         self.types: list[int] = self._per_token("tokenizer.ggml.token_type", int, default=int(_TokenType.NORMAL))
-        self.ends_of_turn = [
-            place
-            for place in (self.ids[token] for token in _END_OF_TURN if token in self.ids)
-            if self.tokens[place] != "</s>" or self.types[place] != _TokenType.NORMAL    # ordinary: a piece of HTML
-        ]
-        for place in self.ends_of_turn:
+        for place in gguf_ends_of_turn(metadata):
             self.types[place] = _TokenType.CONTROL       # converters often forget to say so
 
     # --- reading ---
@@ -189,13 +179,12 @@ class _VocabularyBuilder:
         if self.model == "llama":        # older files leave out what every SentencePiece model of their time had
             bos, eos = (1 if bos is None else bos), (2 if eos is None else eos)
         named = {"bos_token": bos, "eos_token": eos, "unk_token": self._id("unknown"), "pad_token": self._id("padding")}
-        ends = [place for place in (eos, self._id("eot"), self._id("eom")) if place is not None]
         return Vocabulary(
             core=core,
             pieces=pieces,
             special_ids=frozenset(place for place, kind in enumerate(self.types) if kind not in _SHOWN_TYPES),
             bos_token_id=bos,
-            eos_token_ids=frozenset([*ends, *self.ends_of_turn]),
+            eos_token_ids=frozenset(gguf_end_tokens(self.metadata)),
             prefix_ids=[bos] if self._flag("tokenizer.ggml.add_bos_token", add_bos) and bos is not None else [],
             suffix_ids=[eos] if self._flag("tokenizer.ggml.add_eos_token", False) and eos is not None else [],
             has_prefix_space=self.model == "llama" and self._flag("tokenizer.ggml.add_space_prefix", True),

@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 
 from ridgeline.engine.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 from ridgeline.errors import ModelError
+from ridgeline.models.end_tokens import hf_end_tokens
 
 SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
@@ -29,9 +30,6 @@ def directory_vocabulary(path: Path) -> Vocabulary:
 
     bos: int | None = core.token_to_id(special_tokens.get("bos_token", ""))
     eos: int | None = core.token_to_id(special_tokens.get("eos_token", ""))
-    ends = {*_ids(generation_config.get("eos_token_id")), *_ids(model_config.get("eos_token_id"))}
-    if eos is not None:
-        ends.add(eos)
     prefix_ids, suffix_ids = _added_around(core)
     pieces, has_prefix_space = _pieces(core, path)
     return Vocabulary(
@@ -39,7 +37,7 @@ def directory_vocabulary(path: Path) -> Vocabulary:
         pieces=pieces,
         special_ids=frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special),
         bos_token_id=bos if bos is not None else next(iter(_ids(model_config.get("bos_token_id"))), None),
-        eos_token_ids=frozenset(ends),
+        eos_token_ids=frozenset(hf_end_tokens(model_config, generation_config, eos)),
         prefix_ids=prefix_ids,
         suffix_ids=suffix_ids,
         has_prefix_space=has_prefix_space,

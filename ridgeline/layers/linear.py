@@ -77,13 +77,6 @@ class Linear(nn.Module):
         return self.scheme.apply(self, x, batch)
 
 
-class ColumnLinear(Linear):
-    """Outputs divided among the ranks."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, place: Placement) -> None:
-        super().__init__({"": even_shard(outputs, place.comm.rank, place.comm.size)}, whole(inputs), bias, place)
-
-
 class GateUpLinear(Linear):
     """gate and up, one after the other."""
 

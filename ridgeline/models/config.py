@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ridgeline.costs import DTYPE_BYTES
 from ridgeline.distributed.plan import head_shards
 from ridgeline.errors import ModelError
 from ridgeline.kv_spec import KVGroupSpec, group_layers
 from ridgeline.log import get_logger
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.family import Family
 from ridgeline.models.gemma import GEMMA2, GEMMA3
 from ridgeline.models.gguf import GGUFFile
@@ -31,7 +33,6 @@ logger = get_logger("models")
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3)
 LAYER_TYPES = ("full_attention", "sliding_attention")
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}       # and their bytes
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -55,9 +56,8 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int     # the longest context the model was made for
     rms_norm_eps: float
-    dtype: str                       # of the checkpoint, one of DTYPES
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
+    dtype: str                       # of the checkpoint, one of costs.DTYPE_BYTES
+    eos_token_ids: tuple[int, ...]   # any of them ends an answer
 
     tied: bool                       # the head is the embedding
     activation: str                  # of the gate: silu, gelu, gelu_tanh
@@ -113,7 +113,9 @@ def load_model_config(path: str | Path) -> ModelConfig:
         raise ModelError(f"{path} has no config.json: {hint}")
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    return hf_model_config(raw, read_json(generation) if generation.is_file() else {})
+    return hf_model_config(
+        raw, read_json(generation) if generation.is_file() else {}, eos_token=directory_eos_token(path)
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1)
             count * outputs * inputs for count, outputs, inputs in config.matrices
             if outputs // tp_size >= fewest_outputs()
         )
-    return numbers * DTYPES[dtype] // tp_size
+    return numbers * DTYPE_BYTES[dtype] // tp_size
 
 
 def layer_groups(config: ModelConfig) -> list[int]:
@@ -216,9 +218,13 @@ def family_of(architecture: object, known: Callable[[Family], Sequence[str]], wh
 
 
 def hf_model_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], family: Family | None = None, where: str = "config.json"
+    raw: Mapping[str, Any], generation: Mapping[str, Any], family: Family | None = None, where: str = "config.json",
+    eos_token: int | None = None,
 ) -> ModelConfig:
-    """From the content of config.json and generation_config.json. `family` overrides the declared one."""
+    """From the content of config.json and generation_config.json, and the id of the tokenizer's eos_token.
+
+    `family` overrides the declared one.
+    """
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelError(f"{where}: architectures is missing")
@@ -231,11 +237,13 @@ def hf_model_config(
                          "or a GGUF file")
     if "auto_map" in raw:
         logger.warning("%s names code of its own (auto_map); it is ignored, %s is built in", where, family.name)
+    ends = hf_end_tokens(raw, generation, eos_token)
     text = raw.get("text_config")
     if isinstance(text, dict):
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
     fields = Fields(where, raw, family.defaults)
-    generation_fields = Fields("generation_config.json", generation, {})
+    for checked in (fields, Fields("generation_config.json", generation, {})):
+        checked.ids("eos_token_id")
 
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
@@ -264,8 +272,7 @@ def hf_model_config(
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number("rms_norm_eps"),
         dtype=_dtype(fields),
-        bos_token_id=next(iter(fields.ids("bos_token_id")), None),
-        eos_token_ids=_unique(fields.ids("eos_token_id"), generation_fields.ids("eos_token_id")),
+        eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
         activation=ACTIVATIONS[activation],
         qkv_bias=attention_bias or family.qkv_bias,
@@ -297,8 +304,8 @@ def _head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int, num
 
 def _dtype(fields: Fields) -> str:
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ModelError(f"{fields.where}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"{fields.where}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPE_BYTES)}")
     return dtype
 
 
@@ -370,10 +377,6 @@ def _hf_ropes(
     return tuple(full if window is None else local for window in windows), max_position
 
 
-def _unique(*groups: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(each for group in groups for each in group))
-
-
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
@@ -420,8 +423,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number(key("attention.layer_norm_rms_epsilon")),
         dtype="bfloat16" if embedding.type == "BF16" else "float32" if embedding.type == "F32" else "float16",
-        bos_token_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
-        eos_token_ids=_unique(*(fields.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))),
+        eos_token_ids=gguf_end_tokens(file.metadata),
         tied=not has("output.weight"),
         activation=family.activation,
         qkv_bias=has("blk.0.attn_q.bias") or has("blk.0.attn_qkv.bias"),

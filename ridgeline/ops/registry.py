@@ -35,7 +35,6 @@ if HAS_TRITON:
 else:
     triton = tl = None
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -143,7 +142,7 @@ def set_kernels(kernels: str) -> None:
 
 def support_table(widths: Sequence[int] = (64, 128)) -> str:
     """Which implementation each registered op runs, per device and dtype, as text. `*` depends on the width."""
-    columns = [(device, dtype) for device in ("cpu", "cuda") for dtype in DTYPES]
+    columns = [(device, dtype) for device in ("cpu", "cuda") for dtype in DTYPE_BYTES]
     rows = [["op", *(f"{device}:{dtype}" for device, dtype in columns)]]
     for name, op in sorted(REGISTRY.items()):
         row = [name]

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ridgeline.ops.linear import linear as product
 from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
 
 
@@ -47,7 +47,7 @@ class Unquantised:
         pass
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        return F.linear(x, linear.weight, linear.bias)
+        return product(x, linear.weight, linear.bias)
 
     def extra_bytes(self, linear: nn.Module) -> int:
         return 0
@@ -74,7 +74,7 @@ class PackedFloat32(Unquantised):
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
         if x.shape[0] < FEWEST_ROWS or linear.packed is None:
-            return F.linear(x, linear.weight, linear.bias)
+            return product(x, linear.weight, linear.bias)
         return torch.ops.mkldnn._linear_pointwise(x, linear.packed, linear.bias, "none", [], "")
 
     def extra_bytes(self, linear: nn.Module) -> int:

@@ -158,7 +158,8 @@ class Runner:
             logprobs=step.logprobs or {},
             prompt_logprobs=step.prompt_logprobs,
             failed=failed,
-            useful=plan.total_tokens,
+            useful=plan.total_tokens - plan.recomputed,
+            recomputed=plan.recomputed,
             device_seconds=time.perf_counter() - step.started,
         )
 

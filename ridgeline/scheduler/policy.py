@@ -13,17 +13,33 @@ class Admission(Protocol):
     def open(self, num_running: int) -> bool:
         """May waiting sequences join the running ones in this step?"""
 
+    def admitted(self, num_running: int, full: bool) -> None:
+        """So many run now. `full`: whoever still waits finds no row or block, or nobody waits."""
+
 
 class ContinuousBatching:
     def open(self, num_running: int) -> bool:
         return True
 
+    def admitted(self, num_running: int, full: bool) -> None:
+        """It is never too late to join."""
+
 
 class StaticBatching:
-    """The off version of continuous batching: a new batch starts only when the last one has finished whole."""
+    """The off version of continuous batching: a new batch starts only when the last one has finished whole.
+
+    It may take several steps to fill, as long as prompts take, but nobody takes the place of one who has left.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._full = False
 
     def open(self, num_running: int) -> bool:
-        return num_running == 0
+        return num_running == 0 or (num_running == self._size and not self._full)
+
+    def admitted(self, num_running: int, full: bool) -> None:
+        self._size, self._full = num_running, full
 
 
 class StepTimeModel(Protocol):

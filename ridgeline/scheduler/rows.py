@@ -22,6 +22,7 @@ class Rows:
         self.limit = np.zeros(max_rows, np.int64)
         self.num_blocks = np.zeros(max_rows, np.int64)   # logical blocks in the row's tables
         self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
+        self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
         self.sequences: list[Sequence | None] = [None] * max_rows
         self._free = list(range(max_rows))               # a heap: low rows first keeps batches dense
@@ -41,6 +42,7 @@ class Rows:
         self.sequences[row] = sequence
         self.num_prompt[row] = sequence.num_prompt
         self.limit[row] = sequence.limit
+        self.lost[row] = sequence.lost_tokens
         self.want[row] = want
         self._stale = True
         return row

@@ -51,11 +51,12 @@ class SchedulerLimits:
 @dataclass(slots=True)
 class SchedulerCounters:
     steps: int = 0
-    computed_tokens: int = 0
-    chunks: int = 0                  # partial prefills
-    joins: int = 0                   # sequences admitted while others were running
-    preemptions: int = 0
+    computed_tokens: int = 0         # planned; the next two are what steps reported, once they were taken in
+    useful_tokens: int = 0
     wasted_tokens: int = 0           # computed twice because of preemptions
+    chunks: int = 0                  # partial prefills
+    joins: int = 0                   # sequences admitted in the place of one that had left, while others were running
+    preemptions: int = 0
     late_tokens: int = 0             # sampled after a stop, dropped
     finished: int = 0
     held_slots: int = 0              # KV slots held, and of these the ones in use, summed over steps: paging's waste
@@ -104,6 +105,8 @@ class Scheduler:
         self._seed = seed
         self._rows = Rows(limits.max_rows)
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []       # a heap by rank
+        self._num_gone = 0                                               # of these, the ones that have ended
+        self._vacated = False                                            # has anybody left since rows were empty?
         self._live: dict[str, list[Sequence]] = {}                       # request id -> its unfinished answers
         self._flights: deque[_InFlight] = deque()
         self._delta = _Delta()
@@ -155,7 +158,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(not sequence.finished for _, sequence in self._waiting)
+        return len(self._waiting) - self._num_gone
 
     @property
     def num_running(self) -> int:
@@ -170,8 +173,13 @@ class Scheduler:
         return bool(self._live) or bool(self._flights)
 
     def snapshot(self) -> Snapshot:
-        """The running rows as they would be added to a fresh device."""
-        return Snapshot(self._step, [self._row_added(sequence, 0) for sequence in self._rows.running()])
+        """The running rows, as a fresh device needs them; see Snapshot."""
+        if self._flights:
+            raise AssertionError("a snapshot needs every step taken in: values in flight are the device's")
+        computed = self._rows.computed
+        return Snapshot(
+            self._step, [self._row_added(sequence, int(computed[sequence.row])) for sequence in self._rows.running()]
+        )
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -265,7 +273,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's row and blocks; it waits, and computes its known tokens again."""
         self.counters.preemptions += 1
-        sequence.lost_tokens = int(self._rows.computed[sequence.row])
+        sequence.lost_tokens = max(sequence.lost_tokens, int(self._rows.computed[sequence.row]))
         sequence.prompt_done = False
         sequence.prompt_logprobs = []                            # they will be computed again, too
         self._leave_row(sequence)
@@ -276,6 +284,8 @@ class Scheduler:
         self._promote_aged()
         table, manager = self._rows, self.manager
         num_running = len(table)
+        self._vacated &= num_running > 0
+        full = False
         rows: list[int] = []
         tokens: list[int] = []
         unready: list[tuple[tuple[int, int], Sequence]] = []
@@ -285,6 +295,7 @@ class Scheduler:
             sequence = entry[1]
             if sequence.finished:
                 heapq.heappop(self._waiting)
+                self._num_gone -= 1
                 continue
             if not sequence.ready:
                 unready.append(heapq.heappop(self._waiting))
@@ -293,13 +304,14 @@ class Scheduler:
             hit = self._hit(sequence)
             rest = known - hit.num_tokens
             count = min(rest, budget, chunk) if self.limits.chunked_prefill else rest
-            if count > budget or not self._has_room(hit, known):
-                break                                            # whoever is next waits for room; nobody overtakes
-            blocks = manager.start(hit, hit.num_tokens + count)
+            if count > budget:
+                break                                            # whoever is next waits; nobody overtakes
+            blocks = manager.start(hit, hit.num_tokens + count) if self._has_room(hit, known) else None
             if blocks is None:
+                full = True
                 break
             heapq.heappop(self._waiting)
-            self.counters.joins += num_running > 0
+            self.counters.joins += self._vacated
             sequence.blocks = blocks
             sequence.admitted_at = self._step
             row = table.add(sequence, self._want(sequence))
@@ -307,8 +319,7 @@ class Scheduler:
             table.computed[row] = hit.num_tokens
             table.num_blocks[row] = blocks.num_blocks
             table.committed[row] = blocks.committed
-            self.counters.wasted_tokens += max(0, sequence.lost_tokens - hit.num_tokens)
-            if sequence.lost_tokens == 0:
+            if sequence.lost_tokens == 0 and sequence.leader is None:
                 sequence.num_cached = hit.num_tokens
             self._delta.added.append(self._row_added(sequence, hit.num_tokens))
             rows.append(row)
@@ -316,6 +327,8 @@ class Scheduler:
             budget -= count
         for entry in unready:
             heapq.heappush(self._waiting, entry)
+        self._tidy_queue()
+        self._admission.admitted(len(table), full or table.full or not self.num_waiting)
         return rows, tokens
 
     def _promote_aged(self) -> None:
@@ -334,7 +347,7 @@ class Scheduler:
     def _hit(self, sequence: Sequence) -> Hit:
         """What need not be computed: the last known token always is, to have logits to sample from."""
         salt, limit = sequence.request.cache_salt, len(sequence.tokens) - 1
-        if sequence.request.params.prompt_logprobs is not None and not sequence.prompt_logprobs_sent:
+        if self._want(sequence) & Want.PROMPT_LOGPROBS:
             limit = 0                                            # every prompt position needs its logits
         hit = self.manager.lookup(sequence.tokens, salt, limit)
         leader = sequence.leader
@@ -362,7 +375,8 @@ class Scheduler:
         want = Want.TOKEN
         if params.logprobs is not None:
             want |= Want.LOGPROBS
-        if params.prompt_logprobs is not None and not sequence.prompt_logprobs_sent:
+        # The n answers have one prompt: the first tells of it.
+        if params.prompt_logprobs is not None and sequence.leader is None and not sequence.prompt_logprobs_sent:
             want |= Want.PROMPT_LOGPROBS
         return int(want)
 
@@ -389,6 +403,7 @@ class Scheduler:
         asked = table.want[rows]
         want = np.where(sampled, asked & _SAMPLED, 0) | np.where(starts < table.num_prompt[rows], asked & _PROMPT, 0)
         sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
+        recomputed = np.minimum(ends, table.lost[rows]) - starts
         table.computed[rows] = ends
         table.known[rows[sampled]] += 1
         for sequence, samples in zip(sequences, sampled.tolist(), strict=True):
@@ -403,6 +418,7 @@ class Scheduler:
             rows=rows.astype(np.int32),
             num_tokens=tokens.astype(np.int32),
             want=want.astype(np.int8),
+            recomputed=int(recomputed[recomputed > 0].sum()),
         )
         self._delta = _Delta()
         self._flights.append(_InFlight(self._step, rows, ends, sampled, sequences))
@@ -423,6 +439,11 @@ class Scheduler:
         flight = self._flights.popleft()
         if flight.step != result.step:
             raise AssertionError(f"result of step {result.step} arrived, step {flight.step} is the oldest in flight")
+        # A draft may bring more or fewer tokens than planned some day; until then the device did what it was told.
+        if not (np.array_equal(result.lengths, flight.ends) and np.array_equal(result.num_new, flight.sampled)):
+            raise AssertionError(f"step {flight.step} computed or sampled something else than was planned")
+        self.counters.useful_tokens += result.useful
+        self.counters.wasted_tokens += result.recomputed
         self.manager.pool.retired(flight.step)
         self._commit(flight, result.failed)
         deltas: list[TokenDelta] = []
@@ -484,10 +505,21 @@ class Scheduler:
         sequence.finished = True
         if sequence.row >= 0:
             self._leave_row(sequence)
+            self._vacated = True
+        else:
+            self._num_gone += 1
+            self._tidy_queue()
         live = self._live[sequence.request.request_id]
         live.remove(sequence)
         if not live:
             del self._live[sequence.request.request_id]
+
+    def _tidy_queue(self) -> None:
+        """Entries whose sequence has ended are at most half of the queue: the work is paid for by those that go."""
+        if 2 * self._num_gone > len(self._waiting):
+            self._waiting = [entry for entry in self._waiting if not entry[1].finished]
+            heapq.heapify(self._waiting)
+            self._num_gone = 0
 
     def _leave_row(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None

@@ -39,8 +39,8 @@ class Sequence:
         self.prompt_done = False
         self.finished = False
         self.num_promised = 0                            # tokens sampled by steps in flight
-        self.num_cached = 0                              # prompt tokens that the prefix cache saved at first admission
-        self.lost_tokens = 0                             # computed tokens that a preemption threw away
+        self.num_cached = 0                              # prompt tokens that the prefix cache saved at first; a fork saves none
+        self.lost_tokens = 0                             # tokens that were computed before a preemption
         self.arrived_at = 0                              # the step it arrived after; preemption makes nobody younger
         self.admitted_at = 0                             # the step it took its row after; later steps belong to this stay
         self.prompt_logprobs: list[Logprobs] = []        # chunks that have arrived

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -35,9 +35,10 @@ from ridgeline import embedded
 from ridgeline.engine.async_llm import AnswerStream, AsyncLLM
 from ridgeline.engine.frontend import Prompt
 from ridgeline.engine.tokenizer import Tokenizer
-from ridgeline.errors import BadRequest, ConfigError, EngineDead, Overloaded, RequestError, RidgelineError, Unsupported
+from ridgeline.errors import BadRequest, ConfigError, Overloaded, RequestError, RidgelineError, Unsupported
 from ridgeline.log import get_logger
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.server.hosts import HostGuard
 from ridgeline.server.limits import ServerOptions, Slots, error_body, limited_protocol
 from ridgeline.server.protocol import (
     ChatRequest,
@@ -69,9 +70,15 @@ except ImportError:                  # optional: asyncio's own loop does the sam
 
 logger = get_logger("server")
 
+LONG_BODY = 64 * 1024                # bytes; a longer body is parsed and checked away from the event loop
 KEEP_ALIVE_SECONDS = 30
 GOODBYE_SECONDS = 1.0                # for the last words to clients whose requests are cut short
+STOPPED = "the engine has stopped"
 DEAD_SECONDS = 2.0                   # how long health answers 503 after the engine's death, before the server leaves
+
+
+class Unavailable(RidgelineError):
+    """The server takes no requests now, and says why in words meant for clients (HTTP 503)."""
 
 
 class ModelNotFound(RequestError):
@@ -104,11 +111,24 @@ class Service:
         if name != self.name:
             raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is")
 
-    def require_ready(self) -> None:
+    def open(self) -> None:
+        """The engine is ready: requests are taken from now on."""
+        assert self.llm.ready is not None
+        self.slots.limit = self.options.max_queued_requests or 4 * self.llm.ready.max_num_seqs
+
+    @property
+    def state(self) -> str:
         if self.stopping:
-            raise EngineDead("the server is stopping")
-        if not self.llm.is_alive:
-            raise EngineDead("the engine is not ready" if self.llm.ready is None else "the engine has stopped")
+            return "stopping"
+        if not self.slots.limit:
+            return "loading"
+        return "ok" if self.llm.is_alive else "dead"
+
+    def require_ready(self) -> None:
+        if self.state != "ok":
+            raise Unavailable(
+                {"stopping": "the server is stopping", "loading": "the engine is not ready", "dead": STOPPED}[self.state]
+            )
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -140,7 +160,9 @@ def describe(error: Exception) -> tuple[int, bytes, Headers]:
         case RequestError():
             return 500, error_body(message, "server_error"), []
         case RidgelineError():
-            return 503, error_body(message, "service_unavailable_error", code="engine_not_available"), retry
+            # Why an engine died is the operator's to know: its words may quote a path, or another client's request.
+            told = message if isinstance(error, Unavailable) else STOPPED
+            return 503, error_body(told, "service_unavailable_error", code="engine_not_available"), retry
     number = secrets.token_hex(4)
     logger.error("error %s in a request", number, exc_info=error)
     return 500, error_body(f"internal error {number}; the server's log has its cause", "server_error"), []
@@ -168,10 +190,22 @@ class Job:
     headers: Headers
 
 
+T = TypeVar("T", ChatRequest, CompletionRequest)
+
+
+async def understand(service: Service, kind: type[T], body: bytes) -> tuple[T, SamplingParams]:
+    """The request and how it wants to be sampled, both checked."""
+
+    def work() -> tuple[T, SamplingParams]:
+        request = parse(kind, body)
+        service.check(request)
+        return request, request.params()
+
+    return await asyncio.to_thread(work) if len(body) > LONG_BODY else work()
+
+
 async def prepare_chat(service: Service, body: bytes) -> Job:
-    request = parse(ChatRequest, body)
-    service.check(request)
-    params = request.params()
+    request, params = await understand(service, ChatRequest, body)
     tokens = await service.llm.chat_tokens(request.conversation(), **request.template())
     request_id = f"chatcmpl-{secrets.token_hex(12)}"
     writer = ChatWriter(request, params, request_id, service.name, service.tokenizer)
@@ -179,9 +213,7 @@ async def prepare_chat(service: Service, body: bytes) -> Job:
 
 
 async def prepare_completion(service: Service, body: bytes) -> Job:
-    request = parse(CompletionRequest, body)
-    service.check(request)
-    params = request.params()
+    request, params = await understand(service, CompletionRequest, body)
     request_id = f"cmpl-{secrets.token_hex(12)}"
     writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
     return Job(request, params, list(request.prompts()), writer, [(b"x-request-id", request_id.encode())])
@@ -248,11 +280,9 @@ def make_app(service: Service) -> Starlette:
     llm = service.llm
 
     async def health(request: Request) -> Response:
-        states = {"loading": llm.ready is None, "stopping": service.stopping, "dead": not llm.is_alive}
-        state = next((name for name, holds in states.items() if holds), "ok")
         blocks = llm.ready.num_blocks if llm.ready else 0
         counts = {"requests": llm.num_open, "running": llm.running, "free_blocks": llm.free_blocks, "num_blocks": blocks}
-        return json_response({"status": state, **counts}, 200 if state == "ok" else 503)
+        return json_response({"status": service.state, **counts}, 200 if service.state == "ok" else 503)
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
@@ -321,7 +351,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
-            make_app(service),
+            HostGuard(make_app(service), service.options),
             http=limited_protocol(service.options),
             ws="none",
             lifespan="off",
@@ -368,7 +398,9 @@ async def serve(
     """Answer on `listener` from now on (503 until the engine is ready), until told to stop. Raises why it cannot go on."""
     llm, server = service.llm, HttpServer(service)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)        # uvicorn puts these back when it ends, and sends itself the signal
+        # Ours from now until the process ends. uvicorn sets the same while it serves and then puts back what was there;
+        # it raises again only the signals that its own handle_exit, which ours replaces, has noted.
+        signal.signal(number, server.handle_exit)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(llm.start(on_loading))
     try:
@@ -376,8 +408,7 @@ async def serve(
         if http.done() or server.should_exit:            # told to stop while loading
             return await http
         starting.result()
-        assert llm.ready is not None
-        service.slots.limit = service.options.max_queued_requests or 4 * llm.ready.max_num_seqs
+        service.open()
         on_ready(service, address_of(listener))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,6 +25,9 @@ from ridgeline.sampling_params import SamplingParams
 
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
 DONE = b"[DONE]"
+
+# Whether the model has a token id is the engine's to say; what is larger than this could not even be sent there.
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T", bound="GenerationRequest")
@@ -57,16 +60,16 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     seed: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[Integer] | None = None
+    logit_bias: dict[Integer, float] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    priority: int | None = None
+    priority: Integer | None = None
     cache_salt: str | None = None
 
     # Hints: they cannot change an answer.
@@ -203,7 +206,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | Integer | list[Integer]]
     logprobs: int | None = None
     echo: bool | None = None
 

@@ -1,0 +1,100 @@
+"""Which tokens end an answer: one rule for the engine, which stops at them, and for the tokenizer, which hides them.
+
+A model's own end-of-sequence id is not enough: chat models end a turn with a token of another name, and the files of one
+model disagree about it. This file reads metadata and small JSON files; it needs neither torch nor a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ridgeline.errors import ModelError
+
+# GGUF files seldom name it: a token of one of these names ends a turn, whatever the file calls its end of sequence.
+END_OF_TURN = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> </s> <eos> "
+    "<｜end▁of▁sentence｜>".split()
+)
+_NORMAL = 1                          # GGUF's type of an ordinary token
+_SENTENCEPIECE_EOS = 2               # where a file is too old to say
+
+
+def gguf_ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:
+    """The ids of tokens that end a turn by their name. An ordinary </s> is a piece of HTML."""
+    tokens, types = _list(metadata, "tokenizer.ggml.tokens"), _list(metadata, "tokenizer.ggml.token_type")
+    return [
+        place
+        for place, token in enumerate(tokens)
+        if token in END_OF_TURN and (token != "</s>" or types[place : place + 1] not in ([], [_NORMAL]))
+    ]
+
+
+def gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every id that ends an answer. Ids that the vocabulary does not have are nobody's."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens = _list(metadata, "tokenizer.ggml.tokens")
+    valid = [each if _is_id(each) and (not tokens or each < len(tokens)) else None for each in named]
+    if valid[0] is None and metadata.get("tokenizer.ggml.model") == "llama":
+        valid[0] = _SENTENCEPIECE_EOS
+    return _unique([*(each for each in valid if each is not None), *gguf_ends_of_turn(metadata)])
+
+
+def hf_end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], eos_token: int | None) -> tuple[int, ...]:
+    """From config.json, generation_config.json and the id of the tokenizer's eos_token: they are joined."""
+    text = config.get("text_config")
+    listed = [*_ids(config), *(_ids(text) if isinstance(text, Mapping) else []), *_ids(generation)]
+    return _unique([*listed, *([] if eos_token is None else [eos_token])])
+
+
+def directory_eos_token(directory: Path) -> int | None:
+    """The id of the eos_token that a directory's tokenizer names, without building the tokenizer."""
+    settings = _read(directory / "tokenizer_config.json")
+    named = {**_read(directory / "special_tokens_map.json"), **settings}.get("eos_token")
+    name = named.get("content") if isinstance(named, dict) else named
+    if not isinstance(name, str):
+        return None
+    added = settings.get("added_tokens_decoder")
+    for place, token in (added.items() if isinstance(added, dict) else ()):
+        if isinstance(token, dict) and token.get("content") == name and str(place).isdecimal():
+            return int(place)
+    whole = _read(directory / "tokenizer.json")          # megabytes: only where the small file does not say
+    for token in _list(whole, "added_tokens"):
+        if isinstance(token, dict) and token.get("content") == name and _is_id(token.get("id")):
+            return int(token["id"])
+    model = whole.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    place = vocabulary.get(name) if isinstance(vocabulary, dict) else None
+    return place if _is_id(place) else None
+
+
+def _ids(fields: Mapping[str, Any]) -> list[int]:
+    value = fields.get("eos_token_id")
+    return [each for each in (value if isinstance(value, list) else [value]) if _is_id(each)]
+
+
+def _is_id(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _unique(ids: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(ids))
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    value = fields.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read as JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: must hold a JSON object, not {type(value).__name__}")
+    return value

@@ -1,0 +1,80 @@
+"""Options by name: what is taken, what is refused and in which words."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.config import NEUTRAL, NO_EFFECT, EngineConfig, declared_options
+from ridgeline.errors import ConfigError
+
+DECLARED = [declared for declared, _, _ in declared_options()]
+
+
+def test_none_means_the_default_for_every_option() -> None:
+    assert EngineConfig.of(**{declared.name: None for declared in DECLARED}) == EngineConfig()
+    assert EngineConfig.of(**dict.fromkeys(NEUTRAL), **dict.fromkeys(NO_EFFECT)) == EngineConfig()
+
+
+def test_flat_options_come_back() -> None:
+    given = {"max_model_len": 100, "block_size": 32, "enable_prefix_caching": False, "dtype": "bfloat16"}
+    config = EngineConfig.of(**given)
+    assert config.flat() == given and EngineConfig.of(**config.flat()) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("auto", "auto"),
+        (torch.bfloat16, "bfloat16"), (torch.float32, "float32"),
+    ],
+)  # fmt: skip
+def test_spellings_of_dtype(given: Any, meant: str) -> None:
+    assert EngineConfig.of(dtype=given).model.dtype == meant
+
+
+def test_paths_may_be_paths() -> None:
+    assert EngineConfig.of(model=Path("a"), tokenizer=Path("b/c")).flat() == {"model": "a", "tokenizer": "b/c"}
+
+
+def test_a_name_has_one_meaning() -> None:
+    assert not {declared.name for declared in DECLARED} & (NEUTRAL.keys() | NO_EFFECT)
+    assert not NEUTRAL.keys() & NO_EFFECT
+
+
+def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
+    for name, (taken, _) in NEUTRAL.items():
+        for value in taken:
+            assert EngineConfig.of(**{name: value}) == EngineConfig()
+    assert EngineConfig.of(enforce_eager=True, swap_space=4, disable_log_stats=True, compilation_config=3) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code=True .* runs no code from model directories"),
+        ({"quantization": "awq"}, "quantization='awq' is not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"revision": "main"}, "revision='main' .* local directory"),
+        ({"download_dir": "/tmp"}, "download_dir='/tmp' .* local directory"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 .* tensor_parallel_size"),
+        ({"enable_lora": True}, "enable_lora=True"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb=4"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend='ray'"),
+        ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral'"),
+        ({"tensor_parallel_sise": 2}, "unknown option 'tensor_parallel_sise'; did you mean 'tensor_parallel_size'"),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be at least 0.01"),
+        ({"block_size": True}, "block_size must be of type int"),
+        ({"model": 5}, "model must be of type str"),
+        ({"dtype": torch.int8}, "dtype must be one of .*'int8'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_anything_else_is_one_line(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        EngineConfig.of(**options)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,107 @@
+"""Settings that cannot fit are refused before anything is loaded, and the largest that would fit is named; and it fits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_end_tokens import directory
+from test_model_config import LLAMA
+
+from ridgeline.config import EngineConfig
+from ridgeline.errors import ConfigError
+from ridgeline.models.config import weight_bytes
+from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
+from ridgeline.techniques import TECHNIQUES, Technique, turned_off
+
+MIB = 2**20
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return directory(tmp_path, config=LLAMA)
+
+
+def resolved(model: Path, memory: int = 64 * MIB, kind: str = "cpu", **options: Any) -> ResolvedConfig:
+    fast = ("float32",) if kind == "cpu" else ("bfloat16", "float16", "float32")
+    return resolve(EngineConfig.of(model=str(model), **options), DeviceFacts(kind, memory, fast))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(("name", "others"), [
+    ("num_gpu_blocks_override", {}),
+    ("kv_cache_memory_bytes", {"max_num_seqs": 10**4}),
+    ("max_num_seqs", {"num_gpu_blocks_override": 32}),
+    ("max_num_batched_tokens", {"num_gpu_blocks_override": 32}),
+])
+def test_the_largest_that_fits_is_named(model: Path, kind: str, name: str, others: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} \d+ needs [\d.]+ GiB, .*; the largest that fits is \d+$") as caught:
+        resolved(model, kind=kind, **others | {name: 10**9})
+    largest = int(re.findall(r"\d+", str(caught.value))[-1])
+    assert largest > 0
+    if not others or name == "kv_cache_memory_bytes":
+        resolved(model, kind=kind, **others | {name: largest})
+    else:                            # the other parts need their share, too: they are named next
+        with pytest.raises(ConfigError, match="largest that fits is"):
+            resolved(model, kind=kind, **others | {name: largest})
+    page = 16 * 1024
+    with pytest.raises(ConfigError, match="largest that fits is"):
+        resolved(model, kind=kind, **others | {name: largest + page})
+
+
+def test_defaults_leave_room_for_everything(model: Path) -> None:
+    for kind in ("cpu", "cuda"):
+        for chunked in (True, False):
+            config = resolved(model, kind=kind, enable_chunked_prefill=chunked, max_num_seqs=64)
+            again = EngineConfig.of(**config.pinned().flat())
+            assert resolve(again, DeviceFacts(kind, 64 * MIB, ("float32",))).num_blocks == config.num_blocks > 10
+
+
+def test_weights_that_do_not_fit(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the weights need .* GiB in float32, .* a smaller dtype or more tensor_parallel"):
+        resolved(model, memory=100_000)
+
+
+def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:
+    """What fits once does not fit twice, when each rank has a KV cache of half the size per block."""
+    alone = resolved(model)
+    weights = weight_bytes(alone.model, "float32", "cpu")
+    blocks = int((64 * MIB - weights) * 0.7) // (2 * 2 * 16 * 4 * 16 * 4)
+    assert resolved(model, num_gpu_blocks_override=blocks).num_blocks == blocks
+    assert resolved(model, num_gpu_blocks_override=blocks, tensor_parallel_size=2).num_blocks == blocks
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
+        resolved(model, num_gpu_blocks_override=2 * blocks, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("share", [1.01, 90.0, float("nan"), float("inf")])
+def test_share_of_the_gpu(model: Path, share: float) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization must be"):
+        resolved(model, kind="cuda", gpu_memory_utilization=share)
+    assert resolved(model, kind="cuda", gpu_memory_utilization=1.0).num_blocks > 2
+
+
+def test_an_impossible_pair_of_sizes(model: Path) -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        resolved(model, num_gpu_blocks_override=8, kv_cache_memory_bytes=MIB)
+
+
+def test_a_technique_without_what_it_needs_is_off(model: Path) -> None:
+    config = resolved(model, kv_layout="contiguous", enable_prefix_caching=True)
+    assert not config.prefix_caching
+    assert config.reasons["enable_prefix_caching"] == "off: prefix caching needs paged KV"
+    assert resolved(model).prefix_caching and not resolved(model, enable_prefix_caching=False).prefix_caching
+
+
+def test_requirements_and_exclusions() -> None:
+    def technique(name: str, **fields: Any) -> Technique:
+        return Technique(name, {name: True}, {name: False}, "compute", True, "", "", **fields)
+
+    made = (technique("a"), technique("b", requires=("a",)), technique("c", requires=("b",)), technique("d", excludes=("a",)))
+    options = {"a": True, "b": True, "c": True, "d": True}
+    assert turned_off(options, made) == {"d": "does not work with a"}
+    assert turned_off(options | {"a": False}, made) == {"b": "needs a", "c": "needs b"}
+    assert turned_off(options | {"a": None, "b": None, "c": None}, made) == {}
+    names = {technique.name for technique in TECHNIQUES}
+    assert all({*each.requires, *each.excludes} <= names for each in TECHNIQUES)
