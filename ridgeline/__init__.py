@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ridgeline import platform
 from ridgeline.version import __version__
 
 if TYPE_CHECKING:
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from ridgeline.engine.llm import LLM
     from ridgeline.engine.outputs import CompletionOutput, RequestOutput
     from ridgeline.sampling_params import SamplingParams
-
-platform.wait_briefly()              # here, because it must come before torch, whoever imports that
 
 _PUBLIC = {
     "LLM": "ridgeline.engine.llm",

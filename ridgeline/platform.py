@@ -35,15 +35,6 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def wait_briefly() -> None:
-    """Threads that wait for each other spin for microseconds, not milliseconds, before they sleep.
-
-    Beside other programs on the same cores, long spinning takes the time that the awaited thread needs: a decode step was
-    17 times slower. Works only before OpenMP is loaded, that is before torch is imported.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
 def keep_freed_memory() -> None:
     """Have malloc keep what was freed. Giving large buffers back makes the next step fault every page in again."""
     libc = ctypes.CDLL(None)
