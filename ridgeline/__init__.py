@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ridgeline import platform
 from ridgeline.version import __version__
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ridgeline.engine.llm import LLM
     from ridgeline.engine.outputs import CompletionOutput, RequestOutput
     from ridgeline.sampling_params import SamplingParams
+
+platform.wait_briefly()              # here, because it must come before torch, whoever imports that
 
 _PUBLIC = {
     "LLM": "ridgeline.engine.llm",
