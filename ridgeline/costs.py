@@ -249,6 +249,27 @@ LINEAR_CASES = (
 )
 
 
+def block_linear_cost(
+    *, tokens: int, inputs: int, outputs: int, kind: str, bias: bool, element_bytes: int
+) -> Cost:
+    return linear_cost(
+        tokens=tokens, inputs=inputs, outputs=outputs, weight_bytes={"Q4_1": 20, "Q8_0": 34}[kind] / 32,
+        element_bytes=element_bytes,
+    )  # fmt: skip
+
+
+BLOCK_LINEAR_CASES = tuple(
+    Case(f"{kind}-{name}", {
+        "tokens": tokens, "inputs": inputs, "outputs": outputs, "kind": kind, "bias": outputs == 7,
+    }, dtypes=("float32",), timed=outputs == 3072)
+    for kind in ("Q4_1", "Q8_0")
+    for name, tokens, inputs, outputs in (
+        ("one", 1, 32, 1), ("one-odd", 1, 96, 7), ("odd", 7, 64, 9), ("eight", 8, 64, 4), ("many-odd", 15, 96, 7),
+        ("decode-1", 1, 576, 3072),
+    )
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
     """A dense decoder with gated MLPs, as far as its cost goes. Bytes per element may be fractions (packed formats)."""

@@ -19,12 +19,22 @@ import torch
 
 from ridgeline.costs import Case
 from ridgeline.errors import ConfigError
-from ridgeline.ops import activation, kv_write, linear, logits, paged_attention, registry, rms_norm, rotary
+from ridgeline.ops import (
+    activation,
+    block_linear,
+    kv_write,
+    linear,
+    logits,
+    paged_attention,
+    registry,
+    rms_norm,
+    rotary,
+)
 from ridgeline.ops.registry import REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
 
 OPS: list[Op[Any, Any]] = [
     rms_norm.rms_norm, rotary.rotary, activation.gated_activation, kv_write.kv_write,
-    paged_attention.paged_attention, logits.logprobs, linear.linear,
+    paged_attention.paged_attention, logits.logprobs, linear.linear, block_linear.block_linear,
 ]  # fmt: skip
 CUDA = torch.cuda.is_available()
 

@@ -14,8 +14,9 @@ from ridgeline.layers.linear import Linear, Placement
 from ridgeline.models.config import load_model_config, weight_bytes
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
+from ridgeline.ops import native
 from ridgeline.quant.layout import fewest_outputs
-from ridgeline.quant.scheme import PackedFloat32, Unquantised, unquantised_scheme
+from ridgeline.quant.scheme import PackedFloat32, StoredBlocks, Unquantised, unquantised_scheme
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def test_rows_decide_the_layout() -> None:
 
 def test_only_float32_on_the_cpu_is_packed() -> None:
     kinds = {dtype: type(unquantised_scheme(CPU, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
-    packed = PackedFloat32 if PackedFloat32.available() else Unquantised
+    packed = (StoredBlocks if native.library() else PackedFloat32) if PackedFloat32.available() else Unquantised
     assert kinds == {torch.float32: packed, torch.float64: Unquantised, torch.bfloat16: Unquantised}
     assert type(unquantised_scheme(torch.device("cuda"), torch.float32)) is Unquantised
 

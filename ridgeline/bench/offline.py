@@ -20,15 +20,20 @@ from ridgeline.bench.workloads import PRESETS, Workload
 from ridgeline.config import EngineConfig
 from ridgeline.costs import DTYPE_BYTES, DecoderShape, decoder_step
 from ridgeline.engine.core import EngineCore
+from ridgeline.engine.executor import LocalExecutor
 from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
 from ridgeline.models.config import ModelConfig
-from ridgeline.resolve import ResolvedConfig
+from ridgeline.resolve import ResolvedConfig, resolve
+from ridgeline.runner.worker import device_facts
 from ridgeline.sampling_params import SamplingParams
 
 
 class Contender(Protocol):
     name: str
+
+    def bytes_per_weight(self, requests: int) -> float:
+        """What a decode step with that many requests reads of each weight."""
 
     def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
         """Answer all prompts; seconds from the start to each request's first token, and last the total."""
@@ -70,8 +75,16 @@ class Engine:
     name = "ridgeline"
 
     def __init__(self, model: str, **options: Any) -> None:
-        self._core = EngineCore.start(EngineConfig.of(model=model, enable_prefix_caching=False, **options))
+        options |= {"model": model, "enable_prefix_caching": False}
+        config = EngineConfig.of(**options)
+        resolved = resolve(config, device_facts(config))
+        executor = LocalExecutor(resolved)
+        self._core = EngineCore(resolved, executor)
+        self._model = executor.runner.model
         self._count = 0
+
+    def bytes_per_weight(self, requests: int) -> float:
+        return self._model.bytes_per_weight(requests)
 
     @property
     def config(self) -> ResolvedConfig:
@@ -105,9 +118,12 @@ def measure(
                 times[contender.name].append((one[-1], total, sum(first) / len(first)))
     row = {name: _figures(workload, runs) for name, runs in times.items()}
     if workload.tokens_out > 1:
-        moved = decode_bytes(config.model, config.dtype, workload)
-        for figures in row.values():
+        for contender in contenders:
+            figures = row[contender.name]
+            bytes_per_weight = contender.bytes_per_weight(workload.requests)
+            moved = decode_bytes(config.model, config.dtype, workload, bytes_per_weight)
             decode_seconds = workload.requests * (workload.tokens_out - 1) / figures["decode_tok_s"]["median"]
+            figures["bytes_per_weight"] = bytes_per_weight
             figures["share_of_bandwidth"] = moved / decode_seconds / bandwidth
     if len(contenders) > 1:
         ours, theirs = (row[contender.name] for contender in contenders[:2])
@@ -132,20 +148,20 @@ def _figures(workload: Workload, runs: list[tuple[float, float, float]]) -> dict
     return figures
 
 
-def decode_bytes(model: ModelConfig, dtype: str, workload: Workload) -> float:
+def decode_bytes(model: ModelConfig, dtype: str, workload: Workload, bytes_per_weight: float) -> float:
     """Bytes that the decode steps of a workload must move."""
-    shape = decoder_shape(model, dtype)
+    shape = decoder_shape(model, dtype, bytes_per_weight)
     contexts = range(workload.tokens_in + 1, workload.tokens_in + workload.tokens_out)
     return float(sum(decoder_step(shape, [(1, context)] * workload.requests).bytes for context in contexts))
 
 
-def decoder_shape(model: ModelConfig, dtype: str) -> DecoderShape:
+def decoder_shape(model: ModelConfig, dtype: str, bytes_per_weight: float) -> DecoderShape:
     size = DTYPE_BYTES[dtype]
     windows = [window for window in model.windows if window is not None]
     return DecoderShape(
         hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,
         kv_heads=model.num_kv_heads, head_dim=model.head_dim, layers=model.num_layers, vocab=model.vocab_size,
-        weight_bytes=size, kv_bytes=size, activation_bytes=size,
+        weight_bytes=bytes_per_weight, kv_bytes=size, activation_bytes=size,
         window=windows[0] if windows else None, window_layers=len(windows),
     )  # fmt: skip
 

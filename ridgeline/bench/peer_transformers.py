@@ -25,6 +25,9 @@ class TransformersPeer:
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         self._model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype)).eval()
 
+    def bytes_per_weight(self, requests: int) -> float:
+        return float(next(self._model.parameters()).element_size())
+
     def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
         """Only the total can be seen from outside: it stands for every request's first token too."""
         inputs = torch.tensor(prompts)

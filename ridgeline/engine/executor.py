@@ -46,10 +46,10 @@ class LocalExecutor:
     """Everything in this process."""
 
     def __init__(self, config: ResolvedConfig, progress: Progress | None = None) -> None:
-        self._runner = make_runner(config, Communicator(), progress)
-        self.submit = self._runner.submit
-        self.sample = self._runner.sample
-        self.collect = self._runner.collect
+        self.runner = make_runner(config, Communicator(), progress)
+        self.submit = self.runner.submit
+        self.sample = self.runner.sample
+        self.collect = self.runner.collect
 
     def close(self) -> None:
         """Nothing outlives the process."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ridgeline.distributed.plan import even_shard, whole
 from ridgeline.layers.batch import Batch
-from ridgeline.layers.linear import Linear, Placement
+from ridgeline.layers.linear import Linear, Placement, keep_into
 from ridgeline.layers.piece import Piece
 
 
@@ -24,12 +24,15 @@ class VocabEmbedding(nn.Module):
             new(self.shard.size, hidden_size, dtype=place.dtype, device=place.device), requires_grad=False
         )
         # Rounded to the weights' dtype, as in training.
+        self.stored: dict[str, tuple[Tensor, str]] | None = None     # of a head that shares the weight: for its scheme
         self.scale = None if scale == 1.0 else torch.tensor(scale, dtype=place.dtype).item()
 
     def pieces(self) -> dict[str, Piece]:
         shard, hidden = self.shard, self.weight.shape[1]
         kept = (slice(shard.start, shard.stop), slice(None))
-        return {"weight:": Piece((shard.total, hidden), kept, self.weight.data[: shard.filled], (0.0, hidden**-0.5))}
+        keep_packed = keep_into(self.stored, "") if self.stored is not None else None
+        target = self.weight.data[: shard.filled]
+        return {"weight:": Piece((shard.total, hidden), kept, target, (0.0, hidden**-0.5), keep_packed)}
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.comm.size == 1:
@@ -50,6 +53,8 @@ class LMHead(Linear):
         super().__init__({"": shard}, whole(hidden_size), False, place, shared=embedding.weight if tied else None)
         self.comm = place.comm
         self.vocab_size = shard.total
+        if tied and self.keeps:
+            embedding.stored = self.stored
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         logits = self.comm.all_gather(super().forward(x, batch))

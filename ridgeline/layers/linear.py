@@ -6,7 +6,7 @@ nobody above this file does arithmetic with ranks. How a weight is stored and mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,8 @@ class Linear(nn.Module):
     ) -> None:
         """`shared` is another layer's parameter to multiply by; that layer loads it."""
         super().__init__()
+        self.stored: dict[str, tuple[Tensor, str]] = {}  # by part: rows as the file packs them, and its name for that
+        self.keeps = place.scheme.keeps_blocks and place.comm.size == 1
         self.rows = rows
         self.columns = columns
         self.scheme = place.scheme
@@ -64,6 +66,7 @@ class Linear(nn.Module):
             pieces[f"weight:{part}"] = Piece(
                 (rows.total, columns.total), (kept, slice(columns.start, columns.stop)),
                 self.weight.data[here, : columns.filled], (0.0, columns.total**-0.5),
+                keep_into(self.stored, part) if self.keeps else None,
             )
             if self.bias is not None:
                 pieces[f"bias:{part}"] = Piece((rows.total,), (kept,), self.bias.data[here], (0.0, 0.02))
@@ -75,6 +78,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         return self.scheme.apply(self, x, batch)
+
+
+def keep_into(stored: dict[str, tuple[Tensor, str]], part: str) -> Callable[[Tensor, str], None]:
+    return lambda rows, packing: stored.update({part: (rows, packing)})
 
 
 class GateUpLinear(Linear):

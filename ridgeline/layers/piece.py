@@ -5,6 +5,7 @@ Layers answer `pieces()` with these; the loader matches them with a checkpoint's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,3 +17,5 @@ class Piece:
     kept: tuple[slice, ...]          # what this rank keeps of it
     target: Tensor                   # a view of the parameter, of the kept part's shape
     dummy: tuple[float, float]       # mean and deviation of a random stand-in that keeps activations sane
+    # Also takes the rows as the file packs them, and the name of the packing; None where a part of a row is kept.
+    keep_packed: Callable[[Tensor, str], None] | None = None

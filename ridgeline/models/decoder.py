@@ -105,6 +105,12 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 module.finish()
 
+    def bytes_per_weight(self, rows: int) -> float:
+        """What a step with that many rows reads of the linears and the head, per weight."""
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        read = sum(linear.scheme.read_bytes(linear, rows) for linear in linears)
+        return read / sum(linear.weight.numel() for linear in linears)
+
     @property
     def weight_bytes(self) -> int:
         """What the weights occupy on this rank, second layouts included."""

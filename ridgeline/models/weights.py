@@ -197,6 +197,10 @@ def _fill(pieces: dict[str, Piece], source: Source, config: ModelConfig, progres
             if rows.data_ptr() != piece.target.data_ptr():
                 piece.target.copy_(rows[piece.kept])
             _check_finite(piece.target, name, source.tensors[name].file)
+            if piece.keep_packed is not None and isinstance(source, GGUFSource) and source.is_packed(name):
+                packed, packing = source.packed(name)
+                packed = deinterleaved(packed, config.head_dim) if interleaved else packed
+                piece.keep_packed(packed[first - piece.shape[0] : first], packing)
         done += source.tensors[name].nbytes
         if progress is not None:
             progress(done, total)
@@ -309,6 +313,13 @@ class GGUFSource:
             self._file.read(name, into.numpy())
             return into
         return torch.from_numpy(self._file.read(name))
+
+    def is_packed(self, name: str) -> bool:
+        return self._file.tensors[name].type.startswith("Q")
+
+    def packed(self, name: str) -> tuple[Tensor, str]:
+        """A copy of the rows as they lie in the file, bytes [rows, row bytes], and how they are packed."""
+        return torch.from_numpy(self._file.raw(name).copy()), self._file.tensors[name].type
 
     def __enter__(self) -> GGUFSource:
         return self

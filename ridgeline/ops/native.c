@@ -7,6 +7,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define ENOUGH 16384                 /* elements from which a loop is worth waking the other threads for */
 #define SPLIT 512                    /* positions of the KV cache that one task attends to */
@@ -304,4 +307,112 @@ void ridgeline_linear_row(const float *x, const float *w, const float *bias, flo
         few_outputs(x, w + group * 4 * inputs, bias ? bias + group * 4 : bias, out + group * 4, inputs, 4);
     for (int64_t o = groups * 4; o < outputs; o++)
         few_outputs(x, w + o * inputs, bias ? bias + o : bias, out + o, inputs, 1);
+}
+
+/* Weights as a GGUF file stores them: blocks of 32 with their scales, read where they lie and multiplied in float32. */
+typedef struct { _Float16 scale, least; uint8_t halves[16]; } BlockQ4_1;       /* w = scale * q + least, q in 0..15 */
+typedef struct { _Float16 scale; int8_t values[32]; } BlockQ8_0;               /* w = scale * q, q in -128..127 */
+enum { Q4_1, Q8_0 };
+
+/* Sixteen bytes as floats; and sixteen halves of bytes, the low or the high ones. gcc finds AVX-512's widening moves in
+   neither loops nor vector conversions. */
+#ifdef __AVX512F__
+static inline Lanes floats_of(const int8_t *from) {
+    return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+
+static inline Lanes halves_of(const uint8_t *from, int shift) {
+    Places wide = (Places)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+    return (Lanes)_mm512_cvtepi32_ps((__m512i)((wide >> shift) & 15));
+}
+#else
+static inline Lanes floats_of(const int8_t *from) {
+    float to[16];
+    for (int i = 0; i < 16; i++) to[i] = (float)from[i];
+    return *(const Lanes *)to;
+}
+
+static inline Lanes halves_of(const uint8_t *from, int shift) {
+    float to[16];
+    for (int i = 0; i < 16; i++) to[i] = (float)(int32_t)((from[i] >> shift) & 15);
+    return *(const Lanes *)to;
+}
+#endif
+
+/* `rows` rows of w against `count` rows of x, all constants where this is inlined: enough sums to keep the units busy, and
+   few enough for the registers. `sums` are the sums over each 32 values of x, for the constant part of Q4_1. */
+static inline __attribute__((always_inline)) void dots(const char *w, int64_t row_bytes, int kind, const float *x,
+                                                       const float *sums, int64_t inputs, int rows, int count, float *out,
+                                                       int64_t outputs) {
+    Lanes totals[4][8];
+    float least[4][8];
+    for (int o = 0; o < rows; o++)
+        for (int r = 0; r < count; r++) totals[o][r] = (Lanes){0}, least[o][r] = 0.0f;
+    for (int64_t b = 0; b < inputs / 32; b++)
+        for (int o = 0; o < rows; o++) {
+            Lanes low, high;
+            float lowest = 0.0f;
+            if (kind == Q4_1) {
+                const BlockQ4_1 *block = (const BlockQ4_1 *)(w + o * row_bytes) + b;
+                low = halves_of(block->halves, 0) * (float)block->scale;
+                high = halves_of(block->halves, 4) * (float)block->scale;
+                lowest = (float)block->least;
+            } else {
+                const BlockQ8_0 *block = (const BlockQ8_0 *)(w + o * row_bytes) + b;
+                low = floats_of(block->values) * (float)block->scale;
+                high = floats_of(block->values + 16) * (float)block->scale;
+            }
+            for (int r = 0; r < count; r++) {
+                const Lanes *part = (const Lanes *)(x + r * inputs + b * 32);
+                totals[o][r] += low * part[0];
+                totals[o][r] += high * part[1];
+                if (kind == Q4_1) least[o][r] += lowest * sums[r * (inputs / 32) + b];
+            }
+        }
+    for (int o = 0; o < rows; o++)
+        for (int r = 0; r < count; r++) out[r * outputs + o] = sum_of(totals[o][r]) + least[o][r];
+}
+
+static void four_outputs(const char *w, int64_t row_bytes, int kind, const float *x, const float *sums, int64_t inputs,
+                         int64_t tokens, int64_t outputs, int last, float *out) {
+    /* kind and the counts as constants, so that each case is compiled on its own */
+    #define DOTS(O, R, C) (kind == Q4_1 ? dots(w + (O) * row_bytes, row_bytes, Q4_1, from, part, inputs, R, C, to + (O), outputs) \
+                                        : dots(w + (O) * row_bytes, row_bytes, Q8_0, from, part, inputs, R, C, to + (O), outputs))
+    for (int64_t t = 0; t < tokens;) {
+        int64_t left = tokens - t, count = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        const float *from = x + t * inputs, *part = sums + t * (inputs / 32);
+        float *to = out + t * outputs;
+        if (last < 4) for (int o = 0; o < last; o++) {
+            if (count == 8) DOTS(o, 1, 8);
+            else if (count == 4) DOTS(o, 1, 4);
+            else if (count == 2) DOTS(o, 1, 2);
+            else DOTS(o, 1, 1);
+        }
+        else if (count == 8) { DOTS(0, 2, 8); DOTS(2, 2, 8); }
+        else if (count == 4) { DOTS(0, 2, 4); DOTS(2, 2, 4); }
+        else if (count == 2) DOTS(0, 4, 2);
+        else DOTS(0, 4, 1);
+        t += count;
+    }
+    #undef DOTS
+}
+
+/* out [tokens, outputs] = x [tokens, inputs] w^T + bias. w: `outputs` rows of inputs / 32 blocks; kind: 0 Q4_1, 1 Q8_0.
+   sums has room for tokens * inputs / 32 floats. A row of x gives the same result in any company. */
+void ridgeline_block_linear(const float *x, const char *w, const float *bias, float *out, float *sums, int64_t tokens,
+                            int64_t inputs, int64_t outputs, int64_t kind) {
+    int64_t row_bytes = inputs / 32 * (kind == Q4_1 ? sizeof(BlockQ4_1) : sizeof(BlockQ8_0));
+    for (int64_t b = 0; b < tokens * (inputs / 32); b++) {
+        const Lanes *part = (const Lanes *)(x + b * 32);
+        sums[b] = sum_of(part[0] + part[1]);
+    }
+    #pragma omp parallel for schedule(static) if (inputs * outputs > 4 * ENOUGH)
+    for (int64_t group = 0; group < (outputs + 3) / 4; group++) {
+        int64_t first = group * 4;
+        int last = outputs - first < 4 ? (int)(outputs - first) : 4;
+        four_outputs(w + first * row_bytes, row_bytes, (int)kind, x, sums, inputs, tokens, outputs, last, out + first);
+        if (bias)
+            for (int64_t t = 0; t < tokens; t++)
+                for (int o = 0; o < last; o++) out[t * outputs + first + o] += bias[first + o];
+    }
 }

@@ -4,6 +4,7 @@
     finish        after loading: whatever layout the product wants
     apply         the product; `batch` is there for schemes that depend on the step's rows
     extra_bytes   what the linear occupies after `finish` beside its parameters
+    read_bytes    what a product with that many rows reads of the weight
 
 A scheme knows one matrix on one device. It knows neither shards nor checkpoints.
 """
@@ -15,11 +16,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ridgeline.ops import native
+from ridgeline.ops.block_linear import KINDS, block_linear
 from ridgeline.ops.linear import linear as product
 from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
 
 
 class Scheme(Protocol):
+    keeps_blocks: bool               # wants a GGUF file's packed rows too, in `linear.stored`, before finish
+
     def create(
         self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
         device: torch.device,
@@ -31,9 +36,13 @@ class Scheme(Protocol):
 
     def extra_bytes(self, linear: nn.Module) -> int: ...
 
+    def read_bytes(self, linear: nn.Module, rows: int) -> int: ...
+
 
 class Unquantised:
     """The weight as it is, [rows, columns]."""
+
+    keeps_blocks = False
 
     def create(
         self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
@@ -51,6 +60,9 @@ class Unquantised:
 
     def extra_bytes(self, linear: nn.Module) -> int:
         return 0
+
+    def read_bytes(self, linear: nn.Module, rows: int) -> int:
+        return linear.weight.nbytes
 
 
 class PackedFloat32(Unquantised):
@@ -81,8 +93,41 @@ class PackedFloat32(Unquantised):
         return 0 if linear.packed is None else linear.packed.numel() * linear.packed.element_size()
 
 
+class StoredBlocks(PackedFloat32):
+    """float32 on a CPU with native kernels, for linears that a GGUF file keeps in blocks: the blocks serve few rows, which
+    is the same numbers in a sixth of the bytes. More rows are arithmetic and no longer reading, and want floats.
+    """
+
+    keeps_blocks = True
+    MOST_ROWS = 8
+
+    def finish(self, linear: nn.Module) -> None:
+        super().finish(linear)
+        kinds = {packing for _, packing in linear.stored.values()}
+        whole = sum(rows.shape[0] for rows, _ in linear.stored.values()) == linear.weight.shape[0]
+        linear.blocks = None
+        if whole and len(kinds) == 1 and kinds <= set(KINDS):
+            linear.kind = kinds.pop()
+            linear.blocks = torch.cat([linear.stored[part][0] for part in linear.rows])
+        linear.stored.clear()
+
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
+        if linear.blocks is not None and 0 < x.shape[0] <= self.MOST_ROWS:
+            return block_linear(x, linear.blocks, linear.kind, linear.bias)
+        return super().apply(linear, x, batch)
+
+    def extra_bytes(self, linear: nn.Module) -> int:
+        return super().extra_bytes(linear) + (0 if linear.blocks is None else linear.blocks.nbytes)
+
+    def read_bytes(self, linear: nn.Module, rows: int) -> int:
+        if linear.blocks is not None and rows <= self.MOST_ROWS:
+            return linear.blocks.nbytes
+        return super().read_bytes(linear, rows)
+
+
 def unquantised_scheme(device: torch.device, dtype: torch.dtype) -> Scheme:
     """The scheme for weights that keep their dtype, by what the device is good at."""
     if device.type == "cpu" and dtype == torch.float32 and PackedFloat32.available():
-        return PackedFloat32(fewest_outputs())
+        stored = native.library() is not None
+        return StoredBlocks(fewest_outputs()) if stored else PackedFloat32(fewest_outputs())
     return Unquantised()

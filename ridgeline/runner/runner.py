@@ -50,7 +50,7 @@ class Runner:
         buffers: KVBuffers,
         comm: Communicator,
     ) -> None:
-        self._model = model
+        self.model = model
         self._forward = forward
         self._rows = rows
         self._sampler = sampler
@@ -68,7 +68,7 @@ class Runner:
         batch = self._rows.pack(plan)
         hidden = self._forward.run(batch)
         places = np.nonzero(plan.want & np.int8(Want.TOKEN))[0]
-        logits = self._model.logits(hidden[batch.logits_index]) if len(places) else None
+        logits = self.model.logits(hidden[batch.logits_index]) if len(places) else None
         lengths = self._rows.length[plan.rows].astype(np.int32)
         prompt_logprobs = self._prompt_logprobs(plan, starts, hidden)
         self._steps.append(_Step(plan, lengths, places, logits, prompt_logprobs, started))
@@ -99,7 +99,7 @@ class Runner:
             targets = torch.from_numpy(self._rows.given[row][start + 1 : end + 1].astype(np.int64)).to(hidden.device)
             states = hidden[int(first[place]) : int(first[place]) + end - start]
             chunks = [
-                token_logprobs(self._model.logits(part), wanted, self._num_prompt_logprobs[row])
+                token_logprobs(self.model.logits(part), wanted, self._num_prompt_logprobs[row])
                 for part, wanted in zip(
                     states.split(_PROMPT_LOGPROB_ROWS), targets.split(_PROMPT_LOGPROB_ROWS), strict=True
                 )
