@@ -36,12 +36,12 @@ def cpu_count() -> int:
 
 
 def wait_briefly() -> None:
-    """Threads that wait for each other spin a fraction of a millisecond before they sleep, where OpenMP would spin for 20.
+    """Threads that wait for each other spin only briefly before they sleep.
 
-    Beside other programs on the same cores, spinning takes the time that the awaited thread needs. A decode step of the
-    embedded model on two cores, alone and with a second engine beside it, by spins: 1,000: 40 and 52 ms; 10,000: 35 and
-    98 ms; OpenMP's 300,000: 31 and 960 ms. An x86 spin is a long pause; elsewhere it is one cycle and no harm.
-    Works only before OpenMP is loaded, that is before torch is imported.
+    Beside other programs on the same cores, spinning takes the time that the awaited thread needs: two engines on two
+    cores stall each other for many times a step with OpenMP's default of 300,000 spins. With far fewer than this a step
+    that is alone gets slower, because its threads sleep between two products. An x86 spin is a long pause; elsewhere it
+    is a cycle and no harm. Works only before OpenMP is loaded, that is before torch is imported.
     """
     if _platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

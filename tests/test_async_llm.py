@@ -321,15 +321,21 @@ def test_garbage_on_the_wire_is_dropped(llm: AsyncLLM, run: Run) -> None:
     assert len(run(final(llm, "abc")).outputs[0].token_ids) == 20
 
 
-def test_long_texts_are_tokenised_away_from_the_event_loop(llm: AsyncLLM, run: Run) -> None:
+def test_long_texts_are_tokenised_away_from_the_event_loop(
+    llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[Any] = []
     tokenizer = llm.get_tokenizer()
     encode = tokenizer.encode
 
+    def watched(text: str, *args: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(text, *args)
+
     async def answer(prompt: str) -> None:
-        tokenizer.encode = lambda text, *args: threads.append(threading.current_thread()) or encode(text, *args)  # type: ignore
-        await final(llm, prompt)
-        tokenizer.encode = encode  # type: ignore[method-assign]
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer, "encode", watched)
+            await final(llm, prompt)
         threads.append(threading.current_thread())
 
     run(answer("short"))

@@ -67,7 +67,7 @@ class Unquantised:
 
 class PackedFloat32(Unquantised):
     """float32 on a CPU: the weight as it is for few rows, and for more a second copy in oneDNN's blocked layout, kept by
-    linears that gain from it. Either alone would lose at one end (`layout.py` has the figures).
+    linears that gain from it. Either alone would lose at one end (`layout.py` says which).
     """
 
     TYPICAL_ROWS = 16                # that the blocked layout is chosen for; it serves any number
