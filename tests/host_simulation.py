@@ -139,6 +139,10 @@ class Simulation:
         for row in plan.rows.tolist():
             sequence = self.scheduler._rows.sequences[row]
             assert sequence is not None and self.scheduler._rows.computed[row] < sequence.limit, "computed past its limit"
+        for _, row, _, block in plan.appended.tolist():
+            sequence = self.scheduler._rows.sequences[row]
+            assert sequence is not None
+            self._salts[block] = sequence.request.cache_salt
         for added in plan.added:
             sequence = self.scheduler._rows.sequences[added.row]
             assert sequence is not None, "a row was added for nobody"
@@ -150,10 +154,6 @@ class Simulation:
                     assert block == 0 or self._salts[block] == salt, f"block {block} crossed from one salt to another"
             if sequence.num_prompt == len(sequence.tokens):
                 assert added.num_computed < sequence.num_prompt, "nothing is left to sample from"
-        for _, row, _, block in plan.appended.tolist():
-            sequence = self.scheduler._rows.sequences[row]
-            assert sequence is not None
-            self._salts[block] = sequence.request.cache_salt
 
     def _take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -222,6 +222,16 @@ class KVManager:
 
     def commit(self, blocks: SequenceBlocks, tokens: array[int], num_computed: int) -> None:
         """The first `num_computed` tokens are known and computed: make full blocks findable, free behind windows."""
+        self.publish(blocks, tokens, num_computed)
+        for group, window in self._windows:
+            self._slide(blocks, group, num_computed - window + 1)
+
+    def publish(self, blocks: SequenceBlocks, tokens: array[int], num_computed: int) -> None:
+        """Make full blocks findable as soon as a step that computes their tokens is planned.
+
+        Whoever finds them computes in that step or a later one, and every layer writes the keys and values of a whole
+        step before it attends: so requests that arrive together share a prefix which none of them has computed yet.
+        """
         full = num_computed // self.block_size
         while blocks.committed < full:
             index = blocks.committed
@@ -238,8 +248,6 @@ class KVManager:
             else:
                 self.cache.stand_on(node, instead_of=blocks.node)
             blocks.node = node
-        for group, window in self._windows:
-            self._slide(blocks, group, num_computed - window + 1)
 
     def _slide(self, blocks: SequenceBlocks, group: int, first_visible: int) -> None:
         """Release the blocks that lie wholly before `first_visible`, the earliest position the next query can see."""

@@ -236,7 +236,17 @@ class Scheduler:
             alive = np.array([table.sequences[row] is not None for row in rows.tolist()], bool)
             rows, tokens = rows[alive], tokens[alive]
         some = tokens > 0
-        return rows[some], tokens[some], short
+        rows, tokens = rows[some], tokens[some]
+        for place in np.nonzero(tokens > 1)[0].tolist():
+            self._publish(int(rows[place]), int(tokens[place]))
+        return rows, tokens, short
+
+    def _publish(self, row: int, num_tokens: int) -> None:
+        """The row computes so many prompt tokens in the step being planned: what gets full can be shared at once."""
+        sequence = self._rows.sequences[row]
+        assert sequence is not None and sequence.blocks is not None
+        end = int(self._rows.computed[row]) + num_tokens
+        self.manager.publish(sequence.blocks, sequence.tokens, min(end, len(sequence.tokens)))
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for a running sequence, at somebody's expense if need be. False: it waits, or was preempted itself."""
@@ -322,6 +332,7 @@ class Scheduler:
             if sequence.lost_tokens == 0 and sequence.leader is None:
                 sequence.num_cached = hit.num_tokens
             self._delta.added.append(self._row_added(sequence, hit.num_tokens))
+            self._publish(row, count)
             rows.append(row)
             tokens.append(count)
             budget -= count
