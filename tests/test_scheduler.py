@@ -20,6 +20,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.policy import AGED_PRIORITY
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.scheduler.sequence import Sequence
+from ridgeline.scheduler.step_time import MeasuredStepTime
 
 ROOMY = Setup(num_blocks=200, eos=frozenset())           # nothing runs short; every answer has its full length
 TIGHT = replace(ROOMY, num_blocks=13)                    # 12 blocks of 4 tokens: one longest request
@@ -49,8 +50,11 @@ class Chunks:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def chunk_tokens(self, num_decodes: int, budget: int) -> int:
+    def prompt_tokens(self, num_decodes: int, budget: int) -> int:
         return self.size - num_decodes
+
+    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+        """It knows already."""
 
 
 # -- one rule ----------------------------------------------------------------------------------------------------------
@@ -93,10 +97,25 @@ def test_the_time_model_sizes_chunks() -> None:
     simulation.scheduler._time_model = Chunks(5)
     simulation.ask("a", prompt(9), 5)
     simulation.ask("b", prompt(7, 1), 5)
-    assert numbers(simulation.step()) == [5, 5]
-    assert numbers(simulation.step()) == [4, 2]
+    assert numbers(simulation.step()) == [5]
+    assert numbers(simulation.step()) == [4, 1], "all prompts together take what one may take"
+    assert numbers(simulation.step()) == [1, 4]
+    assert numbers(simulation.step()) == [1, 2]
     assert numbers(simulation.step()) == [1, 1]
     simulation.drain()
+
+
+def test_measured_steps_keep_to_their_time() -> None:
+    model = MeasuredStepTime(0.050)
+    assert model.prompt_tokens(8, 8192) == 8192, "nothing is known yet"
+    for _ in range(20):
+        model.observe(8, 0, 0.010)
+        model.observe(8, 2000, 0.010 + 2000 * 20e-6)
+    assert model.prompt_tokens(8, 8192) == 1984          # 40 ms at 20 µs a token, in whole tiles
+    assert model.prompt_tokens(0, 8192) == 8192, "nobody waits"
+    for _ in range(40):
+        model.observe(8, 0, 0.060)
+    assert model.prompt_tokens(8, 8192) == 256, "prompts always go on"
 
 
 def test_rows_are_a_budget_too() -> None:
@@ -703,15 +722,15 @@ def test_a_preempted_sequence_waits_for_its_promised_token() -> None:
 
 
 def test_answers_wait_for_a_preempted_leader() -> None:
-    """Both are preempted; the prompt comes back in chunks that end inside a block, and is shared when it is whole."""
+    """Both are preempted; the prompt comes back in chunks, and is shared when it is whole."""
     simulation = Simulation(replace(ROOMY, prefix_caching=False))
-    simulation.scheduler._time_model = Chunks(6)
-    simulation.ask("a", prompt(30), 8, n=2)
+    simulation.ask("a", prompt(30), 16, n=2)
     for _ in range(8):
         simulation.step()
     for index in (1, 0):
         simulation.scheduler._preempt(sequence_of(simulation, "a", index))
     forked = simulation.manager.counters.forked_blocks
+    assert [len(simulation.step().rows) for _ in range(3)] == [1, 1, 1]
     simulation.drain()
     assert simulation.manager.counters.forked_blocks == forked + 7
 

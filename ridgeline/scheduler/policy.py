@@ -1,4 +1,4 @@
-"""The scheduler's exchangeable choices: who is next, when newcomers may join, how large a chunk may be."""
+"""The scheduler's exchangeable choices: who is next, and when newcomers may join."""
 
 from __future__ import annotations
 
@@ -40,18 +40,6 @@ class StaticBatching:
 
     def admitted(self, num_running: int, full: bool) -> None:
         self._size, self._full = num_running, full
-
-
-class StepTimeModel(Protocol):
-    def chunk_tokens(self, num_decodes: int, budget: int) -> int:
-        """The largest prefill chunk that keeps a step with that many decodes within its time."""
-
-
-class NoTimeModel:
-    """The off version: a chunk may fill the token budget."""
-
-    def chunk_tokens(self, num_decodes: int, budget: int) -> int:
-        return budget
 
 
 def rank(sequence: Sequence) -> tuple[int, int]:

@@ -26,12 +26,11 @@ from ridgeline.scheduler.policy import (
     AGED_PRIORITY,
     Admission,
     ContinuousBatching,
-    NoTimeModel,
-    StepTimeModel,
     rank,
 )
 from ridgeline.scheduler.rows import Rows
 from ridgeline.scheduler.sequence import Sequence
+from ridgeline.scheduler.step_time import NoTimeModel, StepTimeModel
 
 _SAMPLED = np.int8(Want.TOKEN | Want.LOGPROBS | Want.HIDDEN)     # what comes with the last known token
 _PROMPT = np.int8(Want.PROMPT_LOGPROBS)                          # what comes with every prompt token
@@ -72,6 +71,8 @@ class _InFlight:
     ends: np.ndarray                 # computed tokens of each row once the step is done
     sampled: np.ndarray              # bool: the row samples
     sequences: list[Sequence]
+    num_decodes: int                 # rows that compute one token …
+    num_prompt_tokens: int           # … and what the others compute together
 
 
 @dataclass(slots=True)
@@ -188,10 +189,9 @@ class Scheduler:
 
         Such a plan is not booked: it brings no result, and what it would tell the device goes with the next one.
         """
-        rows, tokens, short = self._give_to_running()
-        budget = self.limits.max_step_tokens - int(tokens.sum())
+        rows, tokens, budget, short = self._give_to_running()
         if not short and budget > 0 and self._waiting and self._admission.open(len(self._rows)):
-            joined, joined_tokens = self._admit(budget, len(rows))
+            joined, joined_tokens = self._admit(budget)
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
                 tokens = np.concatenate([tokens, np.array(joined_tokens, np.int64)])
@@ -199,10 +199,10 @@ class Scheduler:
             return StepPlan(self._step, *_NOTHING)
         return self._plan(rows, tokens)
 
-    def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, bool]:
+    def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """Tokens for the rows that run: decodes first, then prefill chunks, by rank, until the budget is spent.
 
-        The last value says that blocks ran short: then nobody new may join.
+        Also what is left of the budget, and whether blocks ran short: then nobody new may join.
         """
         table = self._rows
         rows = table.ranked()
@@ -215,10 +215,10 @@ class Scheduler:
         if num_prefill:
             order = np.argsort(prefill, kind="stable")
             rows, need = rows[order], need[order]
-            chunk = self._time_model.chunk_tokens(len(rows) - num_prefill, self.limits.max_step_tokens)
-            need = np.minimum(need, max(1, chunk))
+        num_decodes, budget = len(rows) - num_prefill, self.limits.max_step_tokens
+        budget = min(budget, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, budget)))
         before = np.cumsum(need) - need
-        tokens = np.minimum(need, np.maximum(0, self.limits.max_step_tokens - before))
+        tokens = np.minimum(need, np.maximum(0, budget - before))
 
         size = self.manager.block_size
         needed_blocks = -(-(table.computed[rows] + tokens) // size)
@@ -239,7 +239,7 @@ class Scheduler:
         rows, tokens = rows[some], tokens[some]
         for place in np.nonzero(tokens > 1)[0].tolist():
             self._publish(int(rows[place]), int(tokens[place]))
-        return rows, tokens, short
+        return rows, tokens, budget - int(tokens.sum()), short
 
     def _publish(self, row: int, num_tokens: int) -> None:
         """The row computes so many prompt tokens in the step being planned: what gets full can be shared at once."""
@@ -289,7 +289,7 @@ class Scheduler:
         self._leave_row(sequence)
         heapq.heappush(self._waiting, (rank(sequence), sequence))
 
-    def _admit(self, budget: int, num_scheduled: int) -> tuple[list[int], list[int]]:
+    def _admit(self, budget: int) -> tuple[list[int], list[int]]:
         """Let waiting sequences join, by rank, while rows, blocks and budget last. Unready ones are passed over."""
         self._promote_aged()
         table, manager = self._rows, self.manager
@@ -299,7 +299,6 @@ class Scheduler:
         rows: list[int] = []
         tokens: list[int] = []
         unready: list[tuple[tuple[int, int], Sequence]] = []
-        chunk = max(1, self._time_model.chunk_tokens(num_scheduled, budget))
         while self._waiting and budget > 0 and not table.full:
             entry = self._waiting[0]
             sequence = entry[1]
@@ -313,7 +312,7 @@ class Scheduler:
             known = len(sequence.tokens)
             hit = self._hit(sequence)
             rest = known - hit.num_tokens
-            count = min(rest, budget, chunk) if self.limits.chunked_prefill else rest
+            count = min(rest, budget) if self.limits.chunked_prefill else rest
             if count > budget:
                 break                                            # whoever is next waits; nobody overtakes
             blocks = manager.start(hit, hit.num_tokens + count) if self._has_room(hit, known) else None
@@ -432,7 +431,10 @@ class Scheduler:
             recomputed=int(recomputed[recomputed > 0].sum()),
         )
         self._delta = _Delta()
-        self._flights.append(_InFlight(self._step, rows, ends, sampled, sequences))
+        num_decodes = int(np.count_nonzero(tokens == 1))
+        self._flights.append(_InFlight(
+            self._step, rows, ends, sampled, sequences, num_decodes, int(tokens.sum()) - num_decodes
+        ))
         self.manager.pool.submitted(self._step)
         counters = self.counters
         counters.steps += 1
@@ -455,6 +457,7 @@ class Scheduler:
             raise AssertionError(f"step {flight.step} computed or sampled something else than was planned")
         self.counters.useful_tokens += result.useful
         self.counters.wasted_tokens += result.recomputed
+        self._time_model.observe(flight.num_decodes, flight.num_prompt_tokens, result.device_seconds)
         self.manager.pool.retired(flight.step)
         self._commit(flight, result.failed)
         deltas: list[TokenDelta] = []
