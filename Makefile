@@ -5,7 +5,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install serve test lint clean
+# What needs a GPU to mean anything: kernels on the device, greedy tokens and laws on it, memory, sampling.
+GPU_TESTS := tests/test_ops.py tests/test_sampler.py tests/test_families.py tests/test_laws.py \
+    tests/test_linear_kernels.py tests/test_shared_prefix.py
+
+.PHONY: install serve test test-gpu lint clean
 
 install: $(VENV)/.run-ready
 
@@ -39,6 +43,12 @@ lint: $(VENV)/.test-ready
 test: lint
 	$(BIN)/ridgeline build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# With the Python that is there and nothing installed: a machine with a GPU brings its own torch.
+test-gpu:
+	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch sees no GPU here'"
+	$(PYTHON) -m pytest -q $(wildcard $(GPU_TESTS))
+	$(PYTHON) scripts/record_verified.py $(wildcard $(GPU_TESTS))
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -21,6 +21,9 @@ COMMANDS = {
     "build": ("ridgeline.cli.build", "compile the CPU kernels for this machine"),
     "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
     "bench host": ("ridgeline.bench.host", "measure what planning, tokenising and detokenising cost"),
+    "bench ops": ("ridgeline.bench.ops", "measure every operation against the roofline"),
+    "bench idle": ("ridgeline.bench.idle", "trace decode steps: every kernel, and when the device had nothing to do"),
+    "bench startup": ("ridgeline.bench.startup", "measure the start of an engine, phase by phase"),
     "bench studies": ("ridgeline.bench.studies", "measure what batching and paging are worth, each against its off version"),
 }
 

@@ -44,6 +44,10 @@ class CacheOptions:
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a memory size", low=2)
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", low=0.01)
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike")
+    kv_cache_dtype: str = option(
+        "auto", "fp8: keys and values in 8 bits with a scale for each token and head (GPU); auto: the model's dtype",
+        ("auto", "fp8"),
+    )
     kv_layout: str = option(
         "paged", "contiguous: reserve max_model_len for every request (the off version of paging)",
         ("paged", "contiguous"),
@@ -60,6 +64,17 @@ class SchedulerOptions:
         "continuous", "static: a new batch starts when the last one is done (the off version)", ("continuous", "static")
     )
     async_scheduling: bool | None = option(None, "plan a step while the one before it runs")
+    step_time_ms: float | None = option(
+        None, "prompt chunks are cut so that a step in which others decode takes about this long; 0: never", low=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionOptions:
+    enforce_eager: bool = option(False, "launch every kernel by itself, never a recorded CUDA graph")
+    shared_prefix_attention: bool = option(True, "read a prefix that running requests share once for all of them (GPU)")
+    deterministic: bool = option(False, "results that do not depend on what else is in the batch, to the bit (GPU)")
+    nvtx: bool = option(False, "mark every op for a profiler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +101,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (("auto", "generate"), "models generate text here"),
     "runner": (("auto", "generate"), "models generate text here"),
     "quantization": ((), "weights are used as the model's files have them"),
-    "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
     "calculate_kv_scales": ((False,), _LEAVE_OUT),
     "cpu_offload_gb": ((0,), "the weights must fit"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),
@@ -101,7 +115,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # Options of vLLM about how it does its work: taken, whatever they say, because no answer depends on them.
 NO_EFFECT = {
-    "enforce_eager", "swap_space", "max_seq_len_to_capture", "compilation_config", "disable_log_stats",
+    "swap_space", "disable_cascade_attn", "max_seq_len_to_capture", "compilation_config", "disable_log_stats",
     "disable_custom_all_reduce", "use_v2_block_manager", "ray_workers_use_nsight",
 }  # fmt: skip
 
@@ -113,6 +127,7 @@ class EngineConfig:
     model: ModelOptions = ModelOptions()
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
+    execution: ExecutionOptions = ExecutionOptions()
     parallel: ParallelOptions = ParallelOptions()
 
     @classmethod
@@ -151,7 +166,8 @@ class EngineConfig:
 
 def _groups() -> dict[str, type]:
     return {
-        "model": ModelOptions, "cache": CacheOptions, "scheduler": SchedulerOptions, "parallel": ParallelOptions
+        "model": ModelOptions, "cache": CacheOptions, "scheduler": SchedulerOptions, "execution": ExecutionOptions,
+        "parallel": ParallelOptions,
     }  # fmt: skip
 
 

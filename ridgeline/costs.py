@@ -18,6 +18,9 @@ from typing import Any
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}          # every dtype the engine computes in
 INDEX_BYTES = 8                      # slots, positions, token ids: int64
 LENGTH_BYTES = 4                     # block tables, prefix sums, lengths: int32
+SCALE_BYTES = 4                      # scales of quantised tensors: float32
+E4M3 = "float8_e4m3fn"
+QUANTISED_BYTES = {**DTYPE_BYTES, E4M3: 1}       # dtypes that a cache may have besides
 
 Rows = Sequence[tuple[int, int]]     # per batch row: tokens computed in this step, and KV length including them
 
@@ -123,6 +126,32 @@ KV_WRITE_CASES = (
 )
 
 
+def rotary_write_cost(
+    *, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
+    element_bytes: int,
+) -> Cost:  # fmt: skip
+    """Norm of q and k, rotation and the write of K and V, each value read and written once."""
+    turned = tokens * (heads + kv_heads)
+    flops = turned * (3 * rotary_dim + (4 * head_dim + 3 if norm else 0))
+    values = tokens * (heads + 2 * kv_heads) * head_dim
+    table = tokens * rotary_dim * max(element_bytes, 4)
+    return Cost(flops, 2 * values * element_bytes + table + 2 * tokens * INDEX_BYTES)
+
+
+def _rotary_write(tokens: int, norm: bool = False, **changes: int) -> dict[str, Any]:
+    return {"tokens": tokens, **_ROTARY, "block_size": 16, "norm": norm, **changes}
+
+
+ROTARY_WRITE_CASES = (
+    Case("one", _rotary_write(1, heads=2, kv_heads=1, head_dim=8, rotary_dim=8, block_size=4)),
+    Case("norm", _rotary_write(3, norm=True, heads=4, kv_heads=2, head_dim=16, rotary_dim=16, block_size=4)),
+    Case("partial", _rotary_write(4, heads=4, kv_heads=4, head_dim=16, rotary_dim=8, block_size=4)),
+    Case("odd-norm", _rotary_write(7, norm=True, heads=3, kv_heads=1, head_dim=10, rotary_dim=6, block_size=5)),
+    Case("decode-32", _rotary_write(32), timed=True),
+    Case("prefill-512", _rotary_write(512), timed=True),
+)
+
+
 def visible_pairs(query_len: int, kv_len: int, window: int | None) -> int:
     """How many (query, key) pairs of a row the mask lets through: sum over queries of min(own position + 1, window)."""
     first = kv_len - query_len + 1                       # keys that the first query sees without a window
@@ -148,16 +177,32 @@ def paged_attention_cost(
     softcap: float | None,
     element_bytes: int,
     kv_element_bytes: float | None = None,
+    scattered: bool = False,
+    shared: Sequence[tuple[Sequence[int], int]] = (),
+    kv_format: Sequence[str] | None = None,
 ) -> Cost:
-    """Each KV byte is read once per row, however many heads and queries look at it."""
+    """Each KV byte is read once per row, however many heads and queries look at it; once for all rows that share it.
+
+    `scattered`: rows have their tables in other places; `shared`: (rows, tokens of their common prefix); `kv_format`:
+    dtype and layout of the scales, of K and of V.
+    """
     queries = sum(query_len for query_len, _ in rows)
     pairs = sum(visible_pairs(query_len, kv_len, window) for query_len, kv_len in rows)
     keys = sum(visible_keys(query_len, kv_len, window) for query_len, kv_len in rows)
     blocks = sum(
         (kv_len - 1) // block_size - (kv_len - visible_keys(query_len, kv_len, window)) // block_size + 1
         for query_len, kv_len in rows
-        if query_len
+        if query_len and kv_len
     )
+    keys -= sum((len(members) - 1) * tokens for members, tokens in shared)
+    scales = 0
+    if kv_format is not None:
+        kv_element_bytes = sum(QUANTISED_BYTES[dtype] for dtype in kv_format[::2]) / 2
+        counts = {
+            "none": 0, "tensor": 1, "head": kv_heads, "token": keys * kv_heads, "channel": kv_heads * head_dim,
+            "block": blocks * kv_heads,
+        }  # fmt: skip
+        scales = sum(counts[layout] * SCALE_BYTES for layout in kv_format[1::2])
     # Per pair and head: two dot products; scale, maximum, subtraction, exponential, sum; tanh and two scalings.
     per_pair = 4 * head_dim + 5 + (3 if softcap is not None else 0)
     flops = heads * (pairs * per_pair + queries * head_dim)
@@ -165,8 +210,8 @@ def paged_attention_cost(
         tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim,
         element_bytes=element_bytes if kv_element_bytes is None else kv_element_bytes,
     )
-    tables = (blocks + 2 * len(rows) + 1) * LENGTH_BYTES
-    return Cost(flops, 2 * queries * heads * head_dim * element_bytes + kv + tables)
+    tables = (blocks + (3 if scattered else 2) * len(rows) + 1) * LENGTH_BYTES
+    return Cost(flops, 2 * queries * heads * head_dim * element_bytes + kv + scales + tables)
 
 
 def _attention(rows: Rows, **changes: Any) -> dict[str, Any]:
@@ -193,6 +238,27 @@ PAGED_ATTENTION_CASES = (
     Case("one-kv-head", _attention([(1, 5), (3, 7)], heads=6, kv_heads=1)),
     Case("no-groups", _attention([(1, 5), (1, 4), (3, 7)], heads=3, kv_heads=3)),
     Case("odd", _attention([(1, 11), (3, 8), (1, 2)], heads=3, kv_heads=1, head_dim=20, block_size=3)),
+    Case("padded", _attention([(1, 12), (1, 0), (1, 5), (1, 0)], scattered=True)),
+    Case("decodes-first", _attention([(1, 70), (1, 0), (1, 9), (5, 40), (1, 3)], scattered=True)),
+    Case("many-shares", _attention([(1, 200), (1, 65), (1, 2)], block_size=16)),
+    Case("many-shares-window", _attention([(1, 300), (1, 65)], heads=6, window=150, softcap=2.0)),
+    # Groups of rows with one prefix each, of one tile and of several (128 pairs of 64 heads are two rows), and others.
+    Case("shared", _attention(
+        [(1, 21), (1, 20), (1, 3), (1, 9), (1, 17)], scattered=True, shared=(((0, 1, 4), 16), ((2,), 0)),
+    )),
+    Case("shared-long", _attention(
+        [(1, 290), (1, 30), (1, 281), (1, 20), (1, 280)], kv_heads=1, heads=64, head_dim=8, block_size=8,
+        shared=(((0, 2, 4), 272), ((1, 3), 16)), softcap=4.0,
+    )),
+    *(
+        Case(f"fp8-{k}-{v}", _attention(
+            [(1, 12), (1, 70), (3, 8)], kv_format=(E4M3, k, E4M3, v), scattered=k == "head",
+            shared=(((0, 1), 8),) if k == "token" else (),
+        ))
+        for k, v in (("tensor", "head"), ("head", "tensor"), ("token", "block"), ("block", "token"),
+                     ("channel", "channel"), ("channel", "token"))
+    ),
+    Case("fp8-values", _attention([(1, 12), (3, 8)], kv_format=("bfloat16", "none", E4M3, "head"))),
     Case("decode-1", _attention([(1, 256)], **_SMOLLM2), timed=True),
     Case("decode-8", _attention([(1, 250 + row) for row in range(8)], **_SMOLLM2), timed=True),
     Case("decode-32", _attention([(1, 240 + row) for row in range(32)], **_SMOLLM2), timed=True),
@@ -223,6 +289,56 @@ def sample_cost(*, rows: int, vocab: int, kind: str, element_bytes: int) -> Cost
     return Cost(flops, rows * vocab * element_bytes + rows * (INDEX_BYTES + 1))
 
 
+EDITED_BYTES = 1 << 27               # of logits that are being changed before a token is chosen; more go in parts
+KNOWN_IDS = 256                      # per row: room for the ids it has said, for penalties; grows for longer texts
+
+
+def edited_rows(*, rows: int, vocab: int, element_bytes: int) -> int:
+    return min(rows, max(1, EDITED_BYTES // (vocab * element_bytes)))
+
+
+def sampling_bytes(*, rows: int, vocab: int, element_bytes: int, on_gpu: bool) -> int:
+    """What the sampler keeps for so many rows: logits that are changed, ids that rows have said, and, on a GPU, what
+    its kernels hand to each other."""
+    wide = max(element_bytes, 4)
+    per_row = KNOWN_IDS * (8 + 4)
+    if on_gpu:
+        tiles, race_tiles = -(-vocab // SAMPLE_TILE), 1 << (-(-vocab // SAMPLE_RACE_TILE) - 1).bit_length()
+        groups = tiles * (SAMPLE_TILE // SAMPLE_GROUP)
+        per_row += 4 * groups + 8 * tiles + 12 * SAMPLE_CANDIDATES + 12 * race_tiles + 28
+    return rows * per_row + edited_rows(rows=rows, vocab=vocab, element_bytes=wide) * vocab * wide
+
+
+# How the kernels of ops/sample_triton.py divide a vocabulary.
+SAMPLE_TILE = 8192                   # ids per program that looks for the best
+SAMPLE_RACE_TILE = 4096              # ids per program that races
+SAMPLE_GROUP = 64                    # ids whose maximum is kept for the filters
+SAMPLE_CANDIDATES = 1024             # ids that one program can cut in registers
+
+
+def greedy_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
+    return Cost(rows * vocab, rows * vocab * element_bytes + rows * (3 * INDEX_BYTES + 1))
+
+
+GREEDY_CASES = (
+    Case("one", {"rows": 1, "vocab": 64}, dtypes=("float64", "float32", "bfloat16", "float16")),
+    Case("odd", {"rows": 5, "vocab": 77}, dtypes=("float64", "float32", "bfloat16", "float16")),
+    Case("decode-32", {"rows": 32, "vocab": 49152}, timed=True),
+)
+
+
+def mask_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
+    """What is allowed is not touched; half of the ids, say."""
+    return Cost(0, rows * (-(-vocab // 32) * 4 + vocab * element_bytes // 2))
+
+
+MASK_CASES = (
+    Case("one", {"rows": 1, "vocab": 64}, dtypes=("float64", "float32")),
+    Case("odd", {"rows": 3, "vocab": 77}, dtypes=("float64", "float32")),
+    Case("decode-32", {"rows": 32, "vocab": 49152}, dtypes=("float32",), timed=True),
+)
+
+
 SAMPLE_CASES = tuple(
     Case(f"{kind}{suffix}", {"rows": rows, "vocab": vocab, "kind": kind}, dtypes=("float64", *dtypes), timed=timed)
     for kind in ("greedy", "random", "filtered", "mixed")
@@ -245,8 +361,42 @@ LINEAR_CASES = (
     Case("one-odd", {"tokens": 1, "inputs": 37, "outputs": 7, "bias": True}),
     Case("one-wide", {"tokens": 1, "inputs": 576, "outputs": 1003, "bias": True}),
     Case("odd", {"tokens": 3, "inputs": 37, "outputs": 7, "bias": True}),
+    Case("few", {"tokens": 5, "inputs": 96, "outputs": 70, "bias": True}),
+    Case("many", {"tokens": 130, "inputs": 80, "outputs": 65, "bias": False}),
     Case("decode-1", {"tokens": 1, "inputs": 576, "outputs": 3072, "bias": False}, timed=True),
 )
+
+
+def normed_linear_cost(
+    *, tokens: int, inputs: int, outputs: int, residual: bool, bias: bool, gate: str | None, element_bytes: int
+) -> Cost:
+    """What lies between norm, product and activation is not moved. With a gate, `outputs` counts the pairs."""
+    rows = outputs if gate is None else 2 * outputs
+    norm = rms_norm_cost(tokens=tokens, width=inputs, residual=residual, element_bytes=element_bytes)
+    product = linear_cost(
+        tokens=tokens, inputs=inputs, outputs=rows, weight_bytes=element_bytes, element_bytes=element_bytes
+    )
+    total, inner = norm + product, 2 * tokens * inputs
+    if gate is not None:
+        total += gated_activation_cost(tokens=tokens, intermediate=outputs, kind=gate, element_bytes=element_bytes)
+        inner += 2 * tokens * rows
+    return Cost(total.flops, total.bytes - inner * element_bytes)
+
+
+NORMED_LINEAR_CASES = tuple(
+    Case(name, {
+        "tokens": tokens, "inputs": inputs, "outputs": outputs, "residual": residual, "bias": bias, "gate": gate,
+    }, timed=timed)
+    for name, tokens, inputs, outputs, residual, bias, gate, timed in (
+        ("one", 1, 64, 64, True, False, None, False),
+        ("one-first", 1, 80, 70, False, False, None, False),
+        ("one-gate", 1, 96, 67, True, False, "silu", False),
+        ("one-gate-bias", 1, 64, 64, True, True, "gelu_tanh", False),
+        ("odd", 3, 37, 7, True, True, None, False),
+        ("few-gate", 5, 80, 70, True, True, "gelu", False),
+        ("decode-32", 32, 576, 1536, True, False, "silu", True),
+    )
+)  # fmt: skip
 
 
 def block_linear_cost(

@@ -9,16 +9,17 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ridgeline import embedded
+from ridgeline import embedded, ledger
 from ridgeline.config import EngineConfig
 from ridgeline.costs import DTYPE_BYTES
 from ridgeline.errors import ConfigError
 from ridgeline.kv_spec import KVGroupSpec, blocks_for
+from ridgeline.ledger import GIB
 from ridgeline.models.config import ModelConfig, kv_groups, load_model_config, weight_bytes
 from ridgeline.techniques import TECHNIQUES, turned_off
 
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights
-GIB = 2**30
+GPU_STEP_SECONDS = 0.08              # long enough that prompts come in chunks which fill the matrix units
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class DeviceFacts:
     kind: str                        # cpu or cuda
     memory: int                      # bytes that may be used, the weights included
     fast_dtypes: tuple[str, ...]
+    runtime: int = 0                 # bytes that the driver and libraries take of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class ResolvedConfig:
     num_blocks: int
     prefix_caching: bool
     depth: int                       # steps in flight beside the one being planned
+    kv_dtype: str                    # of the KV cache
+    graphs: bool                     # decode steps are recorded and replayed
+    shared_prefixes: bool            # attention reads what running requests share once
+    step_seconds: float              # that a step may take when prompts join who decodes; 0: as long as it takes
+    memory: dict[str, int]           # predicted bytes on this rank, by part of the ledger
     reasons: dict[str, str] = field(default_factory=dict)        # option -> why it has its value
 
     @property
@@ -68,10 +75,11 @@ class ResolvedConfig:
 
 
 def page_bytes(groups: list[KVGroupSpec], element_size: int) -> int:
-    """Bytes of one block in all layer slots, keys and values."""
+    """Bytes of one block in all layer slots, keys and values; elements of one byte have a scale per token and head."""
     spec = groups[0]
     slots = max(len(group.layers) for group in groups)
-    return slots * 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * element_size
+    head = spec.head_dim * element_size + (4 if element_size == 1 else 0)
+    return slots * 2 * spec.block_size * spec.num_kv_heads * head
 
 
 def model_path(config: EngineConfig) -> Path:
@@ -88,17 +96,22 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     longest = _longest(config, model)
     budget = config.scheduler.max_num_batched_tokens or (512 if device.kind == "cpu" else 8192)
 
-    memory = Memory.of(config, device, model, dtype, groups, longest)
+    flat = {name: value for part in dataclasses.asdict(config).values() for name, value in part.items()}
+    off = turned_off(flat, device.kind)
+    for technique in TECHNIQUES:
+        if technique.name in off:
+            reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
+    if "fp8 KV" in off:
+        raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
+    graphs = not config.execution.enforce_eager and "recorded graphs" not in off
+
+    memory = Memory.of(config, device, model, dtype, groups, longest, graphs)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
     most_tokens = budget if chunked else max(budget, longest)    # see _budget
     num_blocks = _num_blocks(config, memory, groups, longest, most_tokens, max_num_seqs, reasons)
     max_model_len = _max_model_len(config, groups, num_blocks, memory.per_block, longest, budget, reasons)
     budget = _budget(config, budget, max_model_len, reasons)
 
-    off = turned_off({name: value for part in dataclasses.asdict(config).values() for name, value in part.items()})
-    for technique in TECHNIQUES:
-        if technique.name in off:
-            reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
     overlap = config.scheduler.async_scheduling
     if overlap is None:
         overlap = device.kind != "cpu"
@@ -107,27 +120,32 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         options=config, model_path=path, model=model, device=device.kind, dtype=dtype, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off, depth=int(overlap),
+        kv_dtype=dtype if config.cache.kv_cache_dtype == "auto" else "float8_e4m3fn", graphs=graphs,
+        shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
+        step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         reasons=reasons,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one rank has, and what a step's parts take of it."""
+    """What one rank has, and what each part of the engine takes of it. `ledger.py` names the parts."""
 
     kind: str                        # of the device
     dtype: str
     room: int                        # bytes this rank may use
-    weights: int
+    weights: int                     # rotation tables included
+    runtime: int
     per_block: int
-    per_row: int                     # a row's block tables, logits and sampling state
+    per_row_kept: int                # a row's block tables, sampling state, and logits that a graph leaves behind
+    per_row_step: int                # a row's logits while a step computes them, eagerly and in a graph
     per_token: int                   # a token's activations in one layer, the widest
     kv_option: str                   # what the size of the KV cache was given by
 
     @classmethod
     def of(
         cls, config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec],
-        longest: int,
+        longest: int, graphs: bool,
     ) -> Memory:  # fmt: skip
         share, ranks = config.cache.gpu_memory_utilization, config.parallel.tensor_parallel_size
         if not 0 < share <= 1:
@@ -136,26 +154,48 @@ class Memory:
         room = device.memory // ranks if device.kind == "cpu" else int(device.memory * share)
         size = DTYPE_BYTES[dtype]
         tables = len(groups) * -(-longest // config.cache.block_size) * 4
-        sampling = model.vocab_size * (4 + 2 * max(4, size))         # counts; logits as computed and as edited
+        sampling = model.vocab_size * (4 + max(4, size))             # counts; logits as edited
+        logits = model.vocab_size * size
         width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        per_token = (width + 3 * model.intermediate_size) * size
+        rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
         return cls(
-            device.kind, dtype, room, weight_bytes(model, dtype, device.kind, ranks),
-            page_bytes(groups, size), tables + sampling, (width + 3 * model.intermediate_size) * size,
-            "num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
+            kind=device.kind, dtype=dtype, room=room,
+            weights=weight_bytes(model, dtype, device.kind, ranks) + rotation,
+            runtime=device.runtime,
+            per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
+            per_row_kept=tables + sampling + (logits if graphs else 0),
+            per_row_step=logits + (logits + per_token if graphs else 0),
+            per_token=per_token,
+            kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
         )  # fmt: skip
+
+    @property
+    def per_row(self) -> int:
+        return self.per_row_kept + self.per_row_step
 
     def left(self, max_num_seqs: int, budget: int) -> int:
         """What remains for the KV cache."""
-        return self.room - self.weights - max_num_seqs * self.per_row - budget * self.per_token
+        return self.room - self.weights - self.runtime - max_num_seqs * self.per_row - budget * self.per_token
+
+    def parts(self, num_blocks: int, max_num_seqs: int, budget: int) -> dict[str, int]:
+        return {
+            ledger.WEIGHTS: self.weights,
+            ledger.KV: num_blocks * self.per_block,
+            ledger.ROWS: max_num_seqs * self.per_row_kept,
+            ledger.STEPS: max_num_seqs * self.per_row_step + budget * self.per_token,
+            ledger.RUNTIME: self.runtime,
+        }
 
     def check(self, num_blocks: int, max_num_seqs: int, budget: int) -> None:
         """ConfigError for what does not fit, and the largest value that would."""
-        if self.weights >= self.room:
+        if self.weights + self.runtime >= self.room:
             raise ConfigError(
-                f"the weights need {self.weights / GIB:.2f} GiB in {self.dtype}, {self.room / GIB:.2f} GiB of "
+                f"the weights need {self.weights / GIB:.2f} GiB in {self.dtype}, "
+                f"{(self.room - self.runtime) / GIB:.2f} GiB of "
                 f"{self.kind} memory are there; take a smaller model, a smaller dtype or more tensor_parallel_size"
             )
-        free = self.room - self.weights
+        free = self.room - self.weights - self.runtime
         parts = [("max_num_seqs", max_num_seqs, self.per_row), ("max_num_batched_tokens", budget, self.per_token)]
         if self.kv_option == "kv_cache_memory_bytes":
             parts.append((self.kv_option, num_blocks * self.per_block, 1))
@@ -168,6 +208,15 @@ class Memory:
                     f"left for it; the largest that fits is {free // each}"
                 )
             free -= count * each
+
+
+def _step_seconds(config: EngineConfig, device: DeviceFacts) -> float:
+    given = config.scheduler.step_time_ms
+    if not config.scheduler.enable_chunked_prefill:
+        return 0.0                                       # a prompt is one step, however long
+    if given is None:
+        return GPU_STEP_SECONDS if device.kind == "cuda" else 0.0
+    return given / 1e3
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: DeviceFacts, reasons: dict[str, str]) -> str:

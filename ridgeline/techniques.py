@@ -23,6 +23,7 @@ class Technique:
     module: str
     requires: tuple[str, ...] = ()   # techniques without which it can do nothing
     excludes: tuple[str, ...] = ()   # techniques with which it cannot work
+    device: str = ""                 # the kind of device it is for; empty: any
 
     def is_on(self, options: Mapping[str, Any]) -> bool:
         """None, an option that is still to be decided, counts as off."""
@@ -52,17 +53,40 @@ TECHNIQUES = (
         "planning and collecting, hidden behind the device's work", "engine/core.py",
     ),
     Technique(
+        "recorded graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
+        "a decode step's launches, hundreds of them, in one", "runner/graphs.py",
+        excludes=("tensor parallelism",), device="cuda",
+    ),
+    Technique(
+        "shared-prefix attention", {"shared_prefix_attention": True}, {"shared_prefix_attention": False}, "bytes", True,
+        "a prefix that many running requests share is read once a step, not once a request", "runner/shared_prefix.py",
+        requires=("prefix caching",), device="cuda",
+    ),
+    Technique(
+        "fp8 KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,
+        "half the bytes of the KV cache: twice the tokens in it, and attention reads half", "runner/kv_buffers.py",
+        device="cuda",
+    ),
+    Technique(
         "tensor parallelism", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}, "bytes", False,
         "weights and KV divided by the ranks, for two all-reduces a layer", "distributed/comm.py",
     ),
 )  # fmt: skip
 
 
-def turned_off(options: Mapping[str, Any], techniques: tuple[Technique, ...] = TECHNIQUES) -> dict[str, str]:
-    """Techniques that are on and cannot work beside the others, and why. Of two that exclude each other, the later."""
+def turned_off(
+    options: Mapping[str, Any], device: str, techniques: tuple[Technique, ...] = TECHNIQUES
+) -> dict[str, str]:
+    """Techniques that are on and cannot work on this device or beside the others, and why.
+
+    Of two that exclude each other, the one that says so.
+    """
     on = {technique.name: technique for technique in techniques if technique.is_on(options)}
     off: dict[str, str] = {}
     for name, technique in on.items():
+        if technique.device not in ("", device):
+            off[name] = f"needs a {technique.device} device"
+            continue
         missing = [other for other in technique.requires if other not in on or other in off]
         before = [other for other in technique.excludes if other in on and other not in off]
         if missing or before:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,45 @@ def test_outputs_grow_and_do_not_change_later(llm: AsyncLLM, run: Run) -> None:
     assert lengths == sorted(set(lengths)) and lengths[-1] == 20 and len(lengths) > 1
     assert all(later.outputs[0].text.startswith(now.outputs[0].text) for now, later in itertools.pairwise(outputs))
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_reset_prefix_cache(llm: AsyncLLM, run: Run) -> None:
+    prompt = list(range(100, 140))
+
+    async def cached() -> int:
+        return int((await final(llm, prompt)).num_cached_tokens)
+
+    async def twice() -> list[int]:
+        return [await cached(), await cached()]
+
+    async def while_running() -> bool:
+        answers = llm.generate(prompt, ENDLESS)
+        await anext(answers)
+        done = await llm.reset_prefix_cache()
+        await answers.aclose()
+        return done
+
+    assert run(twice()) == [0, 32]
+    assert not run(while_running())
+    run(all_free(llm))
+    assert run(llm.reset_prefix_cache())
+    assert run(twice()) == [0, 32]
+
+
+def test_without_params_the_models_own_defaults_count(
+    model: Path, runner: asyncio.Runner, llm: AsyncLLM, tmp_path: Path
+) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams() and not llm.sampling_defaults
+    copy = shutil.copytree(model, tmp_path / "model")
+    (copy / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 1, "max_new_tokens": 3}))
+
+    async def answers() -> list[int]:
+        async with AsyncLLM(copy, **OPTIONS) as own:
+            assert own.get_default_sampling_params() == SamplingParams(temperature=0.25, top_k=1, max_tokens=3)
+            outputs = [[output async for output in own.generate("abc", params)][-1] for params in (None, GREEDY)]
+            return [len(output.outputs[0].token_ids) for output in outputs]
+
+    assert runner.run(asyncio.wait_for(answers(), 60)) == [3, 20]
 
 
 def test_several_prompts_and_answers_in_one_stream(llm: AsyncLLM, run: Run) -> None:

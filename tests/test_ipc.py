@@ -42,11 +42,13 @@ def messages() -> list[tuple[str, object]]:
     return [
         ("to engine", ipc.Add(request)),
         ("to engine", ipc.Abort("1", 0)),
+        ("to engine", ipc.ForgetPrefixes()),
         ("to engine", ipc.Shutdown()),
         ("from engine", ipc.Ready("m", 8, 2, 3, "float32", "cpu", 4, 16, 0.5)),
         ("from engine", ipc.Loading(1, 2)),
         ("from engine", ipc.Failed("why", config=True)),
         ("from engine", ipc.Refused("1", "why")),
+        ("from engine", ipc.PrefixesForgotten(True)),
         ("from engine", ipc.Deltas([delta], 3, 4)),
         ("plan", plan()),
     ]

@@ -18,7 +18,7 @@ from served_model import TEMPLATE, write_model
 from ridgeline import LLM, CompletionOutput, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from ridgeline.engine.core import EngineCore
 from ridgeline.errors import BadRequest, EngineDead, ModelError, RidgelineError, Unsupported
-from ridgeline.messages import TokenDelta
+from ridgeline.messages import Request, TokenDelta
 from ridgeline.sampling_params import MAX_TOKEN_ID, RequestOutputKind
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "max_model_len": 256, "num_gpu_blocks_override": 200, "block_size": 4}
@@ -207,6 +207,28 @@ def test_default_params_are_the_models(model: Path, tmp_path: Path, llm: LLM) ->
         LLM(copy, **OPTIONS)
 
 
+def test_reset_prefix_cache(model: Path) -> None:
+    llm = LLM(model, **OPTIONS)
+    prompt = {"prompt_token_ids": list(range(40))}
+
+    def cached() -> int | None:
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached(), cached()] == [0, 36]
+    llm.core.add(Request("running", list(range(40)), GREEDY))
+    llm.core.step()
+    assert not llm.reset_prefix_cache()                  # a request holds blocks: nothing is forgotten
+    while llm.core.has_work:
+        llm.core.step()
+    assert cached() == 36
+    assert llm.reset_prefix_cache() and llm.reset_prefix_cache()
+    llm.core.scheduler.manager.pool.check()
+    assert len(llm.core.scheduler.manager.cache) == 0
+    assert [cached(), cached()] == [0, 36]
+    off = LLM(model, enable_prefix_caching=False, **OPTIONS)
+    assert off.reset_prefix_cache()
+
+
 def test_options_of_vllm(model: Path) -> None:
     llm = LLM(
         model=str(model), tokenizer=None, dtype="float", enforce_eager=True, trust_remote_code=False, swap_space=4,
@@ -290,7 +312,7 @@ def test_a_model_without_tokenizer_is_told_before_its_weights_are_loaded(
         LLM(model, chat_template=str(tmp_path / "nothing"), **OPTIONS)
     with pytest.raises(ModelError, match="does not exist"):
         LLM(tmp_path / "nowhere", **OPTIONS)
-    with pytest.raises(ModelError, match="model some/name does not exist, and hub names are not fetched"):
+    with pytest.raises(ModelError, match="model some/name does not exist: it looks like a name on a model hub"):
         LLM("some/name", **OPTIONS)
 
 

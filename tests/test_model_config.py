@@ -134,6 +134,10 @@ def test_a_broken_config_is_named(content: str, message: str, tmp_path: Path) ->
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"nowhere does not exist: give a directory with config\.json or a \.gguf file$"):
         load_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"^model some/name does not exist: it looks like a name on a model hub, and those"):
+        load_model_config("some/name")
+    with pytest.raises(ModelError, match=r"^model some/file\.gguf does not exist: give a directory"):
+        load_model_config("some/file.gguf")
     (tmp_path / "model.bin").touch()
     with pytest.raises(ModelError, match=r"model\.bin is not a model: give"):
         load_model_config(tmp_path / "model.bin")

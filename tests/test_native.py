@@ -1,8 +1,13 @@
-"""The native CPU kernels beyond the op contract: long contexts, independence of neighbours and threads, broken rows, builds."""
+"""The native CPU kernels beyond the op contract: long contexts, independence of neighbours and threads, broken rows, builds,
+and other machines: `native_check.c` compares them with plain loops for every vector width, under an emulator if need be.
+"""
 
 from __future__ import annotations
 
 import itertools
+import platform
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from ridgeline.ops import native
 from ridgeline.ops.paged_attention import paged_attention_native, paged_attention_reference
 from ridgeline.ops.registry import REGISTRY, Site
 from ridgeline.ops.rms_norm import rms_norm_native
+from ridgeline.platform import cpu_flags
 
 LENGTHS = [3, native.SPLIT - 1, native.SPLIT, native.SPLIT + 1, 2 * native.SPLIT + 37]
 
@@ -97,6 +103,37 @@ def test_decodes_and_chunks_in_one_batch() -> None:
     torch.testing.assert_close(paged_attention_native(**inputs).double(), expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_query_does_not_depend_on_its_chunk_or_on_threads(window: int | None) -> None:
+    length, last = 200, 150
+    generator = torch.Generator().manual_seed(4)
+    queries = torch.randn(last, 6, 64, generator=generator)
+    whole = chunk(cache([length]), queries, length) | {"window": window}
+    together = paged_attention_native(**whole)
+    torch.testing.assert_close(together.double(), paged_attention_reference(**wide(whole)), rtol=2e-6, atol=2e-6)
+    threads = torch.get_num_threads()
+    try:
+        for count, size in itertools.product((1, 2), (7, 64, 149)):
+            torch.set_num_threads(count)
+            parts = [
+                paged_attention_native(**whole | chunk(whole, part, length - last + start + len(part)))
+                for start, part in zip(range(0, last, size), queries.split(size), strict=True) if len(part) > 1
+            ]
+            joined = torch.cat(parts)
+            assert torch.equal(joined, together[: len(joined)])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def chunk(inputs: dict[str, Any], queries: torch.Tensor, kv_len: int) -> dict[str, Any]:
+    """The only row of `inputs`, with these queries at the end of its first `kv_len` positions."""
+    starts = [0, len(queries)]
+    return inputs | {
+        "q": queries, "query_start": torch.tensor(starts, dtype=torch.int32), "query_start_host": starts,
+        "kv_len": torch.tensor([kv_len], dtype=torch.int32), "kv_len_host": [kv_len],
+    }  # fmt: skip
+
+
 def test_a_broken_row_stays_broken_and_alone() -> None:
     inputs = cache(LENGTHS)
     healthy = paged_attention_native(**inputs)
@@ -126,6 +163,35 @@ def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
     options = USUAL | {"dtype": "float32", "max_num_batched_tokens": 24}
     plain = run(model, options | {"kernels": "reference"}, requests()).answers
     assert run(model, options, requests()).answers == plain
+
+
+X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
+
+
+@pytest.mark.parametrize(("machines", "needs", "architecture"), [
+    (X86, "sse2", "x86-64"),
+    (X86, "avx2", "x86-64-v3"),
+    (X86, "avx512f", "x86-64-v4"),
+    (ARM, "asimd", "armv8-a"),
+])
+def test_every_vector_width(machines: tuple[str, ...], needs: str, architecture: str, tmp_path: Path) -> None:
+    emulator: list[str] = []
+    compiler = "cc"
+    if platform.machine() not in machines:
+        compiler = "aarch64-linux-gnu-gcc" if machines is ARM else "x86_64-linux-gnu-gcc"
+        emulator = ["qemu-aarch64-static" if machines is ARM else "qemu-x86_64-static"]
+        missing = [tool for tool in (compiler, *emulator) if shutil.which(tool) is None]
+        if missing or needs == "avx512f":                # which the emulator does not know
+            pytest.skip(f"another machine, and no {' and no '.join(missing) or 'emulator for it'}")
+    elif needs not in cpu_flags():
+        pytest.skip(f"this machine has no {needs}")
+    own = {"-O3": "-O1", "-march=native": f"-march={architecture}", "-fopenmp": "-Wno-unknown-pragmas", "-fPIC": "-static"}
+    flags = [own.get(flag, flag) for flag in native.FLAGS if emulator or flag != "-fPIC"]
+    checked = tmp_path / "check"
+    source = Path(__file__).with_name("native_check.c")
+    subprocess.run([compiler, *flags, f"-I{native.SOURCE.parent}", str(source), "-o", str(checked), "-lm"], check=True)
+    done = subprocess.run([*emulator, str(checked)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_another_source_or_machine_has_another_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

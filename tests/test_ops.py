@@ -7,6 +7,7 @@ interpreter is chosen when triton is imported, and nothing else in the suite sho
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import subprocess
@@ -29,12 +30,15 @@ from ridgeline.ops import (
     registry,
     rms_norm,
     rotary,
+    rotary_write,
+    sample,
 )
 from ridgeline.ops.registry import REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
 
 OPS: list[Op[Any, Any]] = [
     rms_norm.rms_norm, rotary.rotary, activation.gated_activation, kv_write.kv_write,
-    paged_attention.paged_attention, logits.logprobs, linear.linear, block_linear.block_linear,
+    paged_attention.paged_attention, logits.logprobs, linear.linear, linear.normed_linear, block_linear.block_linear,
+    rotary_write.rotary_write, sample.apply_mask,
 ]  # fmt: skip
 CUDA = torch.cuda.is_available()
 
@@ -124,9 +128,10 @@ def test_triton_kernels_in_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     passed = [line for line in run.stdout.splitlines() if line.startswith("PASSED ")]
     for op in OPS:
-        small = sum(len(case.dtypes) - 1 for case in op.cases if not case.timed)
+        small = [dtype for case in op.cases if not case.timed for dtype in case.dtypes if dtype != "float64"]
         kernels = [implementation for implementation in op.implementations if implementation.name == "triton"]
-        assert sum(f"[{op.name}-triton-" in line for line in passed) == small * len(kernels)
+        wanted = sum(kernel.supports(Site("cuda", getattr(torch, dtype), 64)) for kernel in kernels for dtype in small)
+        assert sum(f"[{op.name}-triton-" in line for line in passed) == wanted
 
 
 # ── the definitions against plain arithmetic ─────────────────────────────────────────────────────────────────────────
@@ -155,6 +160,19 @@ def test_rms_norm_definition(case: Case, offset: float) -> None:
         root = math.sqrt(math.fsum(value * value for value in row) / len(row) + eps)
         wanted = [value / root * (w + offset) for value, w in zip(row, weight.tolist(), strict=True)]
         assert got == pytest.approx(wanted, rel=1e-13, abs=1e-15)
+
+
+@float64_cases("normed_linear")
+def test_normed_linear_definition(case: Case) -> None:
+    (x, residual, norm, eps, weight, bias), options = float64_inputs("normed_linear", case)
+    out, stream = linear.normed_linear(x, residual, norm, eps, weight, bias, **options)
+    total = x if residual is None else x + residual
+    assert torch.equal(stream, total)
+    normed = rms_norm.rms_norm(total, norm, eps, weight_offset=options["norm_offset"])
+    wanted = normed @ weight.T + (0 if bias is None else bias)
+    if options["gate"] is not None:
+        wanted = activation.gated_activation(wanted, options["gate"])
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-13)
 
 
 @float64_cases("rotary")
@@ -211,17 +229,118 @@ def test_kv_write_definition(case: Case, strided: bool) -> None:
         assert torch.equal(cache, old)
 
 
+@float64_cases("rotary_write")
+@pytest.mark.parametrize("strided", [False, True])
+def test_rotary_write_definition(case: Case, strided: bool) -> None:
+    """The ops it replaces, in their order."""
+    (qkv, positions, slots, table, k_cache, v_cache), options = float64_inputs("rotary_write", case)
+    heads, kv_heads = options["heads"], options["kv_heads"]
+    q, k, v = qkv.clone().view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
+    if "q_norm" in options:
+        q, k = (
+            rms_norm.rms_norm_reference(part, options[f"{name}_norm"], options["eps"], weight_offset=1.0)
+            for name, part in (("q", q), ("k", k))
+        )
+    q, k = rotary.rotary_reference(q, k, positions, table)
+    wanted = k_cache.clone(), v_cache.clone()
+    kv_write.kv_write_reference(k, v, *wanted, slots)
+    if strided:
+        k_cache, v_cache = page_view(k_cache), page_view(v_cache)
+    assert torch.equal(rotary_write.rotary_write(qkv, positions, slots, table, k_cache, v_cache, **options), q)
+    assert torch.equal(k_cache, wanted[0]) and torch.equal(v_cache, wanted[1])
+
+
+TRITON_DEVICE = "cuda" if CUDA else "cpu"
+runs_triton = pytest.mark.skipif(not (CUDA or TRITON_INTERPRETED), reason="no GPU, and not in the interpreter")
+
+
+@runs_triton
+@pytest.mark.parametrize("case", [case for case in rotary_write.rotary_write.cases if not case.timed], ids=lambda case: case.name)
+@pytest.mark.parametrize("strided", [False, True], ids=["triton-whole", "triton-strided"])
+def test_what_rotary_write_writes_is_the_float64_definition(case: Case, strided: bool) -> None:
+    args, options = make_inputs(rotary_write.rotary_write, case, torch.float32, TRITON_DEVICE)
+    wide = [widened(value) for value in args]
+    rotary_write.rotary_write_reference(*wide, **{name: widened(value) for name, value in options.items()})
+    caches = [page_view(cache) for cache in args[4:]] if strided else args[4:]
+    rotary_write.rotary_write_triton(*args[:4], *caches, **options)
+    for got, wanted in zip(caches, wide[4:], strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=4e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "head", "token", "channel", "block"])
+def test_rotary_write_with_scales(layout: paged_attention.ScaleLayout) -> None:
+    check_scales(rotary_write.rotary_write_reference, layout, "cpu", torch.float8_e4m3fn, 0.5)
+
+
+@runs_triton
+@pytest.mark.parametrize("layout", ["tensor", "head", "token", "channel", "block"])
+def test_rotary_write_with_scales_on_triton_and_the_float64_definition(layout: paged_attention.ScaleLayout) -> None:
+    # The interpreter cannot round to eight bits, and cuts to sixteen.
+    stored, units = (torch.float16, 1.01) if TRITON_INTERPRETED else (torch.float8_e4m3fn, 0.501)
+    check_scales(rotary_write.rotary_write_triton, layout, TRITON_DEVICE, stored, units)
+
+
+def check_scales(
+    function: Any, layout: paged_attention.ScaleLayout, device: str, stored: torch.dtype, units: float
+) -> None:
+    """What is stored is within so many units in its last place of value / scale, cut to the dtype's range."""
+    case = next(case for case in rotary_write.rotary_write.cases if case.name == "odd-norm")
+    args, options = make_inputs(rotary_write.rotary_write, case, torch.float32, device)
+    wide = [widened(value) for value in args]
+    for cache in wide[4:]:
+        cache.zero_()
+    rotary_write.rotary_write_reference(*wide, **{name: widened(value) for name, value in options.items()})
+    blocks, size, kv_heads, head_dim = wide[4].shape
+    facts = torch.finfo(stored)
+    caches = [torch.zeros(wide[4].shape, device=device).to(stored) for _ in range(2)]
+    shape = paged_attention.scale_shape(layout, blocks, size, kv_heads, head_dim)
+    scales = [torch.rand(shape, generator=torch.Generator().manual_seed(i)).mul_(0.1).add_(0.01).to(device) for i in (1, 2)]
+    kv_format = paged_attention.KVFormat(stored, stored, layout, layout)
+    function(*args[:4], *caches, kv_format=kv_format, k_scale=scales[0], v_scale=scales[1], **options)
+    used = {(slot // size, slot % size) for slot in args[2].tolist()}
+    for cache, scale, wanted in zip(caches, scales, wide[4:], strict=True):
+        options = {"k_scale": scale.cpu(), "kv_format": kv_format}
+        for block, slot in used:
+            ratio = dequantised(torch.ones_like(wanted), "k", options)[block, slot]              # the scales
+            exact = (wanted[block, slot] / ratio).clamp(-facts.max, facts.max)
+            unit = torch.exp2(exact.abs().clamp(min=facts.smallest_normal).log2().floor()) * facts.eps
+            assert ((cache.float().cpu().double()[block, slot] - exact).abs() <= units * unit * (1 + 1e-4)).all()
+        if layout == "token":
+            largest = max(float(cache.float().abs()[block, slot].max()) for block, slot in used)
+            assert largest > 0.9 * facts.max
+
+
+def dequantised(cache: torch.Tensor, which: str, options: dict[str, Any]) -> torch.Tensor:
+    """Value by value: stored times the scale that its layout gives it."""
+    scale = options.get(f"{which}_scale")
+    cache = cache.double()
+    if scale is None:
+        return cache
+    layout = getattr(options["kv_format"], f"{which}_scale")
+    for block, slot, head in itertools.product(*(range(size) for size in cache.shape[:3])):
+        place = {
+            "tensor": (0,), "head": (head,), "token": (block, slot, head), "channel": (head,), "block": (block, head),
+        }[layout]  # fmt: skip
+        cache[block, slot, head] *= scale[place].double()
+    return cache
+
+
 def naive_attention(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
     """One dot product at a time, straight from the sentence that defines what a query sees."""
     q, k_cache, v_cache, table, query_start, kv_len = args
-    out = torch.empty_like(q)
+    k_cache, v_cache = dequantised(k_cache, "k", options), dequantised(v_cache, "v", options)
+    if options.get("table_rows") is not None:
+        table = [table[row] for row in options["table_rows"].tolist()]
+    out = torch.zeros_like(q)
     size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     for row in range(len(kv_len)):
         begin, end = int(query_start[row]), int(query_start[row + 1])
         for token in range(begin, end):
             position = int(kv_len[row]) - (end - begin) + token - begin
+            if position < 0:
+                continue                                 # a padding row
             oldest = 0 if options["window"] is None else max(0, position - options["window"] + 1)
-            places = [(int(table[row, p // size]), p % size) for p in range(oldest, position + 1)]
+            places = [(int(table[row][p // size]), p % size) for p in range(oldest, position + 1)]
             for head in range(q.shape[1]):
                 scores = [float(q[token, head] @ k_cache[b, o, head // group]) * options["scale"] for b, o in places]
                 if options["softcap"] is not None:

@@ -13,6 +13,7 @@ from tiny_models import save_checkpoint
 
 from ridgeline.layers import attention
 from ridgeline.messages import StepPlan
+from ridgeline.ops import rotary_write
 from ridgeline.runner.rows import DeviceRows
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
@@ -56,14 +57,14 @@ def values_of_last_token_not_written(patch: Patch) -> None:
             v[-1] = 0
             return write(k, v, k_cache, v_cache, slots)
         return partly
-    change(patch, attention, "kv_write", make)
+    change(patch, rotary_write, "kv_write", make)
 
 
 def after_packing(edit: Callable[[DeviceRows, StepPlan, Any], None]) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         def make(pack: Any) -> Any:
-            def packed(self: DeviceRows, plan: StepPlan) -> Any:
-                batch = pack(self, plan)
+            def packed(self: DeviceRows, plan: StepPlan, padded: int) -> Any:
+                batch = pack(self, plan, padded)
                 edit(self, plan, batch)
                 return batch
             return packed
@@ -96,10 +97,17 @@ def tokens_of_neighbours(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
 
 
 def lost_token(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
-    """A chunk begins one token late."""
+    """A chunk's first token is lost."""
     for place, (first, end) in enumerate(zip(batch.query_start_host, batch.query_start_host[1:], strict=False)):
         if end - first > 2 and place == 0:
             batch.tokens[first] = batch.tokens[first + 1]
+
+
+def last_layer_goes_on_with_others(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
+    """Of several rows that sample, the last layer sees each with its neighbour's past."""
+    if batch.sampled is not None:
+        for group in batch.sampled.groups:
+            group.block_table = group.block_table.flip(0)
 
 
 def logits_of_first_token(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
@@ -130,7 +138,7 @@ def token_kept_for_the_wrong_row(patch: Patch) -> None:
     def make(sample: Any) -> Any:
         def rolled(self: Runner, masks: Any = None) -> None:
             sample(self, masks)
-            self._rows.last_token.copy_(self._rows.last_token.roll(1))
+            self.rows.last_token.copy_(self.rows.last_token.roll(1))
         return rolled
     change(patch, Runner, "sample", make)
 
@@ -140,12 +148,12 @@ BUGS = [
     appended_blocks_forgotten, hit_not_skipped, token_kept_for_the_wrong_row,
     *(after_packing(edit) for edit in (
         decode_position_ahead, first_group_for_all, last_slot_repeated, tokens_of_neighbours, lost_token,
-        logits_of_first_token,
+        logits_of_first_token, last_layer_goes_on_with_others,
     )),
 ]  # fmt: skip
 NAMES = [
     *(bug.__name__ for bug in BUGS[:7]), "decode_position_ahead", "first_group_for_all", "last_slot_repeated",
-    "tokens_of_neighbours", "lost_token", "logits_of_first_token",
+    "tokens_of_neighbours", "lost_token", "logits_of_first_token", "last_layer_goes_on_with_others",
 ]  # fmt: skip
 
 

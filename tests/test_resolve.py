@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 from test_end_tokens import directory
 from test_model_config import LLAMA
+from test_stored_blocks import small_gguf
 
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
-from ridgeline.models.config import weight_bytes
+from ridgeline.models.config import load_model_config, weight_bytes
 from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
 from ridgeline.techniques import TECHNIQUES, Technique, turned_off
 
@@ -64,6 +66,21 @@ def test_weights_that_do_not_fit(model: Path) -> None:
         resolved(model, memory=100_000)
 
 
+def test_the_blocks_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
+    """What is kept twice needs room twice: on the CPU in float32, where blocks serve few rows."""
+    path = small_gguf(tmp_path / "m.gguf", "Q8_0")
+    model = load_model_config(path)
+    matrices = sum(count * outputs * inputs for count, outputs, inputs in model.matrices)
+    assert model.stored_block_bytes == matrices * 34 // 32
+    plain = dataclasses.replace(model, stored_block_bytes=0)
+    for dtype, device, ranks in (("bfloat16", "cpu", 1), ("float32", "cuda", 1), ("float32", "cpu", 2)):
+        assert weight_bytes(model, dtype, device, ranks) == weight_bytes(plain, dtype, device, ranks)
+    needed = weight_bytes(model, "float32", "cpu")
+    assert needed == weight_bytes(plain, "float32", "cpu") + model.stored_block_bytes
+    with pytest.raises(ConfigError, match="the weights need"):
+        resolved(path, memory=needed)
+
+
 def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:
     """What fits once does not fit twice, when each rank has a KV cache of half the size per block."""
     alone = resolved(model)
@@ -100,8 +117,8 @@ def test_requirements_and_exclusions() -> None:
 
     made = (technique("a"), technique("b", requires=("a",)), technique("c", requires=("b",)), technique("d", excludes=("a",)))
     options = {"a": True, "b": True, "c": True, "d": True}
-    assert turned_off(options, made) == {"d": "does not work with a"}
-    assert turned_off(options | {"a": False}, made) == {"b": "needs a", "c": "needs b"}
-    assert turned_off(options | {"a": None, "b": None, "c": None}, made) == {}
+    assert turned_off(options, "cpu", made) == {"d": "does not work with a"}
+    assert turned_off(options | {"a": False}, "cpu", made) == {"b": "needs a", "c": "needs b"}
+    assert turned_off(options | {"a": None, "b": None, "c": None}, "cpu", made) == {}
     names = {technique.name for technique in TECHNIQUES}
     assert all({*each.requires, *each.excludes} <= names for each in TECHNIQUES)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeline.costs import SAMPLE_CASES, Case
+from ridgeline.costs import GREEDY_CASES, SAMPLE_CASES, Case, sampling_bytes
 from ridgeline.messages import RowAdded
 from ridgeline.ops import sample as ops
+from ridgeline.ops import sample_triton
+from ridgeline.ops.registry import TRITON_INTERPRETED
 from ridgeline.runner import sampler as sampler_module
 from ridgeline.runner.sampler import Sampler
 from ridgeline.sampling_params import SamplingParams
@@ -254,11 +261,12 @@ def test_a_row_alone_says_what_it_says_in_a_batch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantised", [False, True], ids=["distinct", "many-equal"])
-def test_a_gpu_gives_the_same_tokens(quantised: bool) -> None:
+def test_a_gpu_gives_the_same_tokens(quantised: bool, dtype: torch.dtype) -> None:
     rows = fresh_rows()
     everyone = list(range(len(rows)))
-    logits = [step_logits(step, len(rows), quantised=quantised) for step in range(STEPS)]
+    logits = [step_logits(step, len(rows), quantised=quantised).to(dtype) for step in range(STEPS)]
     assert run(rows, everyone, [step.cuda() for step in logits]) == run(rows, everyone, logits)
 
 
@@ -312,6 +320,28 @@ def test_long_texts_are_remembered() -> None:
             sampler.add_row(0, other.added(0))
     assert len(set(row.output)) == 600                       # presence outweighs every difference: no id twice
     assert sampler.sample(logits, np.array([1, 0])).tokens.tolist() == [plain_token(logits[0].tolist(), row), 0]
+
+
+def test_edited_rows_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = fresh_rows()
+    everyone = list(range(len(rows)))
+    logits = [step_logits(step, len(rows)) for step in range(4)]
+    expected = run(rows, everyone, logits)
+    monkeypatch.setattr(sampler_module, "edited_rows", lambda **sizes: 5)
+    assert run(rows, everyone, logits) == expected
+
+
+def test_greedy_rows_may_be_chosen_for_by_others() -> None:
+    rows = [Row(params(temperature=0)), Row(params(temperature=0, min_tokens=2)), Row(params(temperature=1.0))]
+    rows.append(Row(params(temperature=0, logit_bias={3: 1.0})))
+    sampler = Sampler(len(rows), VOCAB, EOS, "cpu", torch.float32)
+    for place, row in enumerate(rows):
+        sampler.add_row(place, row.added(place))
+    assert [sampler.all_greedy(np.array([place])) for place in range(4)] == [True, False, False, False]
+    for _ in range(2):
+        sampler.sample(torch.zeros(1, VOCAB), np.array([1]))
+    assert sampler.all_greedy(np.array([0, 1])) and not sampler.all_greedy(np.array([0, 2]))
+    sampler.said_greedily(np.array([0, 1]))
 
 
 # ── larger vocabularies: the ways around a full sort ─────────────────────────────────────────────────────────────────
@@ -372,13 +402,16 @@ def test_the_bounded_race_has_the_winners_of_the_full_one(dtype: torch.dtype, sp
     {"typical_p": 0.7}, {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
 ], ids=str)  # fmt: skip
 def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+    check_distribution(params(**options), lambda logits, how: ops.sample_reference(logits, how)[0])
+
+
+def check_distribution(chosen: SamplingParams, draw: Callable[[Tensor, np.ndarray], Tensor]) -> None:
     """Chi-squared over 20,000 draws of one request (seed fixed, so this passes always or never), p > 0.001."""
-    chosen = params(**options)
     draws = 20_000
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(11)) * 2
     how = choices(draws, seed=20_231, index=np.arange(draws), temperature=chosen.temperature, top_k=chosen.top_k,
                   top_p=chosen.top_p, min_p=chosen.min_p, typical_p=chosen.typical_p)
-    tokens, _ = ops.sample_reference(logits.expand(draws, -1), how)
+    tokens = draw(logits.expand(draws, -1), how)
     weight = plain_survivors(logits[0].tolist(), chosen)
     counts = torch.bincount(tokens, minlength=100).double()
     expected = torch.zeros(100, dtype=torch.float64)
@@ -554,3 +587,121 @@ def test_declared_cases_give_the_same_tokens_in_every_dtype(case: Case) -> None:
         expected, _ = ops.sample(logits.double(), how)
         assert torch.equal(tokens, expected) and not failed.any()
         assert ops.sample.case_cost(case, dtype).bytes > logits.numel() * logits.element_size()
+
+
+@pytest.mark.parametrize("case", [case for case in GREEDY_CASES if not case.timed], ids=lambda case: case.name)
+@pytest.mark.parametrize("with_rows", [False, True])
+def test_greedy_definition(case: Case, with_rows: bool) -> None:
+    check_greedy(ops.greedy_reference, case, "float64", with_rows, "cpu")
+
+
+def check_greedy(function: Any, case: Case, dtype: str, with_rows: bool, device: str) -> None:
+    args, _ = ops.greedy.inputs(torch.Generator().manual_seed(1), getattr(torch, dtype), device, **case.sizes)
+    logits, tokens, failed, rows, last_token = args
+    function(logits, tokens, failed, *((rows, last_token) if with_rows else ()))
+    for place, values in enumerate(logits.tolist()):
+        broken = any(math.isnan(value) for value in values) or not math.isfinite(max(values))
+        assert bool(failed[place]) == broken
+        assert int(tokens[place]) == (0 if broken else values.index(max(values)))
+    if with_rows:
+        assert torch.equal(last_token[rows], tokens)
+    assert int((last_token == -1).sum()) == 3 + (0 if with_rows else len(rows))
+
+
+# ── the kernels, on a GPU or in the interpreter ──────────────────────────────────────────────────────────────────────
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+runs_triton = pytest.mark.skipif(not (CUDA or TRITON_INTERPRETED), reason="no GPU, and not in the interpreter")
+
+
+@pytest.fixture
+def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small vocabulary has several of everything."""
+    for name, value in {
+        "BEST_TILE": 64, "RACE_TILE": 32, "GROUP": 8, "GROUPS_AT_ONCE": 4, "FINISH_TILE": 64, "CANDIDATES": 32,
+        "FEW": 8, "PAIRS": 128,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(sample_triton, name, value)
+    monkeypatch.setattr(sample_triton, "_workspaces", {})
+
+
+@runs_triton
+@pytest.mark.parametrize("options", [
+    {"temperature": 0.7},
+    {"temperature": [1.0, 3.0], "top_k": [1, 5, 20, 100]},
+    {"temperature": [1.0, 3.0], "top_p": [1e-9, 0.5, 0.9, 0.99]},
+    {"temperature": 2.0, "min_p": [0.01, 0.3, 1.0, 0.001]},
+    {"temperature": 1.5, "top_k": [8, 40], "top_p": [0.5, 0.9, 0.95, 0.99]},
+    {"temperature": 1.5, "min_p": 0.02, "top_k": [0, 2, 30, 0], "top_p": [0.9, 0.9, 0.99, 0.5]},
+    {"temperature": [0.0, 1.0], "top_k": [0, 0, 0, 5], "typical_p": [1.0, 0.8, 1.0, 1.0]},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("quantised", [False, True], ids=["distinct", "many-equal"])
+@pytest.mark.usefixtures("tiny_tiles")
+def test_triton_tokens_are_the_definitions(options: dict[str, Any], quantised: bool) -> None:
+    """With few candidates, which are cut in registers, and with more than fit there."""
+    logits = step_logits(9, 4, quantised=quantised).float()
+    how = choices(4, seed=np.arange(4) * 2**40 + 7, index=np.arange(4))
+    for name, values in options.items():
+        how[name] = np.resize(values, 4)
+    tokens, failed = ops.sample_on_gpu(logits.to(DEVICE), how)
+    expected, _ = ops.sample_reference(logits, how)
+    assert tokens.tolist() == expected.tolist() and not failed.any()
+
+
+@runs_triton
+@pytest.mark.usefixtures("tiny_tiles")
+def test_triton_fails_broken_rows_alone() -> None:
+    logits = step_logits(3, 6).float()
+    logits[1], logits[2, 77], logits[3, 5] = -math.inf, math.nan, math.inf
+    how = choices(6, seed=5, temperature=[1, 1, 1, 0, 1, 0], top_k=[0, 3, 0, 0, 3, 0])
+    for got, wanted in zip(ops.sample_on_gpu(logits.to(DEVICE), how), ops.sample_reference(logits, how), strict=True):
+        assert got.tolist() == wanted.tolist()
+
+
+@runs_triton
+@pytest.mark.parametrize("case", [case for case in GREEDY_CASES if not case.timed], ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.usefixtures("tiny_tiles")
+def test_triton_greedy(case: Case, dtype: str) -> None:
+    for with_rows in (False, True):                          # the second call finds the workspace as the first left it
+        check_greedy(ops.greedy_on_gpu, case, dtype, with_rows, DEVICE)
+
+
+@runs_triton
+@pytest.mark.usefixtures("tiny_tiles")
+def test_triton_in_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties, masks and all the rest beside the kernels: one step of the mixed batch."""
+    rows = fresh_rows()
+    which = list(range(0, len(rows), 1 if CUDA else 3))
+    logits = [step_logits(0, len(rows)).float()]
+    expected = run(rows, which, logits)
+    monkeypatch.setattr(sampler_module, "sample", ops.sample_on_gpu)
+    monkeypatch.setattr(sampler_module, "apply_mask", ops.apply_mask_on_gpu)
+    assert run(rows, which, [step.to(DEVICE) for step in logits]) == expected
+
+
+@runs_triton
+@pytest.mark.parametrize("vocab", [150, 128_256])
+def test_triton_workspace_is_what_the_ledger_says(vocab: int) -> None:
+    space = sample_triton.workspace(torch.device(DEVICE), 3, vocab)
+    tensors = [getattr(space, name) for name in sample_triton.Workspace.__slots__]
+    sampler = Sampler(3, vocab, EOS, "cpu", torch.bfloat16)
+    tensors += [sampler._known, sampler._counts, sampler._edited_logits]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert held == sampling_bytes(rows=3, vocab=vocab, element_bytes=2, on_gpu=True)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"top_k": 7}, {"top_p": 0.85}, {"min_p": 0.08}], ids=str)
+def test_triton_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+    check_distribution(params(**options), lambda logits, how: ops.sample_on_gpu(logits.cuda(), how)[0].cpu())
+
+
+@pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_triton"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 0 and " passed" in finished.stdout, finished.stdout[-5000:] + finished.stderr[-2000:]

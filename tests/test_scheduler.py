@@ -113,9 +113,12 @@ def test_measured_steps_keep_to_their_time() -> None:
         model.observe(8, 2000, 0.010 + 2000 * 20e-6)
     assert model.prompt_tokens(8, 8192) == 1984          # 40 ms at 20 µs a token, in whole tiles
     assert model.prompt_tokens(0, 8192) == 8192, "nobody waits"
+    model.observe(8, 0, 3.0)
+    model.observe(8, 2000, 3.0)
+    assert model.prompt_tokens(8, 8192) == 1984, "one step that was held up does not count"
     for _ in range(40):
         model.observe(8, 0, 0.060)
-    assert model.prompt_tokens(8, 8192) == 256, "prompts always go on"
+    assert model.prompt_tokens(8, 8192) == 576, "prompts always get a share"
 
 
 def test_rows_are_a_budget_too() -> None:

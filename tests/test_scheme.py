@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import load, save_checkpoint
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.plan import whole
-from ridgeline.layers.linear import Linear, Placement
+from ridgeline.layers.linear import GateUpLinear, Linear, Placement
+from ridgeline.layers.norm import RMSNorm
 from ridgeline.models.config import load_model_config, weight_bytes
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
 from ridgeline.ops import native
 from ridgeline.quant.layout import fewest_outputs
-from ridgeline.quant.scheme import PackedFloat32, StoredBlocks, Unquantised, unquantised_scheme
+from ridgeline.quant.scheme import Fused, PackedFloat32, Scheme, StoredBlocks, Unquantised, unquantised_scheme
 
 CPU = torch.device("cpu")
 
@@ -63,7 +65,7 @@ def test_only_float32_on_the_cpu_is_packed() -> None:
     kinds = {dtype: type(unquantised_scheme(CPU, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
     packed = (StoredBlocks if native.library() else PackedFloat32) if PackedFloat32.available() else Unquantised
     assert kinds == {torch.float32: packed, torch.float64: Unquantised, torch.bfloat16: Unquantised}
-    assert type(unquantised_scheme(torch.device("cuda"), torch.float32)) is Unquantised
+    assert type(unquantised_scheme(torch.device("cuda"), torch.float32)) is Fused
 
 
 def test_linears_with_few_outputs_stay_plain_on_x86() -> None:
@@ -72,6 +74,34 @@ def test_linears_with_few_outputs_stay_plain_on_x86() -> None:
     linear.finish()
     assert linear.packed is None and linear.scheme.extra_bytes(linear) == 0
     assert linear(torch.ones(40, 16), None).shape == (40, 8)
+
+
+@pytest.mark.parametrize("scheme", [Unquantised(), Fused(), PackedFloat32(1), StoredBlocks(1)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_product_with_its_neighbours_is_the_same_in_every_scheme(scheme: Scheme, first: bool) -> None:
+    if isinstance(scheme, PackedFloat32) and not PackedFloat32.available():
+        pytest.skip("this torch has no oneDNN")
+    place = Placement(Communicator(), scheme, torch.float32, CPU)
+    generator = torch.Generator().manual_seed(3)
+    norm = RMSNorm(24, 1e-5, 1.0, torch.float32, CPU)
+    plain, gated = Linear({"": whole(10)}, whole(24), True, place), GateUpLinear(24, 9, False, place)
+    for parameter in (*norm.parameters(), *plain.parameters(), *gated.parameters()):
+        parameter.data.normal_(generator=generator)
+    plain.finish()
+    gated.finish()
+    for rows in (1, 3, 20):
+        x = torch.randn(rows, 24, generator=generator)
+        residual = None if first else torch.randn(rows, 24, generator=generator)
+        total = x if residual is None else x + residual
+        normed = norm(total)
+        with torch.inference_mode():
+            out, stream = plain.normed(x, residual, norm, None)
+            torch.testing.assert_close(out, F.linear(normed, plain.weight, plain.bias), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(stream, total, rtol=0, atol=0)
+            out, stream = gated.normed_gated(x, residual, norm, "silu", None)
+            gate, up = F.linear(normed, gated.weight).chunk(2, dim=-1)
+            torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(stream, total, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -26,6 +26,7 @@ from served_model import CONTEXT, ServerProcess, one_thread, wait_until, write_m
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.server.app import Service, Unavailable, describe
 from ridgeline.server.limits import ServerOptions
+from ridgeline.server.protocol import ChatRequest, CompletionRequest, parse
 
 QUEUE = 16
 OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "2600", "--max-num-seqs", "8",
@@ -44,6 +45,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path) -> Iterator[ServerProcess]:
     with ServerProcess(str(model), *OPTIONS) as made:
         yield made
+
+
+def test_a_requests_fields_come_before_the_models_defaults() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 50}
+    chat: dict[str, Any] = {"model": NAME, "messages": MESSAGES}
+    own = parse(ChatRequest, json.dumps(chat | {"temperature": 0, "max_tokens": 9}).encode()).params(defaults)
+    assert (own.temperature, own.top_k, own.max_tokens) == (0.0, 20, 9)
+    silent = parse(ChatRequest, json.dumps(chat).encode())
+    assert (silent.params(defaults).temperature, silent.params(defaults).max_tokens) == (0.6, 50)
+    assert (silent.params({}).temperature, silent.params({}).max_tokens) == (1.0, None)
+    completion = parse(CompletionRequest, json.dumps({"model": NAME, "prompt": "x"}).encode())
+    assert (completion.params(defaults).max_tokens, completion.params({}).max_tokens) == (50, 16)
 
 
 @pytest.fixture

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from ridgeline.ops import paged_attention, rms_norm
+from ridgeline.ops import (
+    activation,
+    attention_decode,
+    attention_prefill,
+    gemv,
+    logits,
+    rms_norm,
+    rotary_write,
+    sample_triton,
+    small_gemm,
+)
 from ridgeline.ops.registry import TRITON_INTERPRETED
 
 pytestmark = [
@@ -15,14 +27,11 @@ pytestmark = [
     pytest.mark.skipif(TRITON_INTERPRETED, reason="the interpreter replaces the compiler"),
 ]
 
-ATTENTION_STRIDES = (
-    "q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride", "k_block_stride", "k_slot_stride",
-    "k_head_stride", "v_block_stride", "v_slot_stride", "v_head_stride",
-)  # fmt: skip
-
-
-def compile_for_h100(module: Any, name: str, types: dict[str, str], constants: dict[str, Any]) -> str:
-    """PTX of a kernel with these argument types."""
+def compile_for_h100(
+    module: Any, name: str, types: dict[str, str], constants: dict[str, Any], *, aligned: Sequence[str] = (),
+    **options: Any,
+) -> str:
+    """PTX of a kernel with these argument types; `aligned` arguments are multiples of 16."""
     import triton
     import triton.language
     from triton.backends.compiler import GPUTarget
@@ -33,7 +42,9 @@ def compile_for_h100(module: Any, name: str, types: dict[str, str], constants: d
     kernel = kernel if isinstance(kernel, triton.JITFunction) else triton.jit(kernel)
     signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
     by_place = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(ASTSource(kernel, signature, by_place), target=GPUTarget("cuda", 90, 32))
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, by_place, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert len(compiled.asm["cubin"]) > 0
     return compiled.asm["ptx"]
 
@@ -42,7 +53,7 @@ def compile_for_h100(module: Any, name: str, types: dict[str, str], constants: d
 def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # compile, do not remember
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    for module in (paged_attention, rms_norm):
+    for module in (attention_decode, attention_prefill, gemv, rms_norm, small_gemm):
         monkeypatch.setattr(module, "tl", module.tl)
 
 
@@ -50,22 +61,204 @@ def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 def test_rms_norm_compiles(dtype: str, residual: bool) -> None:
     pointers = ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "new_residual_ptr")
     types = dict.fromkeys(pointers, f"*{dtype}") | {"eps": "fp32", "weight_offset": "fp32"}
-    types |= {"x_stride": "i32", "residual_stride": "i32"}
-    constants = {"WIDTH": 576, "BLOCK": 1024, "HAS_RESIDUAL": residual}
-    assert "rsqrt" in compile_for_h100(rms_norm, "_rms_norm_kernel", types, constants)
+    types |= {"rows": "i32", "x_stride": "i32", "residual_stride": "i32"}
+    constants = {"WIDTH": 576, "BLOCK": 1024, "BLOCK_ROWS": 1, "HAS_RESIDUAL": residual, "DEPENDENT": True}
+    ptx = compile_for_h100(rms_norm, "_rms_norm_kernel", types, constants)
+    assert "rsqrt" in ptx and "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize(("inputs", "gate"), [(4096, 0), (4096, 1), (14336, 0)])
+def test_gemv_compiles(inputs: int, gate: int) -> None:
+    pointers = ("x_ptr", "residual_ptr", "norm_ptr", "weight_ptr", "bias_ptr", "out_ptr", "new_residual_ptr")
+    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(("inputs", "outputs", "weight_stride"), "i32")
+    types |= {"eps": "fp32", "norm_offset": "fp32"}
+    constants = {
+        "BLOCK": 2, "BLOCK_INPUTS": 4096 if inputs == 4096 else 16384, "EVEN": inputs == 4096, "NORM": inputs == 4096,
+        "RESIDUAL": inputs == 4096, "GATE": gate, "BIAS": False, "DEPENDENT": True,
+    }  # fmt: skip
+    aligned = (*pointers, "inputs", "weight_stride")
+    ptx = compile_for_h100(gemv, "_gemv_kernel", types, constants, aligned=aligned, num_warps=16, launch_pdl=True)
+    before, after = ptx.split("griddepcontrol.wait")
+    assert ".v4.b32" in before and ".v4.b32" in after        # weights are on their way before the wait, 16 bytes a load
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "tile_queries", "window", "softcap"),
-    [("bf16", 128, 16, 0, False), ("bf16", 128, 64, 4096, True), ("fp32", 80, 16, 0, False)],
+    ("rows", "outputs", "splits", "gate", "weight_left", "descriptors"),
+    [(16, 64, 4, 0, True, False), (128, 128, 1, 1, False, True), (128, 128, 4, 0, True, True)],
 )
-def test_paged_attention_compiles(dtype: str, head_dim: int, tile_queries: int, window: int, softcap: bool) -> None:
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
-    types |= dict.fromkeys(("table_ptr", "query_start_ptr", "kv_len_ptr"), "*i32")
-    types |= {"scale": "fp32", "softcap": "fp32", "table_stride": "i32"} | dict.fromkeys(ATTENTION_STRIDES, "i32")
+def test_small_gemm_compiles(
+    rows: int, outputs: int, splits: int, gate: int, weight_left: bool, descriptors: bool
+) -> None:
+    pointers = ("x_ptr", "weight_ptr", "x_tiles", "weight_tiles", "bias_ptr", "out_ptr", "part_ptr", "arrived_ptr")
+    counts = ("rows", "inputs", "outputs", "x_stride", "weight_stride", "split_inputs")
+    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(counts, "i32")
+    types |= {"part_ptr": "*fp32", "arrived_ptr": "*i32"}
+    if descriptors:
+        types |= {"x_tiles": f"tensordesc<bf16[{rows}, 64]>", "weight_tiles": f"tensordesc<bf16[{outputs}, 64]>"}
     constants = {
-        "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": window, "SOFTCAP": softcap,
-        "TILE_QUERIES": tile_queries, "TILE_KEYS": 32 if dtype == "fp32" else 64, "TILE_DIM": 128, "UPCAST": False,
+        "BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": 64, "SPLITS": splits,
+        "STEP": outputs, "EVEN": True, "EVEN_INPUTS": True, "WEIGHT_LEFT": weight_left, "DESCRIPTORS": descriptors, "GATE": gate, "BIAS": False, "AHEAD": 256,
+        "DEPENDENT": True, "UPCAST": False,
     }  # fmt: skip
-    ptx = compile_for_h100(paged_attention, "_paged_attention_kernel", types, constants)
-    assert ("mma" in ptx) == (dtype == "bf16")           # float32 must stay IEEE, never tf32 tensor cores
+    aligned = ("x_ptr", "weight_ptr", "out_ptr", "part_ptr", "inputs", "x_stride", "weight_stride", "split_inputs")
+    options = {"num_warps": 8 if rows == 128 else 4, "num_stages": 4, "launch_pdl": True}
+    ptx = compile_for_h100(small_gemm, "_small_gemm_kernel", types, constants, aligned=aligned, **options)
+    assert "wgmma" in ptx and "prefetch.global.L2" in ptx
+    assert ("cp.async.bulk.tensor" if descriptors else "cp.async.cg") in ptx
+
+
+ATTENTION_HELPERS = ("share_of", "load_scaled_query", "attend_keys", "scale_values", "merge_shares")
+
+
+@pytest.fixture
+def attention_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that kernels call must be compiled ones too."""
+    import triton
+    import triton.language
+
+    for name in ATTENTION_HELPERS:
+        helper = getattr(attention_decode, name)
+        compiled = helper if isinstance(helper, triton.JITFunction) else triton.jit(helper)
+        for module in (attention_decode, attention_prefill):
+            monkeypatch.setattr(module, "tl", triton.language)
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, compiled)
+
+
+def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, str]:
+    types = {}
+    for name in names:
+        if name in ("q_ptr", "out_ptr"):
+            types[name] = f"*{dtype}"
+        elif name in ("k_ptr", "v_ptr"):
+            types[name] = f"*{kv_dtype}"
+        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr"):
+            types[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            types[name] = "*i32"
+        elif not name.isupper():
+            types[name] = "fp32" if name in ("score_scale", "softcap") else "i32"
+    return types
+
+
+@pytest.mark.usefixtures("attention_helpers")
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "kv_dtype", "changes"),
+    [
+        ("decode_kernel", "bf16", "bf16", {}),
+        ("decode_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "channel", "SOFTCAP": True, "WINDOW": 4096}),
+        ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 80, "TILE_KEYS": 32, "HAS_PREFIX": False}),
+        ("merge_kernel", "bf16", "bf16", {}),
+        ("prefill_kernel", "bf16", "bf16", {}),
+        ("prefill_kernel", "bf16", "fp8e4nv", {"K_SCALE": "head", "V_SCALE": "key", "SOFTCAP": True, "WINDOW": 4096}),
+        ("prefix_kernel", "bf16", "bf16", {}),
+    ],
+)  # fmt: skip
+def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dict[str, Any]) -> None:
+    module = attention_decode if hasattr(attention_decode, kernel) else attention_prefill
+    many = kernel in ("prefill_kernel", "prefix_kernel")
+    constants = {
+        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False, "K_SCALE": "none",
+        "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "SHARES": 16, "MINIMUM_SHARE": 64,
+        "PREFIX_SHARES": 2, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": 128 if many else 16,
+        "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128, "TILE_GROUP": 4, "TILE_SLOTS": 16,
+        "ALL_SLOTS": 32, "MERGE": True, "DEPENDENT": True, "UPCAST": False, **changes,
+    }  # fmt: skip
+    names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
+    constants = {name: value for name, value in constants.items() if name in names}
+    assert set(constants) == {name for name in names if name.isupper()}
+    ptx = compile_for_h100(module, kernel, attention_types(names, dtype, kv_dtype), constants)
+    if kernel != "merge_kernel":
+        assert ("mma" in ptx) == (dtype == "bf16")       # float32 must stay IEEE, never tf32 tensor cores
+
+
+# ── sampling and the small ops of a layer ────────────────────────────────────────────────────────────────────────────
+
+SAMPLING_TYPES = {
+    "stride": "i32", "vocab": "i32", "params_stride": "i32", "top_k": "i32", "keys_ptr": "*i64", "arrivals_ptr": "*i32",
+    "tokens_ptr": "*i64", "failed_ptr": "*u8", "rows_ptr": "*i64", "last_token_ptr": "*i64", "integers_ptr": "*i64",
+    "numbers_ptr": "*fp64", "best_ptr": "*fp32", "best_id_ptr": "*i32", "state_ptr": "*i32", "group_best_ptr": "*fp32",
+    "tile_best_ptr": "*fp32", "tile_weight_ptr": "*fp32", "leaders_ptr": "*i32", "scores_ptr": "*fp64",
+    "listed_ptr": "*i32", "values_ptr": "*fp32", "ids_ptr": "*i32", "logprobs_ptr": "*fp32", "ranks_ptr": "*i64",
+    "top_ids_ptr": "*i64", "top_logprobs_ptr": "*fp32", "tile_sum_ptr": "*fp32", "tile_before_ptr": "*i32",
+}  # fmt: skip
+
+
+def compile_with_helpers(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, types: dict[str, str], constants: dict[str, Any],
+    helpers: Sequence[str], **options: Any,
+) -> str:  # fmt: skip
+    import triton
+    import triton.language
+
+    monkeypatch.setattr(module, "tl", triton.language)
+    for helper in helpers:
+        function = getattr(module, helper)
+        monkeypatch.setattr(module, helper, function if isinstance(function, triton.JITFunction) else triton.jit(function))
+        monkeypatch.setitem(function.__globals__, "tl", triton.language)     # of the module that defines it
+    arguments = inspect.signature(getattr(module, name)).parameters
+    assert {name for name in arguments if name.isupper()} == set(constants)
+    types = {name: kind for name, kind in types.items() if name in arguments}
+    aligned = [name for name in types if name in ("logits_ptr", "stride", "vocab")]
+    return compile_for_h100(module, name, types, constants, aligned=aligned, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kernel", ["best", "best-filtered", "select", "race", "finish"])
+def test_sampling_compiles(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    filtered = kernel == "best-filtered"
+    constants = {
+        "best": {
+            "TILE": 8192, "GROUP": 64, "EMPTY_KEY": sample_triton.EMPTY_KEY, "HAS_ROWS": not filtered,
+            "RANDOM": filtered, "FILTERED": filtered, "LOWEST": sample_triton.LOWEST,
+        },
+        "select": {
+            "TILES": 16, "GROUPS": 2048, "GROUP": 64, "CANDIDATES": 1024, "FEW": 256, "PAIRS": 8192, "AT_ONCE": 16, "TILES_ROUND": 16,
+            "GROUPS_ROUND": 2048, "LOWEST": sample_triton.LOWEST,
+        },
+        "race": {"TILE": 4096, "TILES": 32},
+        "finish": {"TILE": 4096},
+    }[kernel.split("-")[0]]  # fmt: skip
+    types = SAMPLING_TYPES | {"logits_ptr": f"*{dtype}"}
+    helpers = ("_larger", "ordered_key", "ordered_value", "_noise", "_race_tile", "_lower_bound", "_race_few", "_before")
+    name = f"_{kernel.split('-')[0]}_kernel"
+    constants["DEPENDENT"] = True
+    ptx = compile_with_helpers(monkeypatch, sample_triton, name, types, constants, helpers, num_warps=8)
+    assert "griddepcontrol.wait" in ptx
+    if kernel == "race":
+        assert "div.rn.f32" in ptx                       # or different logits would be equal at other places
+
+
+def test_logprobs_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = SAMPLING_TYPES | {"logits_ptr": "*bf16", "group_best_ptr": "*i32"}
+    common = {"GROUP": 64, "NOTHING": logits.NOTHING}
+    rounded = {"TILES": 16, "GROUPS": 2048, "TILES_ROUND": 16, "GROUPS_ROUND": 2048}
+    for name, constants in (("_scan_kernel", {"TILE": 8192}), ("_logprobs_kernel", rounded)):
+        compile_with_helpers(
+            monkeypatch, logits, name, types, common | constants, ("ordered_key", "ordered_value"), num_warps=8
+        )
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_gated_activation_compiles(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "stride": "i32"}
+    constants = {"WIDTH": 14336, "KIND": kind, "BLOCK": 2048, "DEPENDENT": True}
+    compile_with_helpers(monkeypatch, activation, "_gated_activation_kernel", types, constants, ())
+
+
+@pytest.mark.parametrize(("cache", "half", "norm", "scales"), [("bf16", 64, False, (0, 0)), ("fp8e4nv", 24, True, (2, 1))])
+def test_rotary_write_compiles(
+    cache: str, half: int, norm: bool, scales: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = inspect.signature(rotary_write._rotary_write_kernel).parameters
+    types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in arguments if not name.isupper()}
+    types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_sin_ptr": "*fp32", "eps": "fp32", "norm_offset": "fp32"}
+    types |= {"k_ptr": f"*{cache}", "v_ptr": f"*{cache}", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
+    constants = {
+        "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": half, "BLOCK_SIZE": 16, "HEADS_ROUND": 32,
+        "KV_HEADS_ROUND": 8, "HALF_ROUND": 64, "REST_ROUND": 128, "DIM_ROUND": 128, "NORM": norm, "K_LIMIT": 448.0,
+        "V_LIMIT": 448.0, "K_SCALES": scales[0], "V_SCALES": scales[1], "TOKENS": 1, "DEPENDENT": True,
+    }  # fmt: skip
+    compile_with_helpers(
+        monkeypatch, rotary_write, "_rotary_write_kernel", types, constants, ("_turn", "_store_scaled")
+    )

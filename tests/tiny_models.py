@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.layers.batch import Batch, GroupBatch
+from ridgeline.layers.kv import LayerKV
 from ridgeline.models.config import ModelConfig, kv_groups, load_model_config
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
@@ -148,12 +149,12 @@ class PagedSequences:
     def __post_init__(self) -> None:
         dtype = self.model.norm.weight.dtype
         self.specs = kv_groups(self.model.config, self.block_size, self.tp_size)
-        self.kv: list[tuple[Tensor, Tensor]] = [None] * self.model.config.num_layers  # type: ignore[list-item]
+        self.kv: list[LayerKV] = [None] * self.model.config.num_layers  # type: ignore[list-item]
         for spec in self.specs:
             shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
             for layer in spec.layers:
                 # NaN: a read of a slot that was never written shows.
-                self.kv[layer] = (torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+                self.kv[layer] = LayerKV(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
         generator = torch.Generator().manual_seed(0)
         self.free = [torch.randperm(self.num_blocks - 1, generator=generator).add(1).tolist() for _ in self.specs]
         self.tables: dict[int, list[list[int]]] = {}
@@ -190,6 +191,7 @@ class PagedSequences:
             kv_len_host=ends,
             groups=groups,
             logits_index=torch.arange(sum(counts)),
+            sample_rows=torch.arange(sum(counts)),
         )
         logits = self.model.logits(self.model(batch, self.kv)[batch.logits_index])
         self.lengths.update(zip(tokens, ends, strict=True))

@@ -3,30 +3,27 @@
     decode tok/s = requests × (out − 1) / (time of the run − time of a run with one token each)
 
 The same formula is applied to the peer in the same run, alternating, so that a noisy machine is unfair to nobody.
+`--workload` has the small workloads for a CPU; `--preset` those for a GPU (`presets.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from ridgeline.bench import presets
+from ridgeline.bench.engine import Engine
+from ridgeline.bench.floors import decoder_shape
+from ridgeline.bench.peaks import read_bandwidth
 from ridgeline.bench.peer_transformers import TransformersPeer
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.bench.workloads import PRESETS, Workload
-from ridgeline.config import EngineConfig
-from ridgeline.costs import DTYPE_BYTES, DecoderShape, decoder_step
-from ridgeline.engine.core import EngineCore
-from ridgeline.engine.executor import LocalExecutor
+from ridgeline.costs import decoder_step
 from ridgeline.errors import ConfigError
-from ridgeline.messages import Request
 from ridgeline.models.config import ModelConfig
-from ridgeline.resolve import ResolvedConfig, resolve
-from ridgeline.runner.worker import device_facts
-from ridgeline.sampling_params import SamplingParams
+from ridgeline.resolve import ResolvedConfig
 
 
 class Contender(Protocol):
@@ -43,13 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
     parser.add_argument("--workload", nargs="+", choices=sorted(PRESETS), default=sorted(PRESETS))
     parser.add_argument("--against", choices=["transformers"], help="measure a peer in the same run")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each workload; the median counts")
+    parser.add_argument("--repeats", type=int, help="timed runs of each workload; the median counts (3; of a preset 2)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
     parser.add_argument("--out", help="also write the record to this file")
+    presets.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.preset:
+        args.repeats = args.repeats or 2
+        presets.run(args)
+        return
+    if args.shape or args.set:
+        raise ConfigError("--shape and --set belong to a --preset")
+    args.repeats = args.repeats or 3
     if args.against and args.load_format == "dummy":
         raise ConfigError("--against needs real weights: leave --load-format dummy out")
     engine = Engine(args.model, dtype=args.dtype, load_format=args.load_format)
@@ -67,40 +72,6 @@ def run(args: argparse.Namespace) -> None:
         "repeats": args.repeats, "workloads": [workload.name for workload in workloads],
     }  # fmt: skip
     finish(record("offline", setting, figures), args.out)
-
-
-class Engine:
-    """Ridgeline's core, driven directly. The prefix cache is off: repeated prompts would measure it, not the model."""
-
-    name = "ridgeline"
-
-    def __init__(self, model: str, **options: Any) -> None:
-        options |= {"model": model, "enable_prefix_caching": False}
-        config = EngineConfig.of(**options)
-        resolved = resolve(config, device_facts(config))
-        executor = LocalExecutor(resolved)
-        self._core = EngineCore(resolved, executor)
-        self._model = executor.runner.model
-        self._count = 0
-
-    def bytes_per_weight(self, requests: int) -> float:
-        return self._model.bytes_per_weight(requests)
-
-    @property
-    def config(self) -> ResolvedConfig:
-        return self._core.config
-
-    def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
-        core, first = self._core, dict[str, float]()
-        params = SamplingParams(temperature=0, max_tokens=tokens_out, ignore_eos=True)
-        start = time.perf_counter()
-        for prompt in prompts:
-            self._count += 1
-            core.add(Request(str(self._count), prompt, params))
-        while core.has_work:
-            for delta in core.step():
-                first.setdefault(delta.request_id, time.perf_counter() - start)
-        return [*first.values(), time.perf_counter() - start]
 
 
 def measure(
@@ -153,30 +124,6 @@ def decode_bytes(model: ModelConfig, dtype: str, workload: Workload, bytes_per_w
     shape = decoder_shape(model, dtype, bytes_per_weight)
     contexts = range(workload.tokens_in + 1, workload.tokens_in + workload.tokens_out)
     return float(sum(decoder_step(shape, [(1, context)] * workload.requests).bytes for context in contexts))
-
-
-def decoder_shape(model: ModelConfig, dtype: str, bytes_per_weight: float) -> DecoderShape:
-    size = DTYPE_BYTES[dtype]
-    windows = [window for window in model.windows if window is not None]
-    return DecoderShape(
-        hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,
-        kv_heads=model.num_kv_heads, head_dim=model.head_dim, layers=model.num_layers, vocab=model.vocab_size,
-        weight_bytes=bytes_per_weight, kv_bytes=size, activation_bytes=size,
-        window=windows[0] if windows else None, window_layers=len(windows),
-    )  # fmt: skip
-
-
-def read_bandwidth(size: int = 2**30) -> float:
-    """Bytes per second that all threads together can read: the sum over a buffer larger than any cache."""
-    buffer = torch.ones(size // 4)
-    seconds = [_seconds(buffer.sum) for _ in range(5)]
-    return size / min(seconds)
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _line(workload: Workload, row: dict[str, Any]) -> str:

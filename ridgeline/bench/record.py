@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -14,8 +16,12 @@ from typing import Any
 from ridgeline import platform
 from ridgeline.version import __version__
 
+PACKAGE = Path(__file__).resolve().parents[1]
 
-def record(name: str, workload: dict[str, Any], figures: dict[str, Any], quality: str = "exact") -> dict[str, Any]:
+
+def record(
+    name: str, workload: dict[str, Any], figures: dict[str, Any], quality: str = "exact", gpu: dict[str, Any] | None = None
+) -> dict[str, Any]:
     return {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -24,13 +30,15 @@ def record(name: str, workload: dict[str, Any], figures: dict[str, Any], quality
             "architecture": python_platform.machine(),
             "cores": platform.cpu_count(),
             "load_before": os.getloadavg()[0],
+            **({"gpu": gpu} if gpu else {}),
         },
         "versions": {
             "ridgeline": __version__,
             "python": python_platform.python_version(),
-            **{package: _version(package) for package in ("torch", "numpy", "tokenizers", "transformers")},
+            **{package: _version(package) for package in ("torch", "numpy", "tokenizers", "transformers", "triton")},
         },
-        "commit": _commit(),
+        "commit": commit(),
+        "source": source_hash(),
         "quality": quality,
         "workload": workload,
         "figures": figures,
@@ -40,10 +48,13 @@ def record(name: str, workload: dict[str, Any], figures: dict[str, Any], quality
 def finish(result: dict[str, Any], out: str | None) -> None:
     """The last line is JSON; with --out it is also kept as a file."""
     if out:
-        path = Path(out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write(result, Path(out))
     print(json.dumps(result))
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -63,12 +74,23 @@ def _version(package: str) -> str:
         return ""
 
 
-def _commit() -> str:
-    root = Path(__file__).resolve().parents[2]
+@functools.cache
+def commit() -> str:
+    """The commit; a copy of the tree without its history is told by RIDGELINE_COMMIT."""
+    root = PACKAGE.parent
     if not (root / ".git").exists():
-        return ""
+        return os.environ.get("RIDGELINE_COMMIT", "")
     done = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.stdout.strip()
+
+
+@functools.cache
+def source_hash() -> str:
+    """The package's own files as they were: a commit does not say what a changed tree was like."""
+    digest = hashlib.sha256()
+    for path in sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.c"))):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]

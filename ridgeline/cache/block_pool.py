@@ -84,6 +84,17 @@ class BlockPool:
         self._indexed.discard(block)
         return known
 
+    def forget_cached(self) -> bool:
+        """Free what is only cached, as if it were evicted. False, and nothing is done, while a block is held."""
+        if any(self._references):
+            return False
+        while self._cached:
+            block, _ = self._cached.popitem()            # the newest first: children before their parents
+            self._indexed.discard(block)
+            self._on_evict(block)
+            self._free.append(block)
+        return True
+
     def _drop(self, blocks: list[int]) -> None:
         for block in blocks:
             if self._references[block] <= 0:

@@ -277,6 +277,10 @@ class KVManager:
                 if self.pool.unindex(block):
                     self.cache.evict(block)
 
+    def forget_prefixes(self) -> bool:
+        """Nobody finds anything that was computed before. False, and nothing is forgotten, while a sequence has blocks."""
+        return self.pool.forget_cached()
+
     def exclusive_blocks(self, blocks: SequenceBlocks) -> int:
         """Blocks only this sequence holds: what a preemption would give back."""
         return sum(1 for table in blocks.tables for block in table if block and self.pool.references(block) == 1)

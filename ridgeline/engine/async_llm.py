@@ -16,6 +16,7 @@ import signal
 import subprocess
 import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +35,10 @@ from ridgeline.engine.ipc import (
     DecodeError,
     Deltas,
     EncodeError,
-    Failed,
+    ForgetPrefixes,
+    FromEngine,
     Loading,
+    PrefixesForgotten,
     Ready,
     Refused,
     Shutdown,
@@ -150,6 +153,7 @@ class AsyncLLM:
         self._longest_piece = 0                          # bytes of the vocabulary's longest token
         self._open: dict[str, _Open] = {}                # by wire id: never used twice, whatever callers name theirs
         self._wire_ids: dict[str, str] = {}              # ids that callers chose -> wire ids
+        self._forgetting: deque[asyncio.Future[bool]] = deque()  # reset_prefix_cache calls without an answer yet
         self._process: _EngineProcess | None = None
         self._starting = asyncio.Lock()
         self._on_loading: Callable[[int, int], None] = lambda done, total: None
@@ -236,6 +240,9 @@ class AsyncLLM:
         self._died.set_result(error)
         for opened in list(self._open.values()):
             opened.stream._fail(error)
+        for waiting in self._forgetting:
+            if not waiting.done():
+                waiting.set_exception(error)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -272,10 +279,11 @@ class AsyncLLM:
     ) -> AnswerStream:
         """Send prompts to the engine. BadRequest when one cannot run; then none does.
 
+        Without `sampling_params` the model's own defaults count.
         The first prompt goes by `request_id`, further ones by `request_id`-1, -2 and so on.
         """
         await self.start()
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         if params.truncate_prompt_tokens is None:        # else what is too long is made to fit
             for prompt in prompts:
                 self._check_size(prompt)
@@ -333,6 +341,23 @@ class AsyncLLM:
                 last = TokenDelta(wire_id, answer.index, [], finish_reason="abort", num_cached_tokens=output.num_cached_tokens)
                 opened.stream._push(opened.place, opened.state.take(last)[0])
         opened.stream._finish(wire_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every computed prefix. False, and nothing is forgotten, while requests hold part of the KV cache."""
+        await self.start()
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._forgetting.append(answer)                  # the engine answers in order
+        self._send(TO_ENGINE.encode(ForgetPrefixes()))
+        return await answer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The fields of SamplingParams that the model's generation_config.json sets; known once the tokenizer is loaded."""
+        return {} if self._frontend is None else self._frontend.sampling_defaults
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json asks for; used where no SamplingParams are given."""
+        return SamplingParams(**self.sampling_defaults)
 
     def get_tokenizer(self) -> Tokenizer:
         if self._frontend is None or self._frontend.tokenizer is None:
@@ -398,7 +423,7 @@ class AsyncLLM:
 
     # -- news from the engine ------------------------------------------------------------------------------------------
 
-    def _take(self, message: Ready | Loading | Failed | Refused | Deltas, ready: asyncio.Future[Ready]) -> None:
+    def _take(self, message: FromEngine, ready: asyncio.Future[Ready]) -> None:
         if isinstance(message, Deltas):
             self.running, self.free_blocks = message.running, message.free_blocks
             for delta in message.deltas:
@@ -408,6 +433,10 @@ class AsyncLLM:
         elif isinstance(message, Refused):
             if message.request_id in self._open:
                 self._open[message.request_id].stream._fail(BadRequest(message.reason))
+        elif isinstance(message, PrefixesForgotten):
+            waiting = self._forgetting.popleft()
+            if not waiting.done():                       # whoever asked may have gone
+                waiting.set_result(message.done)
         elif isinstance(message, Loading):
             self._on_loading(message.done, message.total)
         elif isinstance(message, Ready):

@@ -5,6 +5,7 @@ It knows requests as token ids. Text, streams, HTTP and processes are outside; t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from ridgeline.cache.manager import KVManager
@@ -17,6 +18,7 @@ from ridgeline.resolve import ResolvedConfig, resolve
 from ridgeline.runner.worker import device_facts
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
+from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel
 
 logger = get_logger("engine")
 
@@ -51,13 +53,21 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> list[TokenDelta]:
-        """One step. When it fails, scheduler and device no longer agree: the engine is dead, and says so from then on."""
+        """One step. When it fails, scheduler and device no longer agree: the engine is dead, and says so from then on.
+
+        Garbage is collected between steps, never inside one: there it would stand between two launches.
+        """
         self._check_alive()
+        collects = gc.isenabled()
+        gc.disable()
         try:
             return self._step()
         except BaseException as error:
             self._dead = one_line(error)
             raise
+        finally:
+            if collects:
+                gc.enable()
 
     def _step(self) -> list[TokenDelta]:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
@@ -99,6 +109,7 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         manager,
         frozenset(config.model.eos_token_ids),
         admission=StaticBatching() if static else ContinuousBatching(),
+        time_model=MeasuredStepTime(config.step_seconds) if config.step_seconds else NoTimeModel(),
         use_priorities=options.scheduler.scheduling_policy == "priority",
         seed=options.model.seed,
     )

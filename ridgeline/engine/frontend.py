@@ -16,12 +16,17 @@ from ridgeline.config import ModelOptions
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
-from ridgeline.errors import BadRequest, ConfigError, RequestError
+from ridgeline.errors import BadRequest, ConfigError, ModelError, RequestError
 from ridgeline.messages import Logprobs, Request, TokenDelta
+from ridgeline.models.config import read_json
 from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
 
 MAX_PRIORITY = 2**31 - 1             # either way
 MAX_SALT_CHARACTERS = 1_024
+
+# generation_config.json's names -> ours
+_GENERATION_CONFIG = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
+_GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
 
 
 class TextPrompt(TypedDict):
@@ -39,24 +44,33 @@ Prompt = str | Mapping[str, Any] | Sequence[int]         # a mapping is a TextPr
 
 
 class Frontend:
-    """Makes requests. `tokenizer` is None when the caller works on token ids only."""
+    """Makes requests. `tokenizer` is None when the caller works on token ids only.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    `sampling_defaults` are the fields of SamplingParams that the model's generation_config.json sets.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, sampling_defaults: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
+        self.sampling_defaults = dict(sampling_defaults or {})
         self._numbers = itertools.count()
 
     @classmethod
     def load(cls, options: ModelOptions, model: Path) -> Frontend:
         """With the tokenizer and the chat template that the options ask for; by default the model's own."""
+        defaults = sampling_defaults(model)
         if options.skip_tokenizer_init:
-            return cls(None)
+            return cls(None, defaults)
         tokenizer = Tokenizer.load(Path(options.tokenizer) if options.tokenizer else model)
         if options.chat_template:
             try:
                 tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat_template {options.chat_template} cannot be read: {error}") from None
-        return cls(tokenizer)
+        return cls(tokenizer, defaults)
+
+    def default_params(self) -> SamplingParams:
+        """For a request that brings none of its own."""
+        return SamplingParams(**self.sampling_defaults)
 
     def new_id(self) -> str:
         return str(next(self._numbers))
@@ -123,6 +137,20 @@ class Frontend:
         if self.tokenizer is None:
             raise BadRequest(f"{what} needs a tokenizer, and skip_tokenizer_init is set; give token ids instead")
         return self.tokenizer
+
+
+def sampling_defaults(model: Path) -> dict[str, Any]:
+    """What the model's generation_config.json asks for, checked, by our names."""
+    file = model / "generation_config.json"
+    if not file.is_file():
+        return {}
+    written = read_json(file)
+    given = {ours: written[name] for name, ours in _GENERATION_CONFIG.items() if written.get(name) is not None}
+    try:
+        SamplingParams(**given)
+    except BadRequest as error:
+        raise ModelError(f"{file}: {error}") from None
+    return given
 
 
 def _token_ids(given: Any) -> list[int]:

@@ -86,6 +86,10 @@ class Abort(msgspec.Struct, tag=True):
     index: int | None = None         # one of the n answers; None = all
 
 
+class ForgetPrefixes(msgspec.Struct, tag=True):
+    """Empty the prefix cache; answered by PrefixesForgotten."""
+
+
 class Shutdown(msgspec.Struct, tag=True):
     pass
 
@@ -123,6 +127,10 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
 
 
+class PrefixesForgotten(msgspec.Struct, tag=True):
+    done: bool                       # not while requests hold part of the KV cache
+
+
 class Deltas(msgspec.Struct, tag=True):
     """What one step brought, and how full the engine is after it."""
 
@@ -131,8 +139,10 @@ class Deltas(msgspec.Struct, tag=True):
     free_blocks: int                 # KV blocks that nobody holds; the prefix cache may still know their contents
 
 
-TO_ENGINE: Codec[Add | Abort | Shutdown] = Codec(Add | Abort | Shutdown)
-FROM_ENGINE: Codec[Ready | Loading | Failed | Refused | Deltas] = Codec(Ready | Loading | Failed | Refused | Deltas)
+ToEngine = Add | Abort | ForgetPrefixes | Shutdown
+FromEngine = Ready | Loading | Failed | Refused | PrefixesForgotten | Deltas
+TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
+FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)
 
 # -- what is said between ranks ----------------------------------------------------------------------------------------
 

@@ -16,15 +16,11 @@ from ridgeline.engine.frontend import Frontend, Prompt, RequestState
 from ridgeline.engine.outputs import RequestOutput
 from ridgeline.engine.progress import Tick, progress_bar
 from ridgeline.engine.tokenizer import Tokenizer
-from ridgeline.errors import BadRequest, ModelError, RequestError, Unsupported
+from ridgeline.errors import BadRequest, RequestError, Unsupported
 from ridgeline.messages import Request
-from ridgeline.models.config import load_model_config, read_json
+from ridgeline.models.config import load_model_config
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams, shown
-
-# generation_config.json's names -> ours
-_GENERATION_CONFIG = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
-_GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
 
 
 class LLM:
@@ -34,11 +30,8 @@ class LLM:
         """`use_tqdm_on_load` shows a bar while weights load, on a terminal."""
         config = EngineConfig.of(model=model, **options)
         path = model_path(config)
-        if not path.exists() and not path.is_absolute() and len(path.parts) == 2:
-            raise ModelError(f"model {path} does not exist, and hub names are not fetched: give a directory or a .gguf file")
         load_model_config(path)                          # a wrong model is told by its own error, not by the tokenizer's
         self._frontend = Frontend.load(config.model, path)
-        self._default_params = _default_params(path)
         with progress_bar("loading weights", in_bytes=True, wanted=use_tqdm_on_load) as tick:
             self.core = EngineCore.start(config, progress=tick)
 
@@ -49,7 +42,11 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for; used where no SamplingParams are given."""
-        return self._default_params.clone()
+        return self._frontend.default_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every computed prefix. False, and nothing is forgotten, while requests hold part of the KV cache."""
+        return self.core.scheduler.manager.forget_prefixes()
 
     def generate(
         self,
@@ -170,18 +167,6 @@ class _BetweenSteps:
         if self._pending and self._handler is not None:
             self._handler(number, frame)
         self._pending = True
-
-
-def _default_params(path: Path) -> SamplingParams:
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return SamplingParams()
-    written = read_json(file)
-    given = {ours: written[name] for name, ours in _GENERATION_CONFIG.items() if written.get(name) is not None}
-    try:
-        return SamplingParams(**given)
-    except BadRequest as error:
-        raise ModelError(f"{file}: {error}") from None
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -28,10 +28,14 @@ from ridgeline.engine.ipc import (
     DecodeError,
     Deltas,
     Failed,
+    ForgetPrefixes,
+    FromEngine,
     Loading,
+    PrefixesForgotten,
     Ready,
     Refused,
     Shutdown,
+    ToEngine,
 )
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.log import get_logger
@@ -66,7 +70,7 @@ class FrontEndLink:
         if os.getppid() != self._parent:
             raise FrontEndGone
 
-    def send(self, message: Ready | Loading | Failed | Refused | Deltas) -> None:
+    def send(self, message: FromEngine) -> None:
         """Waits while the front end does not keep up, for as long as there is one."""
         frame = FROM_ENGINE.encode(message)
         while True:
@@ -76,9 +80,9 @@ class FrontEndLink:
             except zmq.Again:
                 self.check()
 
-    def receive(self, wait: bool) -> list[Add | Abort | Shutdown]:
+    def receive(self, wait: bool) -> list[ToEngine]:
         """What has arrived; with `wait`, as soon as something has or the idle time is over."""
-        messages: list[Add | Abort | Shutdown] = []
+        messages: list[ToEngine] = []
         timeout = _IDLE_MS if wait else 0
         while len(messages) < _FRAMES_PER_STEP and self._from_front.poll(timeout):
             timeout = 0
@@ -116,9 +120,12 @@ class EngineLoop:
             deltas = core.step() if core.has_work else []
             self._tell(deltas)
 
-    def _obey(self, message: Add | Abort) -> None:
+    def _obey(self, message: Add | Abort | ForgetPrefixes) -> None:
         if isinstance(message, Abort):
             self._core.abort(message.request_id, message.index)
+            return
+        if isinstance(message, ForgetPrefixes):
+            self._link.send(PrefixesForgotten(self._core.scheduler.manager.forget_prefixes()))
             return
         try:
             self._core.add(message.request)

@@ -7,15 +7,16 @@ differs between layers (window, rope, group) is fixed when the layer is made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from ridgeline.layers.batch import Batch
+from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Placement, QKVLinear, RowLinear
 from ridgeline.layers.norm import RMSNorm
-from ridgeline.ops.kv_write import kv_write
 from ridgeline.ops.paged_attention import paged_attention
-from ridgeline.ops.rotary import rotary
+from ridgeline.ops.rotary_write import rotary_write
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,21 +48,30 @@ class Attention(nn.Module):
         self.q_norm: RMSNorm | None
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
-        self.heads = (self.qkv.num_heads, self.qkv.num_kv_heads, self.qkv.num_kv_heads)
 
-    def forward(self, x: Tensor, batch: Batch, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def write(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
+        """From the projection [T, (heads + 2 KV heads) * dim]: K and V go into the cache, q [T, heads, dim] comes back."""
+        spec = self.spec
+        norms: dict[str, Any] = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = {
+                "q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps,
+                "norm_offset": self.q_norm.offset,
+            }  # fmt: skip
+        return rotary_write(
+            qkv, batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v, heads=self.qkv.num_heads,
+            kv_heads=self.qkv.num_kv_heads, kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale, **norms,
+        )
+
+    def read(self, q: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
+        """What the queries see in the cache: [T, heads * dim]"""
         spec = self.spec
         group = batch.groups[spec.group]
-        k_cache, v_cache = kv
-        num_tokens = x.shape[0]
-        q, k, v = self.qkv(x, batch).view(num_tokens, -1, spec.head_dim).split(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotary(q, k, batch.positions, spec.rotation)
-        kv_write(k, v, k_cache, v_cache, group.slots)
         out = paged_attention(
-            q, k_cache, v_cache, group.block_table, batch.query_start, batch.kv_len,
+            q, kv.k, kv.v, group.block_table, batch.query_start, batch.kv_len,
             query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
+            table_rows=batch.table_rows, work=batch.work, prefix=group.prefix, workspace=batch.workspace,
+            kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale,
         )
-        return self.output(out.flatten(1), batch)
+        return out.flatten(1)

@@ -2,6 +2,9 @@
 
 Query token j of row r sits at KV position kv_len[r] - q_len[r] + j. It sees the KV positions up to its own and, with a
 window W, only those greater than its own minus W. Rope position, KV slot and visibility are separate inputs.
+
+A batch may be padded to a recorded shape: then the last rows have one token, a KV length of 0, and slots in block 0,
+which belongs to nobody.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ridgeline.ops.paged_attention import AttentionWork, AttentionWorkspace, SharedPrefix
+
 
 @dataclass(slots=True)
 class GroupBatch:
     """One KV group's view of the step."""
 
     slots: Tensor                    # int64 [T]: where each token's KV is written (block * block_size + offset)
-    block_table: Tensor              # int32 [R, B]: block ids per row; B covers the longest row of this step
+    block_table: Tensor              # int32 [*, B]: block ids per row of the table; which is whose: Batch.table_rows
+    prefix: SharedPrefix | None = None           # leading blocks that decode rows have in common
 
 
 @dataclass(slots=True)
@@ -25,7 +31,12 @@ class Batch:
     positions: Tensor                # int64 [T]: rope positions
     query_start: Tensor              # int32 [R + 1]: prefix sums of the tokens per row
     kv_len: Tensor                   # int32 [R]: KV length per row, this step's tokens included
-    query_start_host: list[int]      # the same two on the host: CPU loops and grid sizes need no device read
-    kv_len_host: list[int]
+    query_start_host: list[int] | None           # the same two on the host, for the loops of a CPU
+    kv_len_host: list[int] | None
     groups: list[GroupBatch]
     logits_index: Tensor             # int64 [S]: which of the T positions need logits
+    sample_rows: Tensor              # int64 [S]: the engine's rows these belong to
+    table_rows: Tensor | None = None             # int32 [R]: each row's place in the block tables; None: its own number
+    sampled: Batch | None = None                 # the rows with logits, one query each, for the last layer; None: all
+    workspace: AttentionWorkspace | None = None  # scratch of attention, made once
+    work: AttentionWork | None = None            # what the host knows of the step's shape; None: see the lists above

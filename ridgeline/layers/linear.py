@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.plan import Shard, even_shard, head_shards, whole
 from ridgeline.layers.batch import Batch
+from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece
 from ridgeline.quant.scheme import Scheme
 
@@ -79,6 +80,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         return self.scheme.apply(self, x, batch)
 
+    def normed(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, batch: Batch | None
+    ) -> tuple[Tensor, Tensor]:
+        """(the product with norm(x + residual), x + residual). Without a residual x is the whole stream."""
+        return self.scheme.apply_normed(self, x, residual, norm, batch)
+
 
 def keep_into(stored: dict[str, tuple[Tensor, str]], part: str) -> Callable[[Tensor, str], None]:
     return lambda rows, packing: stored.update({part: (rows, packing)})
@@ -90,6 +97,12 @@ class GateUpLinear(Linear):
     def __init__(self, inputs: int, intermediate: int, bias: bool, place: Placement) -> None:
         shard = even_shard(intermediate, place.comm.rank, place.comm.size)
         super().__init__({"gate": shard, "up": shard}, whole(inputs), bias, place)
+
+    def normed_gated(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, activation: str, batch: Batch | None
+    ) -> tuple[Tensor, Tensor]:
+        """(activation(gate) * up of norm(x + residual), x + residual)"""
+        return self.scheme.apply_normed(self, x, residual, norm, batch, activation)
 
 
 class QKVLinear(Linear):

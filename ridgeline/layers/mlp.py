@@ -1,4 +1,4 @@
-"""The gated MLP: down(activation(gate(x)) * up(x))."""
+"""The gated MLP: down(activation(gate(x)) * up(x)), x being the norm of the stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import GateUpLinear, Placement, RowLinear
-from ridgeline.ops.activation import gated_activation
+from ridgeline.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -16,5 +16,7 @@ class GatedMLP(nn.Module):
         self.gate_up = GateUpLinear(hidden_size, intermediate, bias, place)
         self.down = RowLinear(self.gate_up.rows["gate"], hidden_size, bias, place)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down(gated_activation(self.gate_up(x, batch), self.activation), batch)
+    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(the MLP of norm(x + residual), x + residual)"""
+        x, residual = self.gate_up.normed_gated(x, residual, norm, self.activation, batch)
+        return self.down(x, batch), residual

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,13 @@ from ridgeline.log import get_logger
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.family import Family
 from ridgeline.models.gemma import GEMMA2, GEMMA3
-from ridgeline.models.gguf import GGUFFile
+from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.llama import LLAMA
 from ridgeline.models.mistral import MISTRAL
 from ridgeline.models.phi3 import PHI3
 from ridgeline.models.qwen import QWEN2, QWEN3
 from ridgeline.models.rope import Rope, make_rope, yarn_divisors, yarn_scale
-from ridgeline.quant.layout import fewest_outputs
+from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
 
 logger = get_logger("models")
 
@@ -73,6 +74,7 @@ class ModelConfig:
     final_softcap: float | None
     windows: tuple[int | None, ...]  # per layer; None sees everything
     ropes: tuple[Rope, ...]          # per layer
+    stored_block_bytes: int = 0      # of the linears that a GGUF file packs in a way they can be multiplied in
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -106,7 +108,9 @@ def load_model_config(path: str | Path) -> ModelConfig:
         with GGUFFile(path) as file:
             return gguf_model_config(file, path.name)
     if not path.is_dir():
-        raise ModelError(f"model {path} does not exist: give a directory with config.json or a .gguf file")
+        hub = not path.is_absolute() and len(path.parts) == 2 and path.suffix != ".gguf"
+        hint = "it looks like a name on a model hub, and those are not fetched; " if hub else ""
+        raise ModelError(f"model {path} does not exist: {hint}give a directory with config.json or a .gguf file")
     if not (path / "config.json").is_file():
         ggufs = sorted(each.name for each in path.glob("*.gguf"))
         hint = f"give the file {ggufs[0]}" if ggufs else "give a Hugging Face model directory or a .gguf file"
@@ -140,14 +144,18 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
 
 
 def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1) -> int:
-    """What the weights will occupy on one rank, second layouts included, up to the padding of uneven shards."""
-    numbers = config.num_parameters
+    """What the weights will occupy on one rank, second forms included, up to the padding of uneven shards.
+
+    Where the native kernels are not built, the stored blocks are counted and not kept.
+    """
+    numbers, blocks = config.num_parameters, 0
     if device == "cpu" and dtype == "float32":
         numbers += sum(
             count * outputs * inputs for count, outputs, inputs in config.matrices
             if outputs // tp_size >= fewest_outputs()
         )
-    return numbers * DTYPE_BYTES[dtype] // tp_size
+        blocks = config.stored_block_bytes if tp_size == 1 else 0        # shards have no blocks
+    return numbers * DTYPE_BYTES[dtype] // tp_size + blocks
 
 
 def layer_groups(config: ModelConfig) -> list[int]:
@@ -438,6 +446,24 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         final_softcap=softcaps[1] if family.softcaps else None,
         windows=windows,
         ropes=_gguf_ropes(file, fields, family, head_dim, max_position, windows, key),
+        stored_block_bytes=_stored_block_bytes(file, family),
+    )
+
+
+def _stored_block_bytes(file: GGUFFile, family: Family) -> int:
+    """Of the linears whose parts are all packed in the same one of STORED_KINDS. A tied head is the embedding."""
+    linears: dict[str, list[GGUFTensor]] = {}
+    tied = "output.weight" not in file.tensors
+    for name, tensor in file.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
+        if target and parameter == "weight" and (target != "embed" or tied):
+            layer = re.search(r"\.\d+\.", module)
+            linears.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
+    kinds = {linear: {part.type for part in parts} for linear, parts in linears.items()}
+    return sum(
+        sum(part.nbytes for part in parts) for linear, parts in linears.items()
+        if len(kinds[linear]) == 1 and kinds[linear] <= STORED_KINDS
     )
 
 

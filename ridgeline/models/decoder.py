@@ -14,6 +14,7 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.embedding import LMHead, VocabEmbedding
+from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Linear, Placement
 from ridgeline.layers.mlp import GatedMLP
 from ridgeline.layers.norm import RMSNorm
@@ -40,18 +41,23 @@ class DecoderLayer(nn.Module):
         self.post_mlp_norm = norm(config.hidden_size) if config.post_norms else None
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, kv: tuple[Tensor, Tensor]
+        self, x: Tensor, residual: Tensor | None, batch: Batch, kv: LayerKV, sampled: Batch | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`residual` is None before the first layer: there x is the whole stream."""
-        if residual is None:
-            residual, x = x, self.attention_norm(x)
-        else:
-            x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, batch, kv)
+        """`residual` is None before the first layer: there x is the whole stream.
+
+        `sampled`: nobody reads more of the result than these rows' last tokens, so only those attend and go on.
+        """
+        qkv, residual = self.attention.qkv.normed(x, residual, self.attention_norm, batch)
+        q = self.attention.write(qkv, batch, kv)
+        if sampled is not None:
+            q, residual = q.index_select(0, batch.logits_index), residual.index_select(0, batch.logits_index)
+            if not len(q):
+                return residual, residual
+            batch = sampled
+        x = self.attention.output(self.attention.read(q, batch, kv), batch)
         if self.post_attention_norm is not None:
             x = self.post_attention_norm(x)
-        x, residual = self.mlp_norm.add(x, residual)
-        x = self.mlp(x, batch)
+        x, residual = self.mlp(x, residual, self.mlp_norm, batch)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x)
         return x, residual
@@ -83,20 +89,24 @@ class Decoder(nn.Module):
         self.head = LMHead(self.embed, config.tied, place)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states [T, hidden] after the last norm. `kv[layer]` is (K cache, V cache), written in place."""
+    def forward(self, batch: Batch, kv: list[LayerKV]) -> Tensor:
+        """Hidden states after the last norm: of every token, or with `batch.sampled` of those with logits alone."""
         x, residual = self.embed(batch.tokens), None
-        for layer, cache in zip(self.layers, kv, strict=True):
+        *layers, last = zip(self.layers, kv, strict=True)
+        for layer, cache in layers:
             x, residual = layer(x, residual, batch, cache)
+        layer, cache = last
+        x, residual = layer(x, residual, batch, cache, batch.sampled)
         return self.norm.add(x, residual)[0]
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
-        """Logits [S, vocabulary] of hidden states [S, hidden], in float32 or better, on every rank."""
+        """Logits [S, vocabulary] of hidden states [S, hidden], on every rank: in float32 or better on a CPU; on a GPU as
+        the product leaves them, since whoever reads them there widens them on the way."""
         logits = self.head(rows, None)
-        if logits.dtype not in (torch.float32, torch.float64):
-            logits = logits.float()
         cap = self.config.final_softcap
+        if logits.dtype not in (torch.float32, torch.float64) and (logits.is_cpu or cap is not None):
+            logits = logits.float()
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def finish(self) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ridgeline.costs import GATED_ACTIVATION_CASES, gated_activation_cost
 from ridgeline.ops import native
-from ridgeline.ops.registry import Implementation, Op, Tolerance
+from ridgeline.ops.launch import dependent_launch
+from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -25,6 +26,58 @@ def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
     if kind == "gelu":
         return F.gelu(gate).mul_(up)
     raise ValueError(f"gated activation {kind!r} is unknown; silu, gelu_tanh and gelu are there")
+
+
+# ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+BLOCK, WARPS = 2048, 4               # columns per program
+_TRITON_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+
+
+@triton_kernel()
+def _gated_activation_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of columns of one token."""
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if KIND == 0:
+        gate = gate * tl.sigmoid(gate)
+    elif KIND == 1:                                      # 1 + tanh(z) is 2 sigmoid(2 z)
+        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    tl.store(out_ptr + row * WIDTH + column, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
+    if kind not in _TRITON_KINDS:
+        return gated_activation_reference(x, kind)       # which says what is wrong
+    width = x.shape[-1] // 2
+    rows = x.reshape(-1, 2 * width)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    tokens = rows.shape[0]
+    if tokens:
+        block, warps = min(BLOCK, triton.next_power_of_2(width)), WARPS
+        _gated_activation_kernel[(triton.cdiv(width, block) * tokens,)](
+            rows, out, rows.stride(0), WIDTH=width, KIND=_TRITON_KINDS[kind], BLOCK=block,
+            num_warps=warps, **dependent_launch(x.device),
+        )  # fmt: skip
+    return out
+
+
+def _triton_supports(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in TRITON_DTYPES
 
 
 # ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -53,7 +106,10 @@ def _inputs(
 gated_activation = Op(
     "gated_activation",
     gated_activation_reference,
-    kernels=[Implementation("native", gated_activation_native, native.supports)],
+    kernels=[
+        Implementation("triton", gated_activation_triton, _triton_supports),
+        Implementation("native", gated_activation_native, native.supports),
+    ],
     cases=GATED_ACTIVATION_CASES,
     cost=gated_activation_cost,
     inputs=_inputs,

@@ -46,10 +46,9 @@ def block_linear_native(x: Tensor, blocks: Tensor, kind: str, bias: Tensor | Non
     x = x.contiguous()
     (tokens, inputs), outputs = x.shape, blocks.shape[0]
     out = torch.empty((tokens, outputs), dtype=x.dtype)
-    sums = torch.empty(tokens * inputs // BLOCK, dtype=x.dtype)
     native.library().ridgeline_block_linear(
-        x.data_ptr(), blocks.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), sums.data_ptr(),
-        tokens, inputs, outputs, KINDS[kind],
+        x.data_ptr(), blocks.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), tokens, inputs,
+        outputs, KINDS[kind],
     )  # fmt: skip
     return out
 

@@ -1,4 +1,8 @@
-"""The product with a weight matrix as it is stored, [outputs, inputs]. Packed and quantised weights are quant/'s business."""
+"""The product with a weight matrix as it is stored, [outputs, inputs], alone and between its neighbours.
+
+Packed and quantised weights are quant/'s business. The kernels are in gemv.py and small_gemm.py; linear_plan.py says which
+of them, or the library, multiplies how many rows.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.costs import LINEAR_CASES, linear_cost
+from ridgeline.costs import LINEAR_CASES, NORMED_LINEAR_CASES, linear_cost, normed_linear_cost
 from ridgeline.ops import native
-from ridgeline.ops.registry import Implementation, Op, Tolerance
+from ridgeline.ops.activation import gated_activation, gated_activation_reference
+from ridgeline.ops.gemv import gemv
+from ridgeline.ops.linear_plan import MOST_ROWS, GemmPlan, GemvPlan, Plan, plan
+from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
+from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
+from ridgeline.ops.small_gemm import small_gemm
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -18,6 +27,74 @@ from ridgeline.ops.registry import Implementation, Op, Tolerance
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, inputs], weight [outputs, inputs], bias [outputs] -> x weight^T + bias, [T, outputs]"""
     return F.linear(x, weight, bias)
+
+
+def normed_linear_reference(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
+    *, norm_offset: float = 0.0, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(the product with rms_norm(x + residual), x + residual); with a gate, its gated activation. x [T, inputs].
+
+    Without a residual x is the whole stream. The rounding of the norm, before the product, is not part of the definition.
+    """
+    normed, stream = rms_norm_reference(
+        x, norm, eps, residual=torch.zeros_like(x) if residual is None else residual, weight_offset=norm_offset
+    )
+    out = linear_reference(normed, weight, bias)
+    return (out if gate is None else gated_activation_reference(out, gate)), stream
+
+
+# ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan:
+    rows, inputs = x.shape
+    # The copy engine wants rows at multiples of 16 bytes; so do loads of 16 bytes.
+    if rows > MOST_ROWS or rows == 0 or x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        return None
+    if not weight.is_contiguous():
+        return None
+    return plan(rows, weight.shape[0] // 2 if gated else weight.shape[0], inputs, gated)
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    chosen = _plan(x, weight, gated=False)
+    if chosen is None:
+        return F.linear(x, weight, bias)
+    if isinstance(chosen, GemvPlan):
+        return gemv(x, weight, bias, chosen)[0]
+    return small_gemm(x, weight, bias, chosen)
+
+
+def normed_linear_triton(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
+    *, norm_offset: float = 0.0, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chosen = _plan(x, weight, gate is not None) if x.dtype in NARROW else None
+    if isinstance(chosen, GemvPlan):
+        return gemv(
+            x, weight, bias, chosen, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate
+        )
+    if residual is None:
+        normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x
+    else:
+        normed, stream = rms_norm(x, norm, eps, residual=residual, weight_offset=norm_offset)
+    if gate is None:
+        return linear(normed, weight, bias), stream
+    if isinstance(chosen, GemmPlan):
+        return small_gemm(normed, weight, bias, chosen, gate=gate), stream
+    return gated_activation(linear(normed, weight, bias), gate), stream
+
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def _narrow(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in NARROW
+
+
+def _on_a_gpu(site: Site) -> bool:
+    return site.device == "cuda"
 
 
 # ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -51,7 +128,10 @@ def _inputs(
 linear = Op(
     "linear",
     linear_reference,
-    kernels=[Implementation("native", linear_native, native.supports)],
+    kernels=[
+        Implementation("triton", linear_triton, _narrow),
+        Implementation("native", linear_native, native.supports),
+    ],
     cases=LINEAR_CASES,
     cost=lambda *, bias, element_bytes, **sizes: linear_cost(
         weight_bytes=element_bytes, element_bytes=element_bytes, **sizes
@@ -62,5 +142,35 @@ linear = Op(
         "float32": Tolerance(1e-6, 5e-6),
         "bfloat16": Tolerance(2**-7, 2**-7),
         "float16": Tolerance(2**-10, 2**-10),
+    },
+)
+
+
+def _normed_inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str,
+    *, tokens: int, inputs: int, outputs: int, residual: bool, bias: bool, gate: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    rows = outputs if gate is None else 2 * outputs
+    weight = (random(rows, inputs) * inputs**-0.5).to(dtype)
+    stream = random(tokens, inputs) if residual else None
+    args = (random(tokens, inputs), stream, random(inputs), 1e-5, weight, random(rows) if bias else None)
+    return args, {"gate": gate, "norm_offset": 1.0 if bias else 0.0}
+
+
+normed_linear = Op(
+    "normed_linear",
+    normed_linear_reference,
+    kernels=[Implementation("triton", normed_linear_triton, _on_a_gpu)],
+    cases=NORMED_LINEAR_CASES,
+    cost=normed_linear_cost,
+    inputs=_normed_inputs,
+    # The norm of a rounded sum, a product as above, and with a gate the product of two such.
+    tolerance={
+        "float32": Tolerance(4e-6, 2e-5),
+        "bfloat16": Tolerance(2**-6, 2**-5),
+        "float16": Tolerance(2**-9, 2**-8),
     },
 )

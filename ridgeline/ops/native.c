@@ -7,21 +7,39 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #define ENOUGH 16384                 /* elements from which a loop is worth waking the other threads for */
-#define SPLIT 512                    /* positions of the KV cache that one task attends to */
-#define MAX_HEAD 256
-#define TILE 16                      /* positions whose scores are kept at a time */
+#define SPLIT 512                    /* positions of the KV cache that one task of a decode attends to */
+#define MAX_HEAD 256                 /* floats of a head; always a multiple of 16 */
 
-/* Sixteen floats: one register with AVX-512, several on other machines. */
-typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Places __attribute__((vector_size(64)));
+/* One register of floats. A wider vector than the machine's would be portable too, but gcc keeps those in memory. */
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Places __attribute__((vector_size(4 * LANES)));
 
-/* e^x for x <= 0, with a relative error of about 1e-7: 2^n times a polynomial in the rest. Below -87 it stays at 1e-38,
-   which is nothing beside the 1 that is always there; NaN stays NaN. Twice, because the compiler finds no vectors here. */
+static const Places NUMBER = {
+    0, 1, 2, 3,
+#if LANES > 4
+    4, 5, 6, 7,
+#endif
+#if LANES > 8
+    8, 9, 10, 11, 12, 13, 14, 15,
+#endif
+};
+
+/* e^x - 1 for x <= 0 is (p + 1) 2^n - 1: the p of this polynomial has a relative error of about 1e-7. Below -87 e^x stays
+   at 1e-38, which is nothing beside the 1 that is always there; NaN stays NaN. Once for a float and once for vectors. */
 #define EXPONENTIAL(REAL, INT, CONVERT, SELECT) \
     x = SELECT(x < -87.0f, (REAL){0} - 87.0f, x); \
     INT n = CONVERT(x * 1.44269504088896341f - 0.5f, INT); \
@@ -32,7 +50,7 @@ typedef int32_t Places __attribute__((vector_size(64)));
     p = p * r + 4.1665795894e-2f; \
     p = p * r + 1.6666665459e-1f; \
     p = p * r + 5.0000001201e-1f; \
-    p = p * r * r + r + 1.0f;
+    p = p * r * r + r;
 
 #define CAST(x, T) ((T)(x))
 #define EITHER(condition, a, b) ((condition) ? (a) : (b))
@@ -41,26 +59,64 @@ typedef int32_t Places __attribute__((vector_size(64)));
 static inline float exponential(float x) {
     EXPONENTIAL(float, int32_t, CAST, EITHER)
     union { int32_t bits; float value; } power = {(n + 127) << 23};
-    return p * power.value;
+    return (p + 1.0f) * power.value;
 }
 
 static inline __attribute__((always_inline)) Lanes exponentials(Lanes x) {
     EXPONENTIAL(Lanes, Places, __builtin_convertvector, CHOOSE)
-    return p * (Lanes)((n + 127) << 23);
+    return (p + 1.0f) * (Lanes)((n + 127) << 23);
 }
 
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
+/* cap * tanh(score / cap), where tanh x = -m / (2 + m) with m = e^-2x - 1 for x >= 0: exact for small x, too. */
+static inline __attribute__((always_inline)) Lanes capped(Lanes scores, float cap) {
+    Lanes ratio = scores * (1.0f / cap), x = ratio * 2.0f;
+    x = CHOOSE(x > 0.0f, -x, x);
+    EXPONENTIAL(Lanes, Places, __builtin_convertvector, CHOOSE)
+    Lanes power = (Lanes)((n + 127) << 23), m = p * power + (power - 1.0f);
+    Lanes t = cap * -m / (2.0f + m);
+    return CHOOSE(ratio < 0.0f, -t, t);
+}
 
-static inline float sum_of(Lanes x) {
-    x += PICK(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    x += PICK(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    x += PICK(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    x += PICK(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+/* Each lane with its partner, whose number differs in one bit: after all bits every lane holds the result of all. */
+static inline __attribute__((always_inline)) float sum_of(Lanes x) {
+    for (int bit = LANES / 2; bit > 0; bit /= 2) x += __builtin_shuffle(x, NUMBER ^ bit);
     return x[0];
 }
 
-/* tanh(x), also for small x, where 1 - e^(-2x) would cancel: tanhf is exact but scalar, and scores are few. */
-static inline float capped(float score, float cap) { return cap * tanhf(score / cap); }
+static inline __attribute__((always_inline)) Lanes larger(Lanes a, Lanes b) { return CHOOSE(a > b, a, b); }
+
+static inline __attribute__((always_inline)) float largest_of(Lanes x) {
+    for (int bit = LANES / 2; bit > 0; bit /= 2) x = larger(x, __builtin_shuffle(x, NUMBER ^ bit));
+    return x[0];
+}
+
+/* Of two rows of a square of lanes, a and b, whose numbers differ in one bit: what belongs to the columns without that
+   bit (AHEAD) and with it (BEHIND). Over all bits and pairs this transposes the square. */
+#define WITH(bit) ((NUMBER & (bit)) * (LANES / (bit)))
+#define AHEAD(a, b, bit) __builtin_shuffle(a, b, (NUMBER & ~(bit)) + WITH(bit))
+#define BEHIND(a, b, bit) __builtin_shuffle(a, b, (NUMBER | (bit)) + WITH(bit))
+
+static inline __attribute__((always_inline)) void transpose(Lanes x[LANES]) {
+    #pragma GCC unroll 4
+    for (int bit = 1; bit < LANES; bit *= 2)
+        #pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & bit)) {
+                Lanes a = x[i], b = x[i | bit];
+                x[i] = AHEAD(a, b, bit);
+                x[i | bit] = BEHIND(a, b, bit);
+            }
+}
+
+/* Lane j of the result is the sum over x[j]: a transposition that adds as it goes. */
+static inline __attribute__((always_inline)) Lanes sums_of(Lanes x[LANES]) {
+    #pragma GCC unroll 4
+    for (int bit = 1; bit < LANES; bit *= 2)
+        #pragma GCC unroll 16
+        for (int i = 0; i < LANES; i += 2 * bit)
+            x[i] = AHEAD(x[i], x[i + bit], bit) + BEHIND(x[i], x[i + bit], bit);
+    return x[0];
+}
 
 /* out = x / rms(x) * (weight + offset), of x + residual where there is one (kept in `sum`).
    x is [tokens, heads, width] with any token and head stride; the others are contiguous. */
@@ -79,7 +135,7 @@ void ridgeline_rms_norm(const float *x, const float *residual, const float *weig
         }
         Lanes parts = {0};
         int64_t i = 0;
-        for (; i + 16 <= width; i += 16) parts += *(const Lanes *)(in + i) * *(const Lanes *)(in + i);
+        for (; i + LANES <= width; i += LANES) parts += *(const Lanes *)(in + i) * *(const Lanes *)(in + i);
         float squares = sum_of(parts);
         for (; i < width; i++) squares += in[i] * in[i];
         float scale = 1.0f / sqrtf(squares / (float)width + eps);
@@ -117,7 +173,7 @@ void ridgeline_gated_activation(const float *x, float *out, int64_t tokens, int6
         const float *gate = x + token * stride, *up = gate + width;
         float *to = out + token * width;
         int64_t i = 0;
-        for (; i + 16 <= width; i += 16) {
+        for (; i + LANES <= width; i += LANES) {
             Lanes g = *(const Lanes *)(gate + i), z = g;
             if (kind == 1) z = GELU(g);
             Lanes e = exponentials(CHOOSE(z < 0.0f, z, -z));             /* e^-|z|: never overflows */
@@ -133,6 +189,7 @@ void ridgeline_gated_activation(const float *x, float *out, int64_t tokens, int6
 /* k, v [tokens, width] into their slots of caches [slots, width]. */
 void ridgeline_kv_write(const float *k, const float *v, float *k_cache, float *v_cache, const int64_t *slots,
                         int64_t tokens, int64_t width, int64_t k_stride, int64_t v_stride) {
+    #pragma omp parallel for schedule(static) if (tokens * width > 2 * ENOUGH)
     for (int64_t token = 0; token < tokens; token++) {
         memcpy(k_cache + slots[token] * width, k + token * k_stride, width * sizeof(float));
         memcpy(v_cache + slots[token] * width, v + token * v_stride, width * sizeof(float));
@@ -141,86 +198,75 @@ void ridgeline_kv_write(const float *k, const float *v, float *k_cache, float *v
 
 typedef struct {
     const float *k_cache, *v_cache;
-    int64_t kv_heads, block_size;
+    int64_t kv_heads, width, block_size;
     float scale, softcap;
 } Cache;
 
-/* Lane j of the result is the sum over x[j]: sixteen sums by halving, four times, what is left of two vectors each. */
-static inline __attribute__((always_inline)) Lanes sums_of(const Lanes x[16]) {
-    Lanes two[8], four[4], eight[2];
-    for (int i = 0; i < 8; i++)
-        two[i] = PICK(x[2 * i], x[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
-               + PICK(x[2 * i], x[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    for (int i = 0; i < 4; i++)
-        four[i] = PICK(two[2 * i], two[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-                + PICK(two[2 * i], two[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    for (int i = 0; i < 2; i++)
-        eight[i] = PICK(four[2 * i], four[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
-                 + PICK(four[2 * i], four[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    return PICK(eight[0], eight[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-         + PICK(eight[0], eight[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+/* Where each of a row's positions first..first + count lies in a cache: the start of its slot, all heads. */
+static inline void find_slots(const Cache *cache, const int32_t *table, int64_t first, int64_t count, int64_t *slots) {
+    int64_t block = first / cache->block_size, offset = first % cache->block_size;
+    for (int64_t j = 0; j < count; j++) {
+        slots[j] = ((int64_t)table[block] * cache->block_size + offset) * cache->kv_heads * cache->width;
+        if (++offset == cache->block_size) offset = 0, block++;
+    }
 }
 
-static inline Lanes larger(Lanes a, Lanes b) { return CHOOSE(a > b, a, b); }
-
-static inline float largest_of(Lanes x) {
-    x = larger(x, PICK(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    x = larger(x, PICK(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    x = larger(x, PICK(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    x = larger(x, PICK(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-    return x[0];
-}
+#define TILE 16                      /* positions whose scores a decode keeps at a time */
+#define CHUNK 8                      /* registers of a head's sums that are added up at a time */
 
 /* Positions first..end of one row, for all heads: per head the weighted sum of values, the sum of the weights and the
    largest score, which the sums are relative to. A tile of positions serves every head before the next one is read: that
-   is the order in which the cache lies in memory. `width` and `group` are constants where this is inlined, so that the
-   inner sums stay in registers. */
+   is the order in which the cache lies in memory. `width` is a constant where this is inlined, so that the inner sums stay
+   in registers. */
 static inline __attribute__((always_inline)) void attend(
     const Cache *cache, const float *q, const int32_t *table, int64_t first, int64_t end, int64_t width, int64_t group,
     float *value, float *weight, float *largest) {
-    const int64_t parts = width / 16, heads = cache->kv_heads * group;
-    const Places number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t heads = cache->kv_heads * group;
     for (int64_t h = 0; h < heads; h++) {
         weight[h] = 0.0f;
         largest[h] = -INFINITY;
     }
     memset(value, 0, heads * width * sizeof(float));
-    int64_t block = first / cache->block_size, offset = first % cache->block_size;
     for (int64_t start = first; start < end; start += TILE) {
-        int64_t count = end - start < TILE ? end - start : TILE;
-        Places seen = number < (int32_t)count;
-        int64_t places[TILE];
-        for (int64_t j = 0; j < TILE; j++) {
-            if (j < count) {
-                places[j] = ((int64_t)table[block] * cache->block_size + offset) * cache->kv_heads * parts;
-                if (++offset == cache->block_size) offset = 0, block++;
-            } else {
-                places[j] = places[0];                   /* beyond the end: something to read, which is hidden below */
-            }
-        }
+        int64_t count = end - start < TILE ? end - start : TILE, slots[TILE];
+        find_slots(cache, table, start, count, slots);
+        for (int64_t j = count; j < TILE; j++) slots[j] = slots[0];      /* something to read, which is hidden below */
         for (int64_t h = 0; h < heads; h++) {
-            const Lanes *query = (const Lanes *)q + h * parts;
-            const Lanes *keys = (const Lanes *)cache->k_cache + h / group * parts;
-            const Lanes *values = (const Lanes *)cache->v_cache + h / group * parts;
-            Lanes dots[TILE];
-            for (int64_t j = 0; j < TILE; j++) {
-                dots[j] = query[0] * keys[places[j]];
-                for (int64_t i = 1; i < parts; i++) dots[j] += query[i] * keys[places[j] + i];
+            const float *query = q + h * width;
+            const float *keys = cache->k_cache + h / group * width, *values = cache->v_cache + h / group * width;
+            Lanes scores[TILE / LANES], top = (Lanes){0} + largest[h];
+            for (int part = 0; part < TILE / LANES; part++) {
+                Lanes dots[LANES];
+                for (int j = 0; j < LANES; j++) {
+                    const float *key = keys + slots[part * LANES + j];
+                    dots[j] = *(const Lanes *)query * *(const Lanes *)key;
+                    for (int64_t i = LANES; i < width; i += LANES)
+                        dots[j] += *(const Lanes *)(query + i) * *(const Lanes *)(key + i);
+                }
+                scores[part] = sums_of(dots) * cache->scale;
+                if (cache->softcap > 0.0f) scores[part] = capped(scores[part], cache->softcap);
+                scores[part] = CHOOSE(NUMBER + part * LANES < (int32_t)count, scores[part], (Lanes){0} - INFINITY);
+                top = larger(scores[part], top);
             }
-            Lanes scores = sums_of(dots) * cache->scale;
-            if (cache->softcap > 0.0f)
-                for (int64_t j = 0; j < TILE; j++) scores[j] = capped(scores[j], cache->softcap);
-            scores = CHOOSE(seen, scores, (Lanes){0} - INFINITY);
-            float top = largest_of(larger(scores, (Lanes){0} + largest[h]));
-            float shrink = largest[h] == -INFINITY ? 0.0f : exponential(largest[h] - top);
-            scores = CHOOSE(seen, exponentials(scores - top), (Lanes){0});
-            weight[h] = weight[h] * shrink + sum_of(scores);
-            largest[h] = top;
-            Lanes sums[MAX_HEAD / 16], *kept = (Lanes *)value + h * parts;
-            for (int64_t i = 0; i < parts; i++) sums[i] = kept[i] * shrink;
-            for (int64_t j = 0; j < TILE; j++)
-                for (int64_t i = 0; i < parts; i++) sums[i] += scores[j] * values[places[j] + i];
-            for (int64_t i = 0; i < parts; i++) kept[i] = sums[i];
+            float highest = largest_of(top);
+            float shrink = largest[h] == -INFINITY ? 0.0f : exponential(largest[h] - highest);
+            Lanes total = {0};
+            for (int part = 0; part < TILE / LANES; part++) {
+                Places seen = NUMBER + part * LANES < (int32_t)count;
+                scores[part] = CHOOSE(seen, exponentials(scores[part] - highest), (Lanes){0});
+                total += scores[part];
+            }
+            weight[h] = weight[h] * shrink + sum_of(total);
+            largest[h] = highest;
+            for (int64_t i = 0; i < width; i += CHUNK * LANES) {
+                int64_t chunk = width - i < CHUNK * LANES ? (width - i) / LANES : CHUNK;
+                Lanes sums[CHUNK], *kept = (Lanes *)(value + h * width + i);
+                for (int64_t c = 0; c < chunk; c++) sums[c] = kept[c] * shrink;
+                for (int64_t j = 0; j < TILE; j++)
+                    for (int64_t c = 0; c < chunk; c++)
+                        sums[c] += scores[j / LANES][j % LANES] * ((const Lanes *)(values + slots[j] + i))[c];
+                for (int64_t c = 0; c < chunk; c++) kept[c] = sums[c];
+            }
         }
     }
 }
@@ -242,7 +288,7 @@ void ridgeline_decode_attention(const float *q, const float *k_cache, const floa
                                 const int32_t *kv_len, float *out, float *partial, int64_t rows, int64_t kv_heads,
                                 int64_t group, int64_t width, int64_t block_size, int64_t table_stride, int64_t q_stride,
                                 int64_t splits, int64_t window, int64_t positions, float scale, float softcap) {
-    Cache cache = {k_cache, v_cache, kv_heads, block_size, scale, softcap};
+    Cache cache = {k_cache, v_cache, kv_heads, width, block_size, scale, softcap};
     int64_t heads = kv_heads * group, step = heads * (width + 2);
     #pragma omp parallel if (positions * heads * width > 8 * ENOUGH)
     {
@@ -283,13 +329,183 @@ void ridgeline_decode_attention(const float *q, const float *k_cache, const floa
     }
 }
 
+/* Chunks of prompts. A task is one KV head and QUERY_ROWS rows of a sequence's queries, a row being one query with one of
+   the heads that share the KV head. It walks over the keys in tiles at multiples of KEYS: a tile is transposed once, and
+   then serves all rows in blocks of ROWS x COLUMNS sums, which fill the registers. What no row of a block may see is not
+   computed. A query's numbers depend neither on the chunk it comes in nor on where the chunk was cut into tasks. */
+#define KEYS 64
+#define QUERY_ROWS 128
+#define ROWS 6
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define COLUMNS 4                    /* registers; 6 x 4 sums fit into 32 of them */
+#else
+#define COLUMNS 2
+#endif
+#define PANEL (COLUMNS * LANES)      /* keys whose scores are computed at a time */
+
+typedef struct {
+    const float *query[ROWS];
+    float *out[ROWS];                /* sums of values so far */
+    int64_t position[ROWS];
+} QueryBlock;
+
+typedef struct {
+    float largest[ROWS];
+    Lanes weight[ROWS];              /* sums of the weights so far, lane by lane */
+} Softmax;
+
+/* The panels of a tile, [KEYS / PANEL][width][PANEL]: keys side by side, as the sums want them. */
+static void transpose_keys(const Cache *cache, const float *keys, const int64_t *slots, int64_t low, int64_t high, float *to) {
+    for (int64_t j = 0; j < KEYS; j += LANES) {
+        if (j + LANES <= low || j >= high) continue;
+        float *column = to + j / PANEL * PANEL * cache->width + j % PANEL;
+        for (int64_t i = 0; i < cache->width; i += LANES) {
+            Lanes square[LANES];
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                int64_t key = j + lane;                  /* what nobody sees may hold anything: not even read */
+                square[lane] = key >= low && key < high ? *(const Lanes *)(keys + slots[key] + i) : (Lanes){0};
+            }
+            transpose(square);
+            for (int64_t lane = 0; lane < LANES; lane++) *(Lanes *)(column + (i + lane) * PANEL) = square[lane];
+        }
+    }
+}
+
+/* scores [ROWS][KEYS] of one panel. */
+static inline __attribute__((always_inline)) void panel_scores(const QueryBlock *block, const float *panel, int64_t width,
+                                                               float *scores) {
+    Lanes sums[ROWS][COLUMNS] = {{{0}}};
+    for (int64_t i = 0; i < width; i++)
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] += block->query[r][i] * ((const Lanes *)(panel + i * PANEL))[c];
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < COLUMNS; c++) ((Lanes *)(scores + r * KEYS))[c] = sums[r][c];
+}
+
+/* Scores of a tile become weights relative to the largest score so far; shrink is what the older sums are worth now.
+   hidden: some of them must not be seen. */
+static inline __attribute__((always_inline)) void tile_weights(
+    const Cache *cache, const QueryBlock *block, Softmax *softmax, int64_t tile, int64_t window, int hidden, float *scores,
+    float *shrink) {
+    for (int r = 0; r < ROWS; r++) {
+        Lanes *row = (Lanes *)(scores + r * KEYS), top = (Lanes){0} + softmax->largest[r];
+        int32_t last = (int32_t)(block->position[r] - tile), first = window > 0 ? last - (int32_t)window + 1 : 0;
+        for (int c = 0; c < KEYS / LANES; c++) {
+            row[c] = row[c] * cache->scale;
+            if (cache->softcap > 0.0f) row[c] = capped(row[c], cache->softcap);
+            if (hidden) {
+                Places key = NUMBER + c * LANES;
+                row[c] = CHOOSE((key <= last) & (key >= first), row[c], (Lanes){0} - INFINITY);
+            }
+            top = larger(row[c], top);
+        }
+        float highest = largest_of(top);
+        /* Nothing seen so far: -inf less -inf must not become NaN. */
+        float reference = highest == -INFINITY ? 0.0f : highest;
+        shrink[r] = softmax->largest[r] == -INFINITY ? 0.0f : exponential(softmax->largest[r] - reference);
+        softmax->largest[r] = highest;
+        Lanes total = softmax->weight[r] * shrink[r];
+        for (int c = 0; c < KEYS / LANES; c++) {
+            Lanes weights = exponentials(row[c] - reference);
+            if (hidden) weights = CHOOSE(row[c] == -INFINITY, (Lanes){0}, weights);
+            row[c] = weights;
+            total += weights;
+        }
+        softmax->weight[r] = total;
+    }
+}
+
+/* out = out * shrink + weights x values for `columns` registers of a head from `values` on; keys low..high of the tile. */
+static inline __attribute__((always_inline)) void add_values(
+    const QueryBlock *block, const float *weights, const float *shrink, const float *values, const int64_t *slots,
+    int64_t low, int64_t high, int64_t at, int columns) {
+    Lanes sums[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < columns; c++) sums[r][c] = ((const Lanes *)(block->out[r] + at))[c] * shrink[r];
+    for (int64_t j = low; j < high; j++) {
+        const Lanes *value = (const Lanes *)(values + slots[j] + at);
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < columns; c++) sums[r][c] += weights[r * KEYS + j] * value[c];
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < columns; c++) ((Lanes *)(block->out[r] + at))[c] = sums[r][c];
+}
+
+/* One block's share of one tile. keys are the tile's panels. */
+static void attend_tile(const Cache *cache, const QueryBlock *block, Softmax *softmax, const float *keys,
+                        const float *values, const int64_t *slots, int64_t tile, int64_t window) {
+    int64_t oldest = block->position[0], newest = block->position[ROWS - 1];
+    int64_t low = window > 0 && oldest - window + 1 > tile ? oldest - window + 1 - tile : 0;
+    int64_t high = newest + 1 - tile < KEYS ? newest + 1 - tile : KEYS;
+    if (low >= high) return;
+    float scores[ROWS * KEYS] __attribute__((aligned(64))), shrink[ROWS];
+    for (int64_t j = low / PANEL * PANEL; j < high; j += PANEL)
+        panel_scores(block, keys + j * cache->width, cache->width, scores + j);
+    if (oldest + 1 - tile >= KEYS && (window <= 0 || newest - window < tile))
+        tile_weights(cache, block, softmax, tile, window, 0, scores, shrink);
+    else
+        tile_weights(cache, block, softmax, tile, window, 1, scores, shrink);
+    int64_t at = 0;
+    for (; at + PANEL <= cache->width; at += PANEL)
+        add_values(block, scores, shrink, values, slots, low, high, at, COLUMNS);
+    for (; at < cache->width; at += LANES) add_values(block, scores, shrink, values, slots, low, high, at, 1);
+}
+
+/* q [queries, heads, width] of rows with any number of queries each -> out, same shape, contiguous. Row r has the queries
+   query_start[r]..query_start[r + 1], the last of them at position kv_len[r] - 1. longest: the most queries of a row. */
+void ridgeline_prefill_attention(const float *q, const float *k_cache, const float *v_cache, const int32_t *table,
+                                 const int32_t *query_start, const int32_t *kv_len, float *out, int64_t rows,
+                                 int64_t kv_heads, int64_t group, int64_t width, int64_t block_size, int64_t table_stride,
+                                 int64_t q_stride, int64_t longest, int64_t window, float scale, float softcap) {
+    Cache cache = {k_cache, v_cache, kv_heads, width, block_size, scale, softcap};
+    int64_t heads = kv_heads * group, most = group < QUERY_ROWS ? QUERY_ROWS / group : 1;
+    int64_t pieces = (longest + most - 1) / most;
+    /* The last piece of a row sees most: it begins first. */
+    #pragma omp parallel for schedule(dynamic) if (longest * heads * width > ENOUGH)
+    for (int64_t task = 0; task < pieces * rows * kv_heads; task++) {
+        int64_t row = task / kv_heads % rows, kv_head = task % kv_heads;
+        int64_t queries = query_start[row + 1] - query_start[row], begin = (pieces - 1 - task / kv_heads / rows) * most;
+        if (begin >= queries) continue;
+        int64_t count = (queries - begin < most ? queries - begin : most) * group;
+        int64_t blocks = (count + ROWS - 1) / ROWS, start = kv_len[row] - queries + begin;
+        int64_t end = start + (count - 1) / group + 1, first = window > 0 && start + 1 > window ? start + 1 - window : 0;
+        float spare[MAX_HEAD] __attribute__((aligned(64))), keys[KEYS * MAX_HEAD] __attribute__((aligned(64)));
+        QueryBlock block[blocks];
+        Softmax softmax[blocks];
+        memset(spare, 0, sizeof spare);
+        for (int64_t pair = 0; pair < blocks * ROWS; pair++) {
+            QueryBlock *to = &block[pair / ROWS];
+            int64_t real = pair < count ? pair : count - 1;          /* the last one again, to fill the block */
+            int64_t token = query_start[row] + begin + real / group, head = kv_head * group + real % group;
+            to->query[pair % ROWS] = q + token * q_stride + head * width;
+            to->position[pair % ROWS] = start + real / group;
+            to->out[pair % ROWS] = pair < count ? out + (token * heads + head) * width : spare;
+            memset(to->out[pair % ROWS], 0, width * sizeof(float));
+            softmax[pair / ROWS].largest[pair % ROWS] = -INFINITY;
+            softmax[pair / ROWS].weight[pair % ROWS] = (Lanes){0};
+        }
+        for (int64_t tile = first / KEYS * KEYS; tile < end; tile += KEYS) {
+            int64_t low = first > tile ? first - tile : 0, high = end - tile < KEYS ? end - tile : KEYS, slots[KEYS];
+            find_slots(&cache, table + row * table_stride, tile + low, high - low, slots + low);
+            transpose_keys(&cache, k_cache + kv_head * width, slots, low, high, keys);
+            for (int64_t b = 0; b < blocks; b++)
+                attend_tile(&cache, &block[b], &softmax[b], keys, v_cache + kv_head * width, slots, tile, window);
+        }
+        for (int64_t pair = 0; pair < count; pair++) {
+            float *to = block[pair / ROWS].out[pair % ROWS];
+            float share = 1.0f / sum_of(softmax[pair / ROWS].weight[pair % ROWS]);
+            for (int64_t i = 0; i < width; i++) to[i] *= share;
+        }
+    }
+}
+
 /* out = x w^T + bias for one row of x: w [outputs, inputs], bias may be NULL. Every thread streams one run of rows of w,
    four at a time: that keeps enough reads in flight, and this product is nothing but reading w. */
 static inline __attribute__((always_inline)) void few_outputs(const float *x, const float *w, const float *bias, float *out,
                                                               int64_t inputs, int count) {
     Lanes sums[4] = {{0}, {0}, {0}, {0}};
     int64_t i = 0;
-    for (; i + 16 <= inputs; i += 16) {
+    for (; i + LANES <= inputs; i += LANES) {
         Lanes part = *(const Lanes *)(x + i);
         for (int o = 0; o < count; o++) sums[o] += part * *(const Lanes *)(w + o * inputs + i);
     }
@@ -310,77 +526,121 @@ void ridgeline_linear_row(const float *x, const float *w, const float *bias, flo
 }
 
 /* Weights as a GGUF file stores them: blocks of 32 with their scales, read where they lie and multiplied in float32. */
-typedef struct { _Float16 scale, least; uint8_t halves[16]; } BlockQ4_1;       /* w = scale * q + least, q in 0..15 */
-typedef struct { _Float16 scale; int8_t values[32]; } BlockQ8_0;               /* w = scale * q, q in -128..127 */
+typedef struct { uint16_t scale, least; uint8_t halves[16]; } BlockQ4_1;       /* w = scale * q + least, q in 0..15 */
+typedef struct { uint16_t scale; int8_t values[32]; } BlockQ8_0;               /* w = scale * q, q in -128..127 */
 enum { Q4_1, Q8_0 };
 
-/* Sixteen bytes as floats; and sixteen halves of bytes, the low or the high ones. gcc finds AVX-512's widening moves in
-   neither loops nor vector conversions. */
-#ifdef __AVX512F__
-static inline Lanes floats_of(const int8_t *from) {
-    return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-}
-
-static inline Lanes halves_of(const uint8_t *from, int shift) {
-    Places wide = (Places)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
-    return (Lanes)_mm512_cvtepi32_ps((__m512i)((wide >> shift) & 15));
+/* A float16 as a float. Where that is not one plain instruction, a table takes the work off the vector units. */
+#if defined(__ARM_NEON)
+static inline float half(uint16_t bits) {
+    union { uint16_t bits; __fp16 value; } same = {bits};
+    return (float)same.value;
 }
 #else
-static inline Lanes floats_of(const int8_t *from) {
-    float to[16];
-    for (int i = 0; i < 16; i++) to[i] = (float)from[i];
-    return *(const Lanes *)to;
+static float halves[1 << 16];
+
+static __attribute__((constructor)) void fill_halves(void) {
+    for (int bits = 0; bits < 1 << 16; bits++) {
+        int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+        float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                   : exponent ? ldexpf((float)(1024 + mantissa), exponent - 25) : ldexpf((float)mantissa, -24);
+        halves[bits] = bits >> 15 ? -size : size;
+    }
 }
 
-static inline Lanes halves_of(const uint8_t *from, int shift) {
-    float to[16];
-    for (int i = 0; i < 16; i++) to[i] = (float)(int32_t)((from[i] >> shift) & 15);
-    return *(const Lanes *)to;
+static inline float half(uint16_t bits) { return halves[bits]; }
+#endif
+
+/* The 32 weights of a block as floats, rounded as the definition rounds them. gcc finds the machines' widening moves in
+   neither loops nor vector conversions. */
+#if defined(__AVX512F__)
+static inline __attribute__((always_inline)) void expand_q4_1(const BlockQ4_1 *block, Lanes w[2]) {
+    /* Every weight is one of sixteen: a table of them, looked up by the low four bits of each lane. */
+    __m512 scale = _mm512_set1_ps(half(block->scale)), least = _mm512_set1_ps(half(block->least));
+    __m512 table = _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)NUMBER), scale, least);
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)block->halves));
+    w[0] = (Lanes)_mm512_permutexvar_ps(wide, table);
+    w[1] = (Lanes)_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table);
+}
+
+static inline __attribute__((always_inline)) void expand_q8_0(const BlockQ8_0 *block, Lanes w[2]) {
+    Lanes scale = (Lanes){0} + half(block->scale);
+    for (int i = 0; i < 2; i++) {
+        __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)block->values + i));
+        w[i] = (Lanes)_mm512_cvtepi32_ps(wide) * scale;
+    }
+}
+#elif defined(__ARM_NEON)
+/* Sixteen bytes as floats, times scale, plus least. */
+static inline __attribute__((always_inline)) void widen(int8x16_t bytes, float scale, float least, Lanes w[4]) {
+    int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    float32x4_t add = vdupq_n_f32(least);
+    w[0] = (Lanes)vfmaq_n_f32(add, vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), scale);
+    w[1] = (Lanes)vfmaq_n_f32(add, vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))), scale);
+    w[2] = (Lanes)vfmaq_n_f32(add, vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), scale);
+    w[3] = (Lanes)vfmaq_n_f32(add, vcvtq_f32_s32(vmovl_s16(vget_high_s16(high))), scale);
+}
+
+static inline __attribute__((always_inline)) void expand_q4_1(const BlockQ4_1 *block, Lanes w[8]) {
+    uint8x16_t halves = vld1q_u8(block->halves);
+    widen(vreinterpretq_s8_u8(vandq_u8(halves, vdupq_n_u8(15))), half(block->scale), half(block->least), w);
+    widen(vreinterpretq_s8_u8(vshrq_n_u8(halves, 4)), half(block->scale), half(block->least), w + 4);
+}
+
+static inline __attribute__((always_inline)) void expand_q8_0(const BlockQ8_0 *block, Lanes w[8]) {
+    widen(vld1q_s8(block->values), half(block->scale), 0.0f, w);
+    widen(vld1q_s8(block->values + 16), half(block->scale), 0.0f, w + 4);
+}
+#else
+static inline __attribute__((always_inline)) void expand_q4_1(const BlockQ4_1 *block, Lanes w[32 / LANES]) {
+    float *to = (float *)w, scale = half(block->scale), least = half(block->least);
+    for (int i = 0; i < 16; i++) {
+        to[i] = (float)(block->halves[i] & 15) * scale + least;
+        to[i + 16] = (float)(block->halves[i] >> 4) * scale + least;
+    }
+}
+
+static inline __attribute__((always_inline)) void expand_q8_0(const BlockQ8_0 *block, Lanes w[32 / LANES]) {
+    float *to = (float *)w, scale = half(block->scale);
+    for (int i = 0; i < 32; i++) to[i] = (float)block->values[i] * scale;
 }
 #endif
 
 /* `rows` rows of w against `count` rows of x, all constants where this is inlined: enough sums to keep the units busy, and
-   few enough for the registers. `sums` are the sums over each 32 values of x, for the constant part of Q4_1. */
+   few enough for the registers. */
 static inline __attribute__((always_inline)) void dots(const char *w, int64_t row_bytes, int kind, const float *x,
-                                                       const float *sums, int64_t inputs, int rows, int count, float *out,
-                                                       int64_t outputs) {
+                                                       int64_t inputs, int rows, int count, float *out, int64_t outputs) {
     Lanes totals[4][8];
-    float least[4][8];
+    #pragma GCC unroll 4
     for (int o = 0; o < rows; o++)
-        for (int r = 0; r < count; r++) totals[o][r] = (Lanes){0}, least[o][r] = 0.0f;
+        #pragma GCC unroll 8
+        for (int r = 0; r < count; r++) totals[o][r] = (Lanes){0};
     for (int64_t b = 0; b < inputs / 32; b++)
+        #pragma GCC unroll 4
         for (int o = 0; o < rows; o++) {
-            Lanes low, high;
-            float lowest = 0.0f;
-            if (kind == Q4_1) {
-                const BlockQ4_1 *block = (const BlockQ4_1 *)(w + o * row_bytes) + b;
-                low = halves_of(block->halves, 0) * (float)block->scale;
-                high = halves_of(block->halves, 4) * (float)block->scale;
-                lowest = (float)block->least;
-            } else {
-                const BlockQ8_0 *block = (const BlockQ8_0 *)(w + o * row_bytes) + b;
-                low = floats_of(block->values) * (float)block->scale;
-                high = floats_of(block->values + 16) * (float)block->scale;
-            }
-            for (int r = 0; r < count; r++) {
-                const Lanes *part = (const Lanes *)(x + r * inputs + b * 32);
-                totals[o][r] += low * part[0];
-                totals[o][r] += high * part[1];
-                if (kind == Q4_1) least[o][r] += lowest * sums[r * (inputs / 32) + b];
-            }
+            Lanes weights[32 / LANES];
+            if (kind == Q4_1) expand_q4_1((const BlockQ4_1 *)(w + o * row_bytes) + b, weights);
+            else expand_q8_0((const BlockQ8_0 *)(w + o * row_bytes) + b, weights);
+            #pragma GCC unroll 8
+            for (int r = 0; r < count; r++)
+                #pragma GCC unroll 8
+                for (int i = 0; i < 32 / LANES; i++)
+                    totals[o][r] += weights[i] * ((const Lanes *)(x + r * inputs + b * 32))[i];
         }
+    #pragma GCC unroll 4
     for (int o = 0; o < rows; o++)
-        for (int r = 0; r < count; r++) out[r * outputs + o] = sum_of(totals[o][r]) + least[o][r];
+        #pragma GCC unroll 8
+        for (int r = 0; r < count; r++) out[r * outputs + o] = sum_of(totals[o][r]);
 }
 
-static void four_outputs(const char *w, int64_t row_bytes, int kind, const float *x, const float *sums, int64_t inputs,
+static void four_outputs(const char *w, int64_t row_bytes, int kind, const float *x, int64_t inputs,
                          int64_t tokens, int64_t outputs, int last, float *out) {
     /* kind and the counts as constants, so that each case is compiled on its own */
-    #define DOTS(O, R, C) (kind == Q4_1 ? dots(w + (O) * row_bytes, row_bytes, Q4_1, from, part, inputs, R, C, to + (O), outputs) \
-                                        : dots(w + (O) * row_bytes, row_bytes, Q8_0, from, part, inputs, R, C, to + (O), outputs))
+    #define DOTS(O, R, C) (kind == Q4_1 ? dots(w + (O) * row_bytes, row_bytes, Q4_1, from, inputs, R, C, to + (O), outputs) \
+                                        : dots(w + (O) * row_bytes, row_bytes, Q8_0, from, inputs, R, C, to + (O), outputs))
     for (int64_t t = 0; t < tokens;) {
         int64_t left = tokens - t, count = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        const float *from = x + t * inputs, *part = sums + t * (inputs / 32);
+        const float *from = x + t * inputs;
         float *to = out + t * outputs;
         if (last < 4) for (int o = 0; o < last; o++) {
             if (count == 8) DOTS(o, 1, 8);
@@ -398,19 +658,15 @@ static void four_outputs(const char *w, int64_t row_bytes, int kind, const float
 }
 
 /* out [tokens, outputs] = x [tokens, inputs] w^T + bias. w: `outputs` rows of inputs / 32 blocks; kind: 0 Q4_1, 1 Q8_0.
-   sums has room for tokens * inputs / 32 floats. A row of x gives the same result in any company. */
-void ridgeline_block_linear(const float *x, const char *w, const float *bias, float *out, float *sums, int64_t tokens,
-                            int64_t inputs, int64_t outputs, int64_t kind) {
+   A row of x gives the same result in any company. */
+void ridgeline_block_linear(const float *x, const char *w, const float *bias, float *out, int64_t tokens, int64_t inputs,
+                            int64_t outputs, int64_t kind) {
     int64_t row_bytes = inputs / 32 * (kind == Q4_1 ? sizeof(BlockQ4_1) : sizeof(BlockQ8_0));
-    for (int64_t b = 0; b < tokens * (inputs / 32); b++) {
-        const Lanes *part = (const Lanes *)(x + b * 32);
-        sums[b] = sum_of(part[0] + part[1]);
-    }
     #pragma omp parallel for schedule(static) if (inputs * outputs > 4 * ENOUGH)
     for (int64_t group = 0; group < (outputs + 3) / 4; group++) {
         int64_t first = group * 4;
         int last = outputs - first < 4 ? (int)(outputs - first) : 4;
-        four_outputs(w + first * row_bytes, row_bytes, (int)kind, x, sums, inputs, tokens, outputs, last, out + first);
+        four_outputs(w + first * row_bytes, row_bytes, (int)kind, x, inputs, tokens, outputs, last, out + first);
         if (bias)
             for (int64_t t = 0; t < tokens; t++)
                 for (int o = 0; o < last; o++) out[t * outputs + first + o] += bias[first + o];

@@ -39,8 +39,9 @@ _SIGNATURES = {
     "ridgeline_gated_activation": [_POINTER] * 2 + [_INT] * 4,
     "ridgeline_kv_write": [_POINTER] * 5 + [_INT] * 4,
     "ridgeline_linear_row": [_POINTER] * 4 + [_INT] * 2,
-    "ridgeline_block_linear": [_POINTER] * 5 + [_INT] * 4,
+    "ridgeline_block_linear": [_POINTER] * 4 + [_INT] * 4,
     "ridgeline_decode_attention": [_POINTER] * 7 + [_INT] * 10 + [_FLOAT] * 2,
+    "ridgeline_prefill_attention": [_POINTER] * 7 + [_INT] * 9 + [_FLOAT] * 2,
 }
 SPLIT = 512                          # as in native.c
 

@@ -7,14 +7,18 @@ Where positions come from, how blocks are shared and what rope did to the querie
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.costs import PAGED_ATTENTION_CASES, paged_attention_cost
-from ridgeline.ops import native
+from ridgeline.ops import attention_decode, attention_prefill, native
+from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.registry import (
     TRITON_DTYPES,
     TRITON_INTERPRETED,
@@ -22,9 +26,6 @@ from ridgeline.ops.registry import (
     Op,
     Site,
     Tolerance,
-    tl,
-    triton,
-    triton_kernel,
 )
 
 # Decode rows are gathered together, padded to the longest of them. Rows of different length are split into groups in
@@ -32,6 +33,130 @@ from ridgeline.ops.registry import (
 GATHER_TOKENS = 1 << 16
 PADDING = 1.5
 MASK_ELEMENTS = 1 << 22              # of one explicit mask; longer chunks are cut into pieces
+
+# ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ScaleLayout = Literal["none", "tensor", "head", "token", "channel", "block"]
+
+PREFIX_QUERIES = 128                 # (row, head of a group) pairs in a tile of rows that share a prefix
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """What the host knows of a step's shape. The device has the true lengths; these fix the grids."""
+
+    num_decodes: int                 # leading rows that have exactly one query each; padding among them has kv_len 0
+    longest_query: int               # no later row has more queries than this; 0: there are none
+    deterministic: bool = False      # a row's result depends on that row alone, to the last bit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefix:
+    """Leading blocks that decode rows have in common, so that they are read once per tile of rows, not once per row.
+
+    An opportunity, never an obligation: the block tables are complete, and whoever ignores this computes the same.
+    A tile is up to `prefix_tile_rows(group)` rows with one prefix. The number of tiles and members may be upper bounds.
+    """
+
+    tile_row: Tensor                 # int32 [N]: a row of the block table whose first blocks are the prefix
+    tile_len: Tensor                 # int32 [N]: tokens of the prefix, a multiple of the block size; 0: unused tile
+    tile_first: Tensor               # int32 [N]: where the tile's rows stand in `members`
+    tile_count: Tensor               # int32 [N]: how many they are
+    members: Tensor                  # int32 [M]: batch rows, each in one tile at most
+    prefix_len: Tensor               # int32 [R]: tile_len of the row's tile, less than kv_len; 0: shares nothing
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How keys and values are stored: value = stored * scale, with float32 scales [K and V alike]
+
+    tensor [1], head [KH], token [blocks, block_size, KH], channel [KH, D] or block [blocks, KH].
+    """
+
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    k_scale: ScaleLayout = "none"
+    v_scale: ScaleLayout = "none"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OlderKV:
+    """The first positions of every row when they are kept in another format than the later ones: an own cache with own
+    blocks. The row's table says nothing about them."""
+
+    k_cache: Tensor                  # [blocks', block_size, KH, D]
+    v_cache: Tensor
+    block_table: Tensor              # int32 [*, B'], by the same rows as the main one
+    length: Tensor                   # int32 [R]: positions kept here, a multiple of the block size, less than kv_len
+    format: KVFormat | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def prefix_tile_rows(group: int) -> int:
+    """Rows in a tile of `SharedPrefix`, for `group` query heads per KV head."""
+    return max(1, PREFIX_QUERIES // group)
+
+
+def shared_prefix(
+    groups: list[tuple[list[int], int]], rows: int, group: int, *,
+    table_rows: list[int] | None = None, tiles: int = 0, device: torch.device | str = "cpu",
+) -> SharedPrefix:  # fmt: skip
+    """From (batch rows, tokens they share) per group of rows; padded to `tiles` tiles and `rows` members."""
+    size = prefix_tile_rows(group)
+    cut = [(members[i : i + size], length) for members, length in groups for i in range(0, len(members), size)]
+    table: list[list[int]] = [[], [], [], []]
+    members: list[int] = []
+    prefix_len = [0] * rows
+    for own, length in cut:
+        first = own[0] if table_rows is None else table_rows[own[0]]
+        for column, value in zip(table, (first, length, len(members), len(own)), strict=True):
+            column.append(value)
+        members += own
+        for row in own:
+            prefix_len[row] = length
+    columns = [column + [0] * (tiles - len(column)) for column in table]
+    return SharedPrefix(*(
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in (*columns, members + [0] * (rows - len(members)), prefix_len)
+    ))  # fmt: skip
+
+
+def scale_shape(layout: ScaleLayout, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    return {
+        "tensor": (1,), "head": (kv_heads,), "token": (blocks, block_size, kv_heads), "channel": (kv_heads, head_dim),
+        "block": (blocks, kv_heads),
+    }[layout]  # fmt: skip
+
+
+def _scale_per_value(scale: Tensor, layout: ScaleLayout) -> Tensor:
+    """A view that multiplies [blocks, block_size, KH, D]."""
+    if layout == "head":
+        return scale.view(1, 1, -1, 1)
+    if layout == "token":
+        return scale.unsqueeze(-1)
+    if layout == "block":
+        return scale.view(scale.shape[0], 1, -1, 1)
+    return scale                                                             # tensor [1], channel [KH, D]
+
+
+def quantise_kv(values: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
+    """What a cache of `dtype` stores for values [N, KH, D] (new tokens) under scales that already cover them: for the
+    layouts token and block `scale` is [N, KH], each token's own. Values beyond the dtype's range are cut to it."""
+    if layout in ("token", "block"):
+        scale = scale.unsqueeze(-1)
+    elif layout == "head":
+        scale = scale.view(1, -1, 1)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    limit = torch.finfo(dtype).max
+    return (values.to(wide) / scale).clamp_(-limit, limit).to(dtype)
+
+
+def token_scales(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales [N, KH] that use the whole range of `dtype` for each token and head of values [N, KH, D]."""
+    largest = values.abs().amax(dim=-1).to(torch.float32)
+    return torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -44,14 +169,53 @@ def paged_attention_reference(
     query_start: Tensor,             # int32 [R + 1]: prefix sums of queries per row
     kv_len: Tensor,                  # int32 [R]: positions per row, this step's included
     *,
-    query_start_host: list[int],
-    kv_len_host: list[int],
+    query_start_host: list[int] | None = None,
+    kv_len_host: list[int] | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    table_rows: Tensor | None = None,    # int32 [R]: the row of block_table that is each row's; None: its own number
+    work: AttentionWork | None = None,
+    prefix: SharedPrefix | None = None,
+    kv_format: KVFormat | None = None,   # of quantised caches, with their scales
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    older: OlderKV | None = None,
+    workspace: AttentionWorkspace | None = None,
+    out: Tensor | None = None,           # where the result goes; None: into a new tensor
 ) -> Tensor:
-    """softmax(softcap(scale * q k^T) + mask) v -> [T, H, D]"""
+    """softmax(softcap(scale * q k^T) + mask) v -> [T, H, D]. A row without keys (padding) gives zeros.
+
+    `work`, `prefix` and `workspace` serve the kernels; they do not change the result.
+    """
+    if kv_len_host is None:
+        kv_len_host = kv_len.tolist()
+    if query_start_host is None:
+        query_start_host = query_start.tolist()
     rows = len(kv_len_host)
+    if table_rows is not None:
+        block_table = block_table.index_select(0, table_rows)
+    if older is not None or k_scale is not None or v_scale is not None:
+        k_cache, v_cache, block_table = _plain_cache(
+            q.dtype, k_cache, v_cache, block_table, kv_format, k_scale, v_scale, older, table_rows
+        )
+    if 0 in kv_len_host or out is not None:
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
+        kept = [row for row in range(rows) if kv_len_host[row]]
+        if kept:
+            queries = [query_start_host[row + 1] - query_start_host[row] for row in kept]
+            tokens = torch.tensor(
+                [token for row in kept for token in range(query_start_host[row], query_start_host[row + 1])],
+                device=q.device,
+            )
+            starts = list(itertools.accumulate(queries, initial=0))
+            chosen = torch.tensor(kept, device=q.device)
+            out[tokens] = paged_attention_reference(
+                q[tokens], k_cache, v_cache, block_table[chosen], torch.tensor(starts, device=q.device), kv_len[chosen],
+                query_start_host=starts, kv_len_host=[kv_len_host[row] for row in kept],
+                scale=scale, window=window, softcap=softcap,
+            )  # fmt: skip
+        return out
     if rows == 1:
         return _attend_row(q, k_cache, v_cache, block_table[0], kv_len_host[0], scale, window, softcap)
     if q.shape[0] == rows and _alike(kv_len_host):       # plain decode: the rows are the queries
@@ -73,6 +237,40 @@ def paged_attention_reference(
                 q[start:end], k_cache, v_cache, block_table[row], kv_len_host[row], scale, window, softcap
             )
     return out
+
+
+def _plain_cache(
+    dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_format: KVFormat | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, older: OlderKV | None, table_rows: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Caches of the queries' dtype with the blocks of these rows alone, and the table of them."""
+    blocks, table = torch.unique(block_table, return_inverse=True)
+    table = table.to(torch.int32)
+    k = _dequantised(k_cache, blocks, k_scale, kv_format.k_scale if kv_format else "none", dtype)
+    v = _dequantised(v_cache, blocks, v_scale, kv_format.v_scale if kv_format else "none", dtype)
+    if older is not None:
+        old_table = older.block_table if table_rows is None else older.block_table.index_select(0, table_rows)
+        old_k, old_v, old_table = _plain_cache(
+            dtype, older.k_cache, older.v_cache, old_table, older.format, older.k_scale, older.v_scale, None, None
+        )
+        width = max(table.shape[1], old_table.shape[1])
+        table, old_table = (F.pad(part, (0, width - part.shape[1])) for part in (table + len(old_k), old_table))
+        is_old = torch.arange(width, device=table.device) < (older.length // k_cache.shape[1]).unsqueeze(1)
+        table = torch.where(is_old, old_table, table)
+        k, v = torch.cat((old_k, k)), torch.cat((old_v, v))
+    return k, v, table
+
+
+def _dequantised(
+    cache: Tensor, blocks: Tensor, scale: Tensor | None, layout: ScaleLayout, dtype: torch.dtype
+) -> Tensor:
+    values = cache[blocks]
+    if scale is None:
+        return values.to(dtype)
+    if layout in ("token", "block"):
+        scale = scale[blocks]
+    wide = torch.promote_types(dtype, torch.float32)
+    return (values.to(wide) * _scale_per_value(scale, layout)).to(dtype)
 
 
 def _alike(lengths: list[int]) -> bool:
@@ -186,117 +384,191 @@ def _attend(
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+LOG2E = math.log2(math.e)
+MAX_SHARES = 64
+PREFIX_MINIMUM = 256                 # keys of a prefix that are worth a program
+MINIMUM_SHARE = 64                   # keys that are worth a program
+DETERMINISTIC_SHARES = 8             # of a row's keys, whatever else is in the batch; of at least so many keys:
+DETERMINISTIC_MINIMUM = 512
 
-@triton_kernel(do_not_specialize=["table_stride"])
-def _paged_attention_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, query_start_ptr, kv_len_ptr,
-    scale, softcap, table_stride,
-    q_token_stride, q_head_stride, out_token_stride, out_head_stride,
-    k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One program: one row, one KV head, one tile of (query, head of the group) pairs; a KV byte is read once by it.
 
-    Keys are walked in tiles from the oldest visible one on, with a running maximum and sum (online softmax).
-    """
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    query_begin = tl.load(query_start_ptr + row)
-    queries = tl.load(query_start_ptr + row + 1) - query_begin
-    tile_begin = tl.program_id(2) * TILE_QUERIES
-    if tile_begin >= queries * GROUP:
-        return
-    kv_len = tl.load(kv_len_ptr + row)
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionWorkspace:
+    """Where programs leave partial results for each other. One serves all layers: launches of a stream follow each
+    other, and every launch leaves the counters at zero."""
 
-    pair = tile_begin + tl.arange(0, TILE_QUERIES)                       # query-major: pair = query * GROUP + head
-    query = pair // GROUP
-    head = kv_head * GROUP + pair % GROUP
-    position = kv_len - queries + query
-    dim = tl.arange(0, TILE_DIM)
-    live = (query < queries)[:, None] & (dim < HEAD_DIM)[None, :]
-    token = (query_begin + query).to(tl.int64)
-    q_offset = token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
-    q = tl.load(q_ptr + q_offset, mask=live, other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+    partials: Tensor                 # float32, `workspace_floats` of them
+    arrived: Tensor                  # int32 [rows * kv_heads], zeros
 
-    maximum = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_QUERIES], tl.float32)
-    accumulated = tl.zeros([TILE_QUERIES, TILE_DIM], tl.float32)
 
-    first_position = kv_len - queries + tile_begin // GROUP
-    last_position = tl.minimum(kv_len - queries + (tile_begin + TILE_QUERIES - 1) // GROUP, kv_len - 1)
-    table_ptr += row.to(tl.int64) * table_stride
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0)
-    for tile in range(begin, last_position + 1, TILE_KEYS):
-        key = tile + tl.arange(0, TILE_KEYS)
-        inside = key <= last_position                                    # beyond it lie slots nobody wrote
-        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = key % BLOCK_SIZE
-        readable = inside[:, None] & (dim < HEAD_DIM)[None, :]
-        k_offset = block * k_block_stride + slot * k_slot_stride + kv_head * k_head_stride
-        v_offset = block * v_block_stride + slot * v_slot_stride + kv_head * v_head_stride
-        k = tl.load(k_ptr + k_offset[:, None] + dim[None, :], mask=readable, other=0.0)
-        v = tl.load(v_ptr + v_offset[:, None] + dim[None, :], mask=readable, other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)    # tanh
-        visible = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        # A tile may lie wholly behind a query's window: -inf minus -inf must not become NaN.
-        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp(scores - reference[:, None])
-        decay = tl.exp(maximum - reference)
-        total = total * decay + tl.sum(weights, axis=1)
-        accumulated = accumulated * decay[:, None]
-        accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
-        maximum = new_maximum
+def workspace_floats(
+    max_rows: int, heads: int, kv_heads: int, head_dim: int, *, multiprocessors: int, prefix_tiles: int = 0,
+    deterministic: bool = False,
+) -> int:  # fmt: skip
+    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind."""
+    prefix = prefix_shares(prefix_tiles, kv_heads, multiprocessors) if prefix_tiles else 0
+    slots = 0
+    for rows in range(1, max_rows + 1):
+        shares = decode_shares(rows, kv_heads, multiprocessors)
+        if shares > 1 or prefix:
+            slots = max(slots, rows * (shares + prefix))
+    if deterministic:
+        slots = max(slots, max_rows * DETERMINISTIC_SHARES)
+    return _partial_floats(slots, heads, head_dim)
 
-    out = accumulated / tl.where(total > 0, total, 1.0)[:, None]         # a query that sees nothing (padding) gives zeros
-    out_offset = token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
-    tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=live)
+
+def _partial_floats(slots: int, heads: int, head_dim: int) -> int:
+    return slots * heads * (tile_dim(head_dim) + 2)      # accumulated values; and the maximum and the sum
+
+
+def make_workspace(floats: int, max_rows: int, kv_heads: int, device: torch.device) -> AttentionWorkspace:
+    return AttentionWorkspace(
+        torch.empty(floats, dtype=torch.float32, device=device),
+        torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def tile_dim(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def decode_shares(rows: int, kv_heads: int, multiprocessors: int) -> int:
+    """Into how many shares a row's keys are cut at most: as many as it takes to give every multiprocessor two."""
+    return max(1, min(MAX_SHARES, 2 * multiprocessors // (rows * kv_heads)))
+
+
+def prefix_shares(tiles: int, kv_heads: int, multiprocessors: int) -> int:
+    return max(1, min(16, -(-2 * multiprocessors // (tiles * kv_heads))))
+
+
+def decode_tiles(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int]:
+    """(keys per tile, warps, stages)"""
+    if dtype == torch.float32:
+        # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
+        return 32, 4, 2
+    return (64, 4, 3) if head_dim <= 128 else (32, 4, 3)
+
+
+def prefill_tiles(dtype: torch.dtype, head_dim: int, pairs: int) -> tuple[int, int, int, int]:
+    """(query pairs per tile, keys per tile, warps, stages) for rows of up to so many pairs."""
+    if dtype == torch.float32:
+        return 32, 32, 4, 2
+    queries = max(16, min(128, 1 << (pairs - 1).bit_length()))
+    if head_dim > 128:
+        return min(queries, 64), 32, 4, 2
+    return queries, 64, 8 if queries == 128 else 4, 3
 
 
 def paged_attention_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor, *,
-    query_start_host: list[int], kv_len_host: list[int], scale: float,
-    window: int | None = None, softcap: float | None = None,
+    query_start_host: list[int] | None = None, kv_len_host: list[int] | None = None, scale: float,
+    window: int | None = None, softcap: float | None = None, table_rows: Tensor | None = None,
+    work: AttentionWork | None = None, prefix: SharedPrefix | None = None, kv_format: KVFormat | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, older: OlderKV | None = None,
+    workspace: AttentionWorkspace | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if older is not None:
+        raise NotImplementedError("the Triton kernels read one KV format per row")
+    if work is None:
+        work = _work_of(query_start_host if query_start_host is not None else query_start.tolist())
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tokens, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    rows = len(kv_len_host)
-    longest = max((query_start_host[row + 1] - query_start_host[row] for row in range(rows)), default=0)
-    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    if longest == 0:
-        return out
-    # Two shapes of program, so that serving compiles two: decode and short drafts, and prompt chunks.
-    # float32 has no tensor cores to feed: its dot products are unrolled, and large tiles take seconds to compile.
-    wide = q.dtype == torch.float32
-    tile_queries = max(16, triton.next_power_of_2(group)) if longest * group <= 64 else 32 if wide else 64
-    tile_keys = 32 if wide or head_dim > 128 else 64
-    grid = (rows, kv_heads, triton.cdiv(longest * group, tile_queries))
-    _paged_attention_kernel[grid](
-        q, k_cache, v_cache, out, block_table, query_start, kv_len,
-        scale, softcap or 0.0, block_table.stride(0),
+    k_layout, k_scale, k_scale_strides = _scale_argument(k_scale, kv_format.k_scale if kv_format else "none", q)
+    v_layout, v_scale, v_scale_strides = _scale_argument(v_scale, kv_format.v_scale if kv_format else "none", q)
+    strides = (
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SOFTCAP=softcap is not None,
-        TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, TILE_DIM=max(16, triton.next_power_of_2(head_dim)),
-        UPCAST=TRITON_INTERPRETED,       # the interpreter's narrow dot products are wrong
-        num_warps=4, num_stages=2,
+        *k_scale_strides, *v_scale_strides,
     )  # fmt: skip
+    # Base-2 exponentials: log2(e) is folded into the scale, or with a softcap into the factors around the tanh.
+    score_scale = scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap
+    cap = 0.0 if softcap is None else softcap * LOG2E
+    constants: dict[str, Any] = {
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SOFTCAP": softcap is not None,
+        "K_SCALE": k_layout, "V_SCALE": v_layout, "K_NARROW": _is_narrow(k_cache, q), "V_NARROW": _is_narrow(v_cache, q),
+        "TILE_DIM": tile_dim(head_dim),
+        "UPCAST": TRITON_INTERPRETED,    # the interpreter's narrow dot products are wrong
+    }  # fmt: skip
+
+    decodes = work.num_decodes
+    if decodes:
+        if window is not None or work.deterministic:
+            prefix = None
+        processors = multiprocessors(q.device)
+        shares, minimum = decode_shares(decodes, kv_heads, processors), MINIMUM_SHARE
+        tile_keys, warps, stages = decode_tiles(q.dtype, head_dim)
+        if work.deterministic:
+            shares, minimum = DETERMINISTIC_SHARES, DETERMINISTIC_MINIMUM
+        tiles = 0 if prefix is None else prefix.tile_row.shape[0]
+        prefix_cut = prefix_shares(tiles, kv_heads, processors) if tiles else 0
+        slots = decodes * (shares + prefix_cut)
+        if workspace is None:
+            workspace = make_workspace(_partial_floats(slots, heads, head_dim), decodes, kv_heads, q.device)
+        accumulated, statistics = workspace.partials, workspace.partials[slots * heads * tile_dim(head_dim) :]
+        _, prefix_keys, prefix_warps, prefix_stages = prefill_tiles(q.dtype, head_dim, PREFIX_QUERIES)
+        if prefix is not None and tiles:
+            attention_prefill.prefix_kernel[tiles, kv_heads, prefix_cut](
+                q, k_cache, v_cache, block_table, prefix.tile_row, prefix.tile_len, prefix.tile_first,
+                prefix.tile_count, prefix.members, k_scale, v_scale, accumulated, statistics,
+                score_scale, cap, block_table.stride(0), *strides[:2], *strides[4:], **constants,
+                KV_HEADS=kv_heads, SHARES=shares, PREFIX_SHARES=prefix_cut, MINIMUM_PREFIX=PREFIX_MINIMUM,
+                TILE_QUERIES=PREFIX_QUERIES, TILE_KEYS=prefix_keys,
+                num_warps=prefix_warps, num_stages=prefix_stages, **dependent_launch(q.device),
+            )  # fmt: skip
+        tile_group = 1 << (group - 1).bit_length()
+        all_slots = 1 << (shares + prefix_cut - 1).bit_length()
+        attention_decode.decode_kernel[kv_heads, decodes, shares](
+            q, k_cache, v_cache, out, block_table, kv_len if table_rows is None else table_rows, kv_len,
+            kv_len if prefix is None else prefix.prefix_len, k_scale, v_scale,
+            accumulated, statistics, workspace.arrived,
+            score_scale, cap, block_table.stride(0), *strides, **constants,
+            KV_HEADS=kv_heads, WINDOW=window or 0, HAS_TABLE_ROWS=table_rows is not None, HAS_PREFIX=tiles > 0,
+            SHARES=shares, MINIMUM_SHARE=minimum, PREFIX_SHARES=prefix_cut, MINIMUM_PREFIX=PREFIX_MINIMUM,
+            TILE_PREFIX=prefix_keys, TILE_QUERIES=max(16, tile_group), TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
+            TILE_SLOTS=max(1, min(all_slots, 8192 // (tile_group * tile_dim(head_dim)))), ALL_SLOTS=all_slots,
+            MERGE=True, FETCH=True, num_warps=warps, num_stages=stages, **dependent_launch(q.device),
+        )  # fmt: skip
+
+    rows = kv_len.shape[0] - decodes
+    if rows and work.longest_query:
+        tile_queries, tile_keys, warps, stages = prefill_tiles(q.dtype, head_dim, work.longest_query * group)
+        tile_queries = max(tile_queries, 1 << (group - 1).bit_length())
+        tile_tokens = tile_queries // group
+        attention_prefill.prefill_kernel[(tokens - decodes) // tile_tokens + rows, kv_heads](
+            q, k_cache, v_cache, out, block_table, kv_len if table_rows is None else table_rows, query_start, kv_len,
+            k_scale, v_scale, rows, decodes, score_scale, cap, block_table.stride(0), *strides, **constants,
+            WINDOW=window or 0, HAS_TABLE_ROWS=table_rows is not None, TILE_ROWS=256, TILE_TOKENS=tile_tokens,
+            TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return out
+
+
+def _work_of(query_start: list[int]) -> AttentionWork:
+    decodes = _leading_decodes(query_start)
+    rest = range(decodes, len(query_start) - 1)
+    return AttentionWork(decodes, max((query_start[row + 1] - query_start[row] for row in rest), default=0))
+
+
+def _is_narrow(cache: Tensor, q: Tensor) -> bool:
+    """Whether values of eight bits meet queries of sixteen: they are then computed with in float16."""
+    return cache.element_size() == 1 and q.element_size() == 2
+
+
+def _scale_argument(scale: Tensor | None, layout: ScaleLayout, unused: Tensor) -> tuple[str, Tensor, tuple[int, ...]]:
+    """(how the kernels apply it, the tensor, its strides over blocks, slots and KV heads)"""
+    if scale is None:
+        return "none", unused, (0, 0, 0)
+    if layout == "token":
+        return "key", scale, scale.stride()
+    if layout == "block":
+        return "key", scale, (scale.stride(0), 0, scale.stride(1))
+    if layout == "channel":
+        return "channel", scale, (0, 0, scale.stride(0))
+    return "head", scale, (0, 0, scale.stride(0) if layout == "head" else 0)
 
 
 def _triton_supports(site: Site) -> bool:
@@ -309,33 +581,44 @@ def _triton_supports(site: Site) -> bool:
 def paged_attention_native(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor,
     *, query_start_host: list[int], kv_len_host: list[int], scale: float, window: int | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Decodes read the cache where it lies; the rows from the first longer one on go through torch's own attention."""
+    """The cache is read where it lies: by one kernel for the decodes in front, by another from the first longer row on."""
+    if 0 in kv_len_host or any(options.get(name) is not None for name in NOT_NATIVE):
+        return paged_attention_reference(
+            q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
+            kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, **options,
+        )  # fmt: skip
     (tokens, heads, head_dim), rows, kv_heads = q.shape, len(kv_len_host), k_cache.shape[2]
     decodes = rows if tokens == rows else _leading_decodes(query_start_host)
     packed = q.stride()[1:] == (head_dim, 1) and k_cache.is_contiguous() and v_cache.is_contiguous()
-    if decodes == 0 or not packed or block_table.stride(1) != 1:
+    if not packed or block_table.stride(1) != 1:
         return paged_attention_reference(
             q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
             kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap,
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype)
-    lengths = kv_len_host[:decodes]
-    splits = -(-max(lengths) // native.SPLIT)
-    partial = torch.empty(decodes * splits * heads * (head_dim + 2), dtype=q.dtype)
-    native.library().ridgeline_decode_attention(
-        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), kv_len.data_ptr(), out.data_ptr(),
-        partial.data_ptr(), decodes, kv_heads, heads // kv_heads, head_dim, k_cache.shape[1], block_table.stride(0),
-        q.stride(0), splits, window or 0, sum(lengths), scale, softcap or 0.0,
-    )  # fmt: skip
+    shape = (kv_heads, heads // kv_heads, head_dim, k_cache.shape[1], block_table.stride(0), q.stride(0))
+    if decodes:
+        lengths = kv_len_host[:decodes]
+        splits = -(-max(lengths) // native.SPLIT)
+        partial = torch.empty(decodes * splits * heads * (head_dim + 2), dtype=q.dtype)
+        native.library().ridgeline_decode_attention(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), kv_len.data_ptr(),
+            out.data_ptr(), partial.data_ptr(), decodes, *shape, splits, window or 0, sum(lengths), scale, softcap or 0.0,
+        )  # fmt: skip
     if decodes < rows:
-        out[decodes:] = paged_attention_reference(
-            q[decodes:], k_cache, v_cache, block_table[decodes:], query_start[decodes:] - decodes, kv_len[decodes:],
-            query_start_host=[start - decodes for start in query_start_host[decodes:]],
-            kv_len_host=kv_len_host[decodes:], scale=scale, window=window, softcap=softcap,
+        longest = max(end - start for start, end in itertools.pairwise(query_start_host[decodes:]))
+        native.library().ridgeline_prefill_attention(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table[decodes:].data_ptr(),
+            query_start[decodes:].data_ptr(), kv_len[decodes:].data_ptr(), out.data_ptr(), rows - decodes, *shape,
+            longest, window or 0, scale, softcap or 0.0,
         )  # fmt: skip
     return out
+
+
+# Options that the native kernels do not read; the others do not change the result.
+NOT_NATIVE = ("table_rows", "k_scale", "v_scale", "older", "out")
 
 
 def _native_supports(site: Site) -> bool:
@@ -357,7 +640,8 @@ def _leading_decodes(query_start: list[int]) -> int:
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, rows: tuple[tuple[int, int], ...], heads: int, kv_heads: int, head_dim: int, block_size: int,
-    window: int | None, softcap: float | None,
+    window: int | None, softcap: float | None, scattered: bool = False,
+    shared: tuple[tuple[tuple[int, ...], int], ...] = (), kv_format: tuple[str, ScaleLayout, str, ScaleLayout] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """Scattered blocks, NaN in every slot that nobody may read, and block 0 (NaN too) where a table has no block."""
 
@@ -368,33 +652,66 @@ def _inputs(
     blocks = torch.randperm(sum(needed) + 2, generator=generator) + 1
     cache_shape = (sum(needed) + 3, block_size, kv_heads, head_dim)
     k_cache, v_cache = torch.full(cache_shape, float("nan")), torch.full(cache_shape, float("nan"))
-    table = torch.zeros(len(rows), max(needed), dtype=torch.int32)
+    table = torch.zeros(len(rows), max(*needed, 1), dtype=torch.int32)
+    first_of = {row: (members[0], length) for members, length in shared for row in members[1:]}
     used = 0
     for row, (query_len, length) in enumerate(rows):
         own = blocks[used : used + needed[row]]
         used += needed[row]
         oldest = 0 if window is None else max(0, length - query_len - window + 1)
+        if row in first_of:
+            owner, oldest = first_of[row]
+            table[row, : oldest // block_size] = table[owner, : oldest // block_size]
         for position in range(oldest, length):
             block, offset = int(own[position // block_size]), position % block_size
             k_cache[block, offset], v_cache[block, offset] = random(kv_heads, head_dim), random(kv_heads, head_dim)
             table[row, position // block_size] = block
-    query_start = [0]
-    for query_len, _ in rows:
-        query_start.append(query_start[-1] + query_len)
+    query_start = list(itertools.accumulate((query_len for query_len, _ in rows), initial=0))
     kv_len = [length for _, length in rows]
+    kwargs: dict[str, Any] = {
+        "query_start_host": query_start, "kv_len_host": kv_len,
+        "scale": head_dim**-0.5, "window": window, "softcap": softcap,
+    }  # fmt: skip
+    place = None
+    if scattered:
+        place = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
+        spread = torch.zeros(len(rows) + 2, table.shape[1], dtype=torch.int32)
+        spread[place] = table
+        table = spread
+        kwargs["table_rows"] = place.to(device, torch.int32)
+    if shared:
+        groups = [(list(members), length) for members, length in shared]
+        kwargs["prefix"] = shared_prefix(
+            groups, len(rows), heads // kv_heads, table_rows=None if place is None else place.tolist(),
+            tiles=len(rows) + 1, device=device,
+        )  # fmt: skip
+    k_cache, v_cache = k_cache.to(dtype), v_cache.to(dtype)
+    if kv_format is not None:
+        form = KVFormat(getattr(torch, kv_format[0]), getattr(torch, kv_format[2]), kv_format[1], kv_format[3])
+        kwargs["kv_format"] = form
+        k_cache, kwargs["k_scale"] = _stored(k_cache, form.k_dtype, form.k_scale, generator, device)
+        v_cache, kwargs["v_scale"] = _stored(v_cache, form.v_dtype, form.v_scale, generator, device)
     args = (
         random(query_start[-1], heads, head_dim).to(device, dtype),
-        k_cache.to(device, dtype),
-        v_cache.to(device, dtype),
+        k_cache.to(device),
+        v_cache.to(device),
         table.to(device),
         torch.tensor(query_start, dtype=torch.int32, device=device),
         torch.tensor(kv_len, dtype=torch.int32, device=device),
     )
-    kwargs = {
-        "query_start_host": query_start, "kv_len_host": kv_len,
-        "scale": head_dim**-0.5, "window": window, "softcap": softcap,
-    }
     return args, kwargs
+
+
+def _stored(
+    cache: Tensor, dtype: torch.dtype, layout: ScaleLayout, generator: torch.Generator, device: str
+) -> tuple[Tensor, Tensor | None]:
+    """A cache in its quantised form, and scales that it could have."""
+    if layout == "none":
+        return cache.to(dtype), None
+    scale = 0.01 + 0.02 * torch.rand(scale_shape(layout, *cache.shape), generator=generator)
+    limit = torch.finfo(dtype).max
+    stored = (cache.to(torch.float32) / _scale_per_value(scale, layout)).clamp(-limit, limit).to(dtype)
+    return stored, scale.to(device)
 
 
 paged_attention = Op(

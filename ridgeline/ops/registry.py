@@ -20,8 +20,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ridgeline import platform
 from ridgeline.costs import DTYPE_BYTES, Case, Cost
 from ridgeline.errors import ConfigError
+from ridgeline.log import get_logger
+
+logger = get_logger("ops")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,12 +34,25 @@ R = TypeVar("R")
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None and (TRITON_INTERPRETED or torch.cuda.is_available())
 if HAS_TRITON:
+    # Compiled kernels are kept beside our other files: a container that keeps those starts warm.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(platform.cache_dir() / "triton"))
     import triton
     import triton.language as tl
 else:
     triton = tl = None
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def log_compilations() -> None:
+    """Say when a kernel was not in the cache: somebody has just waited for it."""
+
+    def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        if not cache_hit:
+            logger.info("compiled %s, which was not in the kernel cache", getattr(src, "name", "a kernel"))
+
+    if HAS_TRITON and hasattr(triton, "knobs"):
+        triton.knobs.compilation.listener = listener
 
 
 def triton_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
@@ -77,6 +94,7 @@ class Tolerance:
 
 REGISTRY: dict[str, Op[Any, Any]] = {}
 _kernels = "auto"
+_nvtx = False
 
 
 class Op(Generic[P, R]):
@@ -111,6 +129,8 @@ class Op(Generic[P, R]):
         if function is None:
             site = Site(first.device.type, first.dtype, first.shape[-1])
             function = self.choose(site).function
+            if _nvtx:
+                function = _marked(self.name, function)
             self._chosen[first.is_cpu, first.dtype, first.shape[-1]] = function
         return function(*args, **kwargs)
 
@@ -138,6 +158,25 @@ def set_kernels(kernels: str) -> None:
     _kernels = kernels
     for op in REGISTRY.values():
         op.forget()
+
+
+def set_nvtx(on: bool) -> None:
+    """A range around every op, for a profiler. Off, it costs nothing."""
+    global _nvtx
+    _nvtx = on
+    for op in REGISTRY.values():
+        op.forget()
+
+
+def _marked(name: str, function: Callable[P, R]) -> Callable[P, R]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        torch.cuda.nvtx.range_push(name)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    return call
 
 
 def support_table(widths: Sequence[int] = (64, 128)) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ridgeline.costs import RMS_NORM_CASES, rms_norm_cost
 from ridgeline.ops import native
+from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -38,16 +39,21 @@ def rms_norm_reference(
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton_kernel()
+@triton_kernel(do_not_specialize=["rows"])
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr,
-    x_stride, residual_stride, eps, weight_offset,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    rows, x_stride, residual_stride, eps, weight_offset,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; out and new_residual are contiguous."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    """BLOCK_ROWS rows per program; out and new_residual are contiguous."""
+    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < WIDTH)
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + weight_offset
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
@@ -55,9 +61,8 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
         tl.store(new_residual_ptr + row * WIDTH + column, x, mask=inside)
     x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + weight_offset
-    tl.store(out_ptr + row * WIDTH + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
+    tl.store(out_ptr + row * WIDTH + column, (x * scale[:, None] * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm_triton(
@@ -68,7 +73,6 @@ def rms_norm_triton(
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    block = triton.next_power_of_2(width)
     if residual is None:
         added, new_residual = rows, out                  # never touched
     else:
@@ -77,9 +81,12 @@ def rms_norm_triton(
             added = added.contiguous()
         new_residual = torch.empty_like(out)
     if rows.shape[0]:
-        _rms_norm_kernel[(rows.shape[0],)](
-            rows, added, weight, out, new_residual, rows.stride(0), added.stride(0), eps, weight_offset,
-            WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=min(max(block // 512, 1), 16),
+        block = triton.next_power_of_2(width)
+        block_rows = max(1, 512 // block)                # a warp takes 16 bytes a thread; narrow rows share one
+        _rms_norm_kernel[(triton.cdiv(rows.shape[0], block_rows),)](
+            rows, added, weight, out, new_residual, rows.shape[0], rows.stride(0), added.stride(0), eps, weight_offset,
+            WIDTH=width, BLOCK=block, BLOCK_ROWS=block_rows, HAS_RESIDUAL=residual is not None,
+            num_warps=min(max(block // 512, 1), 16), **dependent_launch(x.device),
         )
     return out if residual is None else (out, new_residual)
 

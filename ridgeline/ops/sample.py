@@ -31,8 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.costs import SAMPLE_CASES, sample_cost
-from ridgeline.ops.registry import Op, Tolerance
+from ridgeline.costs import GREEDY_CASES, MASK_CASES, SAMPLE_CASES, greedy_cost, mask_cost, sample_cost
+from ridgeline.ops import sample_triton
+from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 
 # How each row of a batch chooses. 0 turns temperature (greedy), top_k and min_p off, 1 turns top_p and typical_p off.
 CHOICE = np.dtype([
@@ -94,7 +95,7 @@ def _exponential(words: Tensor) -> Tensor:
 
 # ── what changes the logits, in place ─────────────────────────────────────────────────────────────────────────────────
 
-def apply_mask(logits: Tensor, mask: Tensor) -> None:
+def apply_mask_reference(logits: Tensor, mask: Tensor) -> None:
     """Forbid what the mask does not allow: bool [S, V], or int32 [S, ceil(V / 32)], id 32 w + b at bit b of word w."""
     if mask.dtype != torch.bool:
         bits = torch.arange(32, dtype=torch.int32, device=mask.device)
@@ -150,6 +151,19 @@ def sample_reference(logits: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
     return tokens.masked_fill_(failed, 0), failed
 
 
+def greedy_reference(
+    logits: Tensor, tokens: Tensor, failed: Tensor, rows: Tensor | None = None, last_token: Tensor | None = None
+) -> None:
+    """The best id of each row of logits [S, V] into tokens [S], and which rows failed; with `rows` [S], the tokens also
+    into last_token[rows].
+    """
+    best = argmax(logits if logits.dtype in (torch.float32, torch.float64) else logits.float())
+    torch.logical_not(logits.gather(1, best[:, None]).isfinite()[:, 0], out=failed)
+    tokens.copy_(best.masked_fill_(failed, 0))
+    if rows is not None and last_token is not None:
+        last_token.index_copy_(0, rows, tokens)
+
+
 def argmax(x: Tensor) -> Tensor:
     """The first of the largest along the last dimension; a NaN counts as the largest."""
     if x.is_cpu:                     # the same answer as torch's, which does not vectorise: 4 µs a row instead of 90
@@ -158,7 +172,10 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)             # from any other memory the host waits for it
 
 
 def _slices(rows: np.ndarray, x: Tensor, elements: int) -> Iterator[np.ndarray]:
@@ -372,6 +389,47 @@ def _count_in_row(row: Tensor) -> Tensor:
     return torch.arange(1, len(row) + 1, device=row.device) - torch.searchsorted(row, row)
 
 
+# ── Triton ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def sample_on_gpu(logits: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
+    """As defined, without waiting for the device; only typical_p, which needs a sort, takes the long way."""
+    tokens = torch.empty(len(how), dtype=torch.int64, device=logits.device)
+    failed = torch.empty(len(how), dtype=torch.bool, device=logits.device)
+    typical = (how["temperature"] > 0) & (how["typical_p"] < 1)
+    some_typical = typical.any()
+    if some_typical:
+        others = how.copy()
+        others["temperature"][typical] = 0
+    sample_triton.draw(logits, sample_triton.Choices.of(others if some_typical else how, logits.device), tokens, failed)
+    if some_typical:
+        place = to_device(np.flatnonzero(typical), logits.device)
+        tokens[place] = sample_reference(logits[place], how[typical])[0]
+    return tokens, failed
+
+
+def greedy_on_gpu(
+    logits: Tensor, tokens: Tensor, failed: Tensor, rows: Tensor | None = None, last_token: Tensor | None = None
+) -> None:
+    sample_triton.draw(logits, None, tokens, failed, rows, last_token)
+
+
+def apply_mask_on_gpu(logits: Tensor, mask: Tensor) -> None:
+    if mask.dtype == torch.int32 and logits.stride(1) == mask.stride(1) == 1:
+        sample_triton.mask_logits(logits, mask)
+    else:
+        apply_mask_reference(logits, mask)
+
+
+def reserve(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> None:
+    """Make what the kernels need for so many rows, once: later is too late for a graph, and for the memory's ledger."""
+    if sample.choose(Site(device.type, dtype, vocab)).name == "triton":
+        sample_triton.workspace(device, rows, vocab)
+
+
+def _triton_supports(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in TRITON_DTYPES
+
+
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def _inputs(
@@ -392,9 +450,49 @@ def _inputs(
     return (logits, how), {}
 
 
+def _greedy_inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, rows: int, vocab: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Quarters, so that many are equal; the second and third row are broken."""
+    logits = torch.randn(rows, vocab, generator=generator).mul_(12).round_().div_(4)
+    logits[1:2], logits[2:3, vocab // 2] = -torch.inf, torch.nan
+    last_token = torch.full((rows + 3,), -1)
+    row = torch.randperm(rows + 3, generator=generator)[:rows]
+    arguments = (logits.to(dtype), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool), row, last_token)
+    return tuple(argument.to(device) for argument in arguments), {}
+
+
+def _mask_inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, rows: int, vocab: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator)
+    return (torch.randn(rows, vocab, generator=generator).to(device, dtype), words.to(device, torch.int32)), {}
+
+
+greedy = Op(
+    "greedy",
+    greedy_reference,
+    kernels=[Implementation("triton", greedy_on_gpu, _triton_supports)],
+    cases=GREEDY_CASES,
+    cost=greedy_cost,
+    inputs=_greedy_inputs,
+    tolerance={dtype: Tolerance(0, 0) for dtype in ("float32", "bfloat16", "float16")},
+)
+
+apply_mask = Op(
+    "apply_mask",
+    apply_mask_reference,
+    kernels=[Implementation("triton", apply_mask_on_gpu, _triton_supports)],
+    cases=MASK_CASES,
+    cost=mask_cost,
+    inputs=_mask_inputs,
+    tolerance={dtype: Tolerance(0, 0) for dtype in ("float32", "bfloat16", "float16")},
+)
+
 sample = Op(
     "sample",
     sample_reference,
+    kernels=[Implementation("triton", sample_on_gpu, _triton_supports)],
     cases=SAMPLE_CASES,
     cost=sample_cost,
     inputs=_inputs,

@@ -1,4 +1,4 @@
-"""Which float32 linears keep a second layout on a CPU: the rule, without torch, so that memory is known before loading.
+"""Which float32 linears keep a second form on a CPU: the rules, without torch, so that memory is known before loading.
 
 oneDNN's blocked layout wins from a few rows on, more on wide linears than on narrow ones, and loses at one row, which
 is nothing but reading the weight. On x86-64 narrow linears gain nothing; on aarch64 (one shape tried) all gain.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import platform
 
 FEWEST_ROWS = 4                      # of the input, that go through the blocked layout
+STORED_KINDS = frozenset({"Q4_1", "Q8_0"})       # of GGUF's packings, that are also kept and multiplied as they are stored
 
 
 def fewest_outputs(machine: str = "") -> int:

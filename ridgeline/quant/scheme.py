@@ -3,6 +3,7 @@
     create        registers the parameters on the linear: zeros where `padded`, else empty
     finish        after loading: whatever layout the product wants
     apply         the product; `batch` is there for schemes that depend on the step's rows
+    apply_normed  the product between the norm before it and, with a gate, the gated activation behind it
     extra_bytes   what the linear occupies after `finish` beside its parameters
     read_bytes    what a product with that many rows reads of the weight
 
@@ -17,9 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.ops import native
+from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.block_linear import KINDS, block_linear
 from ridgeline.ops.linear import linear as product
+from ridgeline.ops.linear import normed_linear
+from ridgeline.ops.small_gemm import prepare
 from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
+
+
+class Norm(Protocol):
+    """The norm before a product: layers/norm.py's."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class Scheme(Protocol):
@@ -34,12 +50,34 @@ class Scheme(Protocol):
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor: ...
 
+    def apply_normed(
+        self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
     def extra_bytes(self, linear: nn.Module) -> int: ...
 
     def read_bytes(self, linear: nn.Module, rows: int) -> int: ...
 
 
-class Unquantised:
+class Composed:
+    """What a scheme does that has no kernel for a product together with its neighbours: one op after the other."""
+
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
+        raise NotImplementedError
+
+    def apply_normed(
+        self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The product with norm(x + residual), and x + residual. Without a residual x is the whole stream."""
+        if residual is None:
+            normed, stream = norm(x), x
+        else:
+            normed, stream = norm.add(x, residual)
+        out = self.apply(linear, normed, batch)
+        return (out if gate is None else gated_activation(out, gate)), stream
+
+
+class Unquantised(Composed):
     """The weight as it is, [rows, columns]."""
 
     keeps_blocks = False
@@ -63,6 +101,20 @@ class Unquantised:
 
     def read_bytes(self, linear: nn.Module, rows: int) -> int:
         return linear.weight.nbytes
+
+
+class Fused(Unquantised):
+    """On a GPU: for few rows a product is one kernel with the norm before it and the activation behind it."""
+
+    def finish(self, linear: nn.Module) -> None:
+        prepare(linear.weight.device)
+
+    def apply_normed(
+        self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return normed_linear(
+            x, residual, norm.weight, norm.eps, linear.weight, linear.bias, norm_offset=norm.offset, gate=gate
+        )
 
 
 class PackedFloat32(Unquantised):
@@ -130,4 +182,4 @@ def unquantised_scheme(device: torch.device, dtype: torch.dtype) -> Scheme:
     if device.type == "cpu" and dtype == torch.float32 and PackedFloat32.available():
         stored = native.library() is not None
         return StoredBlocks(fewest_outputs()) if stored else PackedFloat32(fewest_outputs())
-    return Unquantised()
+    return Fused() if device.type == "cuda" else Unquantised()

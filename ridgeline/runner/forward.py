@@ -1,24 +1,61 @@
-"""How a forward pass is launched. Eager is the off version; recorded graphs will be the other one."""
+"""How a step is launched: the forward pass up to the logits, and the greedy tokens where nobody wants more than those.
+
+Eager is the off version. `graphs.py` is the other one: decode steps as recorded CUDA graphs.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ridgeline.layers.batch import Batch
+from ridgeline.layers.kv import LayerKV
+from ridgeline.messages import StepPlan
 from ridgeline.models.decoder import Decoder
+from ridgeline.ops.sample import greedy as choose_greedy
+
+
+@dataclass(slots=True)
+class Computed:
+    """What a step's forward pass leaves on the device. S rows of the batch sample."""
+
+    hidden: Tensor | None            # [T, hidden], where all of it was computed and no graph did it
+    logits: Tensor | None            # [S, vocabulary]; None where `tokens` is all that is wanted, or nobody samples
+    tokens: Tensor | None = None     # int64 [S]: the best token of every row, in `last_token` already
+    failed: Tensor | None = None     # bool [S]: no finite logits
 
 
 class Forward(Protocol):
-    def run(self, batch: Batch) -> Tensor:
-        """The hidden state of every token of the batch: [T, hidden]."""
+    def padded(self, plan: StepPlan) -> int:
+        """To how many rows this plan's batch is to be filled up; 0: as it is."""
+
+    def run(self, batch: Batch, greedy: bool) -> Computed:
+        """`greedy`: every row that samples takes its best token and wants nothing else."""
 
 
 class EagerForward:
-    def __init__(self, model: Decoder, kv: list[tuple[Tensor, Tensor]]) -> None:
-        self._model, self._kv = model, kv
+    def __init__(self, model: Decoder, kv: list[LayerKV], last_token: Tensor) -> None:
+        self._model, self._kv, self._last_token = model, kv, last_token
+        self._tokens = torch.empty_like(last_token)
+        self._failed = torch.empty_like(last_token, dtype=torch.bool)
 
-    def run(self, batch: Batch) -> Tensor:
-        hidden: Tensor = self._model(batch, self._kv)
-        return hidden
+    def padded(self, plan: StepPlan) -> int:
+        return 0
+
+    def run(self, batch: Batch, greedy: bool) -> Computed:
+        hidden = self._model(batch, self._kv)
+        num_sampled = len(batch.logits_index)
+        if not num_sampled:
+            return Computed(hidden, None)
+        rows = hidden
+        if batch.sampled is None and num_sampled < len(hidden):
+            rows = hidden.index_select(0, batch.logits_index)
+        logits = self._model.logits(rows)
+        if not greedy:
+            return Computed(hidden, logits)
+        tokens, failed = self._tokens[:num_sampled], self._failed[:num_sampled]
+        choose_greedy(logits, tokens, failed, batch.sample_rows, self._last_token)
+        return Computed(hidden, None, tokens, failed)

@@ -14,27 +14,39 @@ import torch
 from torch import Tensor
 
 from ridgeline.kv_spec import KVGroupSpec
+from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import BlockOp
+from ridgeline.ops.paged_attention import KVFormat
 
 
 class KVBuffers:
-    def __init__(self, groups: list[KVGroupSpec], num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, groups: list[KVGroupSpec], num_blocks: int, kv_dtype: torch.dtype, device: torch.device) -> None:
+        """A `kv_dtype` of one byte has a float32 scale for each token and head, of keys and of values."""
         spec = groups[0]
         num_slots = max(len(group.layers) for group in groups)
-        shape = (num_slots, 2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self._pages = _zeros(shape, dtype, device)
+        shape = (num_slots, 2, num_blocks, spec.block_size, spec.num_kv_heads)
+        self._pages = _zeros((*shape, spec.head_dim), kv_dtype, device)
+        self._scales = _zeros(shape, torch.float32, device) if kv_dtype.itemsize == 1 else None
         self._slots = {layer: slot for group in groups for slot, layer in enumerate(group.layers)}
 
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """(keys, values) of every layer: [blocks, block_size, kv_heads, head_dim]."""
-        pages = [self._pages[self._slots[layer]] for layer in sorted(self._slots)]
-        return [(page[0], page[1]) for page in pages]
+    def layers(self) -> list[LayerKV]:
+        """Each layer's pages, in the order of the layers."""
+        dtype = self._pages.dtype
+        if self._scales is None:
+            return [LayerKV(*self._pages[self._slots[layer]]) for layer in sorted(self._slots)]
+        stored = KVFormat(dtype, dtype, "token", "token")
+        return [
+            LayerKV(*self._pages[self._slots[layer]], stored, *self._scales[self._slots[layer]])
+            for layer in sorted(self._slots)
+        ]
 
     def run(self, block_ops: list[BlockOp]) -> None:
         for op in block_ops:
             if op.kind != "copy":
                 raise AssertionError(f"unknown block operation {op.kind!r}")
-            self._pages[:, :, op.target] = self._pages[:, :, op.source]
+            for memory in (self._pages, self._scales):
+                if memory is not None:
+                    memory[:, :, op.target] = memory[:, :, op.source]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

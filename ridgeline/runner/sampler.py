@@ -2,8 +2,10 @@
 
 Parameters are numpy columns on the host, so which stages a batch needs is decided without asking the device; a stage
 that no row of the batch uses is not run, and a batch of plain greedy rows is one argmax. State that depends on sampled
-tokens (what a row has said so far) is on the device. A row's state follows from its RowAdded alone: the same row added
-again with more tokens goes on as if it had never left.
+tokens (what a row has said so far) is on the device, and nothing here waits for it. A row's state follows from its
+RowAdded alone: the same row added again with more tokens goes on as if it had never left.
+
+Rows that change their logits are copied out and chosen from in parts, so that the copies have a bound.
 
 It knows rows and token ids. Stop strings, max_tokens and log-probabilities are others' work.
 """
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.costs import KNOWN_IDS, edited_rows
 from ridgeline.messages import RowAdded
-from ridgeline.ops.sample import CHOICE, apply_mask, apply_penalties, keep_only, sample, to_device
+from ridgeline.ops.sample import CHOICE, apply_mask, apply_penalties, keep_only, reserve, sample, to_device
 
 GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best id, but for overflow
 
@@ -87,15 +90,14 @@ class Sampler:
         self._edit = np.zeros(max_rows, _EDIT)
         self._place = np.full(max_rows, -1)                  # row -> place in the batch, while one is sampled
         self._allowed, self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(4))
-        # For rows that look back, the prompt's distinct ids and then the answer. A row's unused columns repeat its
-        # first id, which is harmless where each occurrence of an id says the same.
-        self._known = torch.zeros((max_rows, 256), dtype=torch.int64, device=self._device)
-        self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.int32, device=self._device)   # in the answer
-        self._edited_logits = torch.empty(
-            (max_rows, vocab_size),
-            dtype=torch.float64 if logits_dtype == torch.float64 else torch.float32,
-            device=self._device,
-        )
+        # For rows that look back, the prompt's distinct ids and then the answer, and how often each is in the answer. A
+        # row's unused columns repeat its first id, which is harmless where each occurrence of an id says the same.
+        self._known = torch.zeros((max_rows, KNOWN_IDS), dtype=torch.int64, device=self._device)
+        self._counts = torch.zeros((max_rows, KNOWN_IDS), dtype=torch.int32, device=self._device)
+        wide = torch.promote_types(logits_dtype, torch.float32)
+        num_edited = edited_rows(rows=max_rows, vocab=vocab_size, element_bytes=wide.itemsize)
+        self._edited_logits = torch.empty((num_edited, vocab_size), dtype=wide, device=self._device)
+        reserve(self._device, logits_dtype, max_rows, vocab_size)
 
     # ── rows come and go ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -151,19 +153,17 @@ class Sampler:
         while len(known) > self._known.shape[1]:
             self._widen_known()
         if len(known):
-            self._known[row] = int(known[0])
-            self._known[row, : len(known)] = to_device(known, self._device)
-        if penalized:
-            self._counts[row] = 0
-            self._counts[row].index_put_(
-                (to_device(answer, self._device),),
-                torch.ones((), dtype=torch.int32, device=self._device),
-                accumulate=True,
-            )
+            said, inverse = np.unique(np.concatenate([answer, known]), return_inverse=True)
+            counts = np.bincount(inverse[: len(answer)], minlength=len(said))[inverse[len(answer) :]].astype(np.int32)
+            for table, values in ((self._known, known), (self._counts, counts)):
+                table[row] = int(values[0])
+                table[row, : len(values)] = to_device(values, self._device)
         return len(known)
 
     def _widen_known(self) -> None:
-        self._known = torch.cat([self._known, self._known[:, :1].expand_as(self._known)], dim=1)
+        self._known, self._counts = (
+            torch.cat([table, table[:, :1].expand_as(table)], dim=1) for table in (self._known, self._counts)
+        )
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,19 +176,38 @@ class Sampler:
         rows = rows.astype(np.int64)
         how, edit = self._choice[rows], self._edit[rows]
         too_early = how["index"] < edit["min_tokens"]
-        if masks is None and not (edit["edited"] | too_early).any():
+        edited = edit["edited"] | too_early
+        if masks is None and not edited.any():
             tokens, failed = sample(logits, how)
         else:
-            edited = self._edited_logits[: len(rows)].copy_(logits)
-            if masks is not None:
-                apply_mask(edited, masks)
-            self._edit_logits(edited, rows, how, edit, too_early)
-            tokens, failed = sample(edited, how)
-            failed |= ~logits.amax(-1).isfinite()            # nor may a mask hide that the row is broken
+            who = np.flatnonzero(edited) if masks is None else np.arange(len(rows))
+            others = how.copy()
+            others["temperature"][who] = 0
+            tokens, failed = sample(logits, others)          # of those that are edited, only whether they are broken
+            for start in range(0, len(who), len(self._edited_logits)):
+                part = who[start : start + len(self._edited_logits)]
+                place = to_device(part, self._device)
+                copied = self._edited_logits[: len(part)]
+                copied.copy_(logits if len(part) == len(rows) else logits.index_select(0, place))
+                if masks is not None:
+                    apply_mask(copied, masks if len(part) == len(rows) else masks.index_select(0, place))
+                self._edit_logits(copied, rows[part], how[part], edit[part], too_early[part])
+                chosen, left_none = sample(copied, how[part])
+                tokens.index_copy_(0, place, chosen)
+                failed.index_copy_(0, place, failed[place] | left_none)      # nor may a mask hide that a row is broken
         self._choice["index"][rows] += 1
         if edit["remembers"].any():
             self._say(rows, edit, tokens)
         return Sampled(tokens, failed)
+
+    def all_greedy(self, rows: np.ndarray) -> bool:
+        """Does each of the rows take its best id, whatever it has said? Then others may choose it, and tell."""
+        how, edit = self._choice[rows], self._edit[rows]
+        return not ((how["temperature"] > 0) | edit["edited"] | (how["index"] < edit["min_tokens"])).any()
+
+    def said_greedily(self, rows: np.ndarray) -> None:
+        """Somebody else has chosen the best id for each of the rows, for which `all_greedy` holds."""
+        self._choice["index"][rows] += 1
 
     def _edit_logits(
         self, logits: Tensor, rows: np.ndarray, how: np.ndarray, edit: np.ndarray, too_early: np.ndarray
@@ -228,10 +247,11 @@ class Sampler:
         who = np.flatnonzero(edit["penalized"])
         edit = edit[who]
         place, row = self._to_device(who, rows[who])
-        known = self._known[row, : int(edit["num_known"].max())]
+        width = int(edit["num_known"].max())
+        known, counts = self._known[row, :width], self._counts[row, :width]
         amounts = np.stack([edit["repetition"], edit["presence"], edit["frequency"]])[:, :, None]
         repetition, presence, frequency = to_device(amounts, self._device).to(logits.dtype)
-        apply_penalties(logits, place, known, self._counts[row[:, None], known], repetition, presence, frequency)
+        apply_penalties(logits, place, known, counts, repetition, presence, frequency)
 
     def _say(self, rows: np.ndarray, edit: np.ndarray, tokens: Tensor) -> None:
         """Remember what the rows that look back have just said."""
@@ -240,10 +260,14 @@ class Sampler:
         if num_known.max() == self._known.shape[1]:
             self._widen_known()
         place, row, column = self._to_device(who, rows[who], num_known)
-        self._known[row, column] = tokens[place]
+        said = tokens[place]
+        again = self._known[row] == said[:, None]
+        counts = self._counts[row]
+        once_more = counts.masked_fill(~again, 0).amax(dim=1) + 1
+        self._counts[row] = counts + again
+        self._known[row, column] = said
+        self._counts[row, column] = once_more
         self._edit["num_known"][rows[who]] += 1
-        place, row = self._to_device(*(array[edit["penalized"][who]] for array in (who, rows[who])))
-        self._counts[row, tokens[place]] += 1
 
     def _to_device(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         return tuple(to_device(array, self._device) for array in arrays)

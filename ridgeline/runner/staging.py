@@ -1,7 +1,8 @@
 """The integers of a step, in one buffer: written on the host, sent to the device in one copy.
 
-There is one buffer more than there may be steps in flight, and each is reused only when the device has read it. On the
-CPU host and device are the same memory, and nothing is copied.
+There is one host buffer more than there may be steps in flight, and each is reused only when the device has read it. On
+the device there is one: steps run one after the other there, and equal sequences of `put` have equal addresses, which is
+what a recorded graph needs. On the CPU host and device are the same memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -11,22 +12,21 @@ import torch
 from torch import Tensor
 
 _ALIGN = 16
+_KINDS = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 class Staging:
     def __init__(self, num_bytes: int, num_buffers: int, device: torch.device) -> None:
         on_device = device.type != "cpu"
         self._host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_device) for _ in range(num_buffers)]
-        self._device = [
-            torch.zeros(num_bytes, dtype=torch.uint8, device=device) if on_device else host for host in self._host
-        ]
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if on_device else None
         self._read = [torch.cuda.Event() if on_device else None for _ in self._host]
         self._views = [host.numpy() for host in self._host]
         self._turn = 0
         self._used = 0
 
     def begin(self) -> None:
-        """The next buffer, once the device has read what it held."""
+        """The next host buffer, once the device has read what it held."""
         self._turn = (self._turn + 1) % len(self._host)
         self._used = 0
         event = self._read[self._turn]
@@ -38,11 +38,11 @@ class Staging:
         start, end = self._used, self._used + values.nbytes
         self._used = -(-end // _ALIGN) * _ALIGN
         self._views[self._turn][start:end].view(values.dtype)[:] = values.ravel()
-        kind = torch.int32 if values.dtype == np.int32 else torch.int64
-        return self._device[self._turn][start:end].view(kind).view(values.shape)
+        memory = self._host[self._turn] if self._device is None else self._device
+        return memory[start:end].view(_KINDS[values.dtype]).view(values.shape)
 
     def send(self) -> None:
         event = self._read[self._turn]
-        if event is not None:
-            self._device[self._turn][: self._used].copy_(self._host[self._turn][: self._used], non_blocking=True)
+        if self._device is not None and event is not None:
+            self._device[: self._used].copy_(self._host[self._turn][: self._used], non_blocking=True)
             event.record()

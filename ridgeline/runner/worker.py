@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from ridgeline import platform
+from ridgeline import ledger, platform
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ConfigError
+from ridgeline.log import get_logger
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
-from ridgeline.ops.registry import set_kernels
+from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
-from ridgeline.runner.forward import EagerForward
+from ridgeline.runner.forward import EagerForward, Forward
+from ridgeline.runner.graphs import GraphForward
 from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.rows import DeviceRows
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
+from ridgeline.runner.warm_up import warm_up
+from ridgeline.startup import phase
+
+logger = get_logger("worker")
+
+# The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
+GPU_RUNTIME_BYTES = 700 * 2**20
 
 
 def device_facts(config: EngineConfig) -> DeviceFacts:
@@ -30,27 +40,77 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
         return DeviceFacts("cpu", platform.available_memory(), platform.cpu_fast_dtypes())
     if not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no GPU here; use device=cpu")
-    return DeviceFacts("cuda", torch.cuda.mem_get_info()[1], ("bfloat16", "float16", "float32"))
+    return DeviceFacts("cuda", torch.cuda.mem_get_info()[1], ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES)
 
 
 def make_runner(
     config: ResolvedConfig, comm: Communicator, progress: Callable[[int, int], None] | None = None
 ) -> Runner:
     """Load the model and allocate everything a step can need."""
-    options = config.options
+    options, model_config = config.options, config.model
     set_kernels(options.model.kernels)
+    set_nvtx(options.execution.nvtx)
+    log_compilations()
+    with phase("device"):
+        device = _device(config, comm)
+    meter = MemoryMeter(device)
+    dtype = getattr(torch, config.dtype)
+    with phase("weights"), meter.part(ledger.WEIGHTS):
+        model = Decoder(model_config, comm, dtype, device, config.max_model_len)
+        load_weights(model, config.model_path, model_config, options.model.load_format, progress, options.model.seed)
+    with phase("KV cache"), meter.part(ledger.KV):
+        buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
+    with phase("rows"), meter.part(ledger.ROWS):
+        rows = DeviceRows(
+            config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.depth, device,
+            model.layers[0].attention.qkv.num_heads, config.shared_prefixes, options.execution.deterministic,
+        )
+        sampler = Sampler(
+            config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype
+        )
+        forward: Forward = EagerForward(model, buffers.layers(), rows.last_token)
+        if config.graphs:
+            forward = GraphForward(forward, config.max_num_seqs, model_config.vocab_size, dtype, device)
+        runner = Runner(model, forward, rows, sampler, buffers, comm)
+    if config.device != "cpu":
+        with phase("kernels and graphs"):
+            warm_up(
+                runner, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
+            )
+        runner.memory = meter.measured()
+        logger.info("%s", ledger.table(config.memory, runner.memory))
+    return runner
+
+
+class MemoryMeter:
+    """What each part of the ledger took of a GPU's memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on = device.type == "cuda"
+        self._parts: dict[str, int] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        before = torch.cuda.memory_allocated() if self._on else 0
+        yield
+        self._parts[name] = torch.cuda.memory_allocated() - before if self._on else 0
+
+    def measured(self) -> dict[str, int]:
+        """Whatever else torch has reserved is what steps need; whatever else is gone, the runtime has."""
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved()
+        steps = reserved - sum(self._parts.values())
+        return self._parts | {ledger.STEPS: steps, ledger.RUNTIME: total - free - reserved}
+
+
+def _device(config: ResolvedConfig, comm: Communicator) -> torch.device:
     if config.device == "cpu":
         platform.keep_freed_memory()
-    device = torch.device("cpu") if config.device == "cpu" else torch.device("cuda", comm.rank)
-    dtype = getattr(torch, config.dtype)
-    if config.device == "cpu" and comm.size > 1:
-        torch.set_num_threads(max(1, platform.cpu_count() // comm.size))
-    model = Decoder(config.model, comm, dtype, device, config.max_model_len)
-    load_weights(model, config.model_path, config.model, options.model.load_format, progress, options.model.seed)
-    buffers = KVBuffers(config.groups, config.num_blocks, dtype, device)
-    rows = DeviceRows(
-        config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.depth, device
-    )
-    eos = set(config.model.eos_token_ids)
-    sampler = Sampler(config.max_num_seqs, config.model.vocab_size, eos, device, dtype)
-    return Runner(model, EagerForward(model, buffers.layers()), rows, sampler, buffers, comm)
+        if comm.size > 1:
+            torch.set_num_threads(max(1, platform.cpu_count() // comm.size))
+        return torch.device("cpu")
+    device = torch.device("cuda", comm.rank)
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)                        # the driver's part of start-up
+    return device

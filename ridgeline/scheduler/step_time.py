@@ -1,14 +1,17 @@
 """How long a step takes, learned from the steps that were: what prompts may take of a step in which others decode.
 
 A step's time is close to a line: what the decodes alone take, and so much more for each prompt token beside them. Both
-numbers are running averages of measured steps, so they follow the model, the machine and the load.
+numbers are medians of the last steps, so they follow the model, the machine and the load, and no single step that was
+held up (a kernel compiled, a graph recorded) counts.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
-_WEIGHT = 0.2                        # of the newest measurement in a running average
+_REMEMBERED = 15                     # steps of each kind
+_SHARE = 0.25                        # of a step's time that prompts get at least, however long the decodes take
 _FEWEST = 256                        # prompt tokens: fewer say little about the time of one, and are always allowed
 _ROUND = 64                          # matrix products like whole tiles
 
@@ -34,23 +37,24 @@ class NoTimeModel:
 class MeasuredStepTime:
     def __init__(self, target_seconds: float) -> None:
         self._target = target_seconds
-        self._decode = 0.0           # seconds of a step without prompts
-        self._per_token = 0.0        # seconds that a prompt token adds
+        self._decode: deque[float] = deque(maxlen=_REMEMBERED)       # seconds of the last steps without prompts
+        self._per_token: deque[float] = deque(maxlen=_REMEMBERED)    # seconds that each prompt token added
 
     def prompt_tokens(self, num_decodes: int, budget: int) -> int:
         """Nobody decodes, or nothing is known yet: nobody waits, or it will be known after this step."""
-        if num_decodes == 0 or self._per_token == 0.0:
+        if num_decodes == 0 or not self._per_token:
             return budget
-        fit = int((self._target - self._decode) / self._per_token)
+        rest = max(self._target - _median(self._decode), _SHARE * self._target)
+        fit = int(rest / _median(self._per_token))
         return max(_FEWEST, fit - fit % _ROUND)
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         if num_prompt_tokens == 0:
-            self._decode = _averaged(self._decode, seconds)
+            self._decode.append(seconds)
         elif num_prompt_tokens >= _FEWEST:
-            rest = seconds - (self._decode if num_decodes else 0.0)
-            self._per_token = _averaged(self._per_token, max(rest, 0.1 * seconds) / num_prompt_tokens)
+            rest = seconds - (_median(self._decode) if num_decodes else 0.0)
+            self._per_token.append(max(rest, _SHARE * seconds) / num_prompt_tokens)
 
 
-def _averaged(average: float, value: float) -> float:
-    return value if average == 0.0 else average + _WEIGHT * (value - average)
+def _median(values: deque[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0

@@ -199,7 +199,7 @@ async def understand(service: Service, kind: type[T], body: bytes) -> tuple[T, S
     def work() -> tuple[T, SamplingParams]:
         request = parse(kind, body)
         service.check(request)
-        return request, request.params()
+        return request, request.params(service.llm.sampling_defaults)
 
     return await asyncio.to_thread(work) if len(body) > LONG_BODY else work()
 

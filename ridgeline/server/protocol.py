@@ -11,7 +11,7 @@ import difflib
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -106,9 +106,10 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling(self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """What the request says, and the model's defaults for the rest."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(**dict(defaults) | given | {"max_tokens": max_tokens, "logprobs": logprobs})
 
 
 _SAMPLING = (
@@ -184,13 +185,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "chat_template": (),
     }
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Without a limit of its own or the model's, an answer may be as long as the context."""
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise BadRequest("max_tokens and max_completion_tokens differ; give one")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true")
-        return self.sampling(limits.pop() if limits else None, (self.top_logprobs or 0) if self.logprobs else None)
+        most = limits.pop() if limits else defaults.get("max_tokens")
+        return self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
 
     def conversation(self) -> list[dict[str, Any]]:
         if not self.messages:
@@ -220,8 +223,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         "use_beam_search": (False,),
     }
 
-    def params(self) -> SamplingParams:
-        params = self.sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        most = self.max_tokens if self.max_tokens is not None else defaults.get("max_tokens", 16)
+        params = self.sampling(most, self.logprobs, defaults)
         if self.echo and self.logprobs is not None:
             params.prompt_logprobs = max(self.logprobs, params.prompt_logprobs or 0)
         return params

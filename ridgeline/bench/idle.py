@@ -1,0 +1,273 @@
+"""`ridgeline bench idle`: decode steps as the device saw them: every kernel, and the time in which none ran.
+
+Some steps of a steady decode are traced (CUPTI, through torch's profiler) and read back from the trace:
+
+    busy      the union of the intervals in which a kernel, a copy or a fill ran
+    idle      1 − busy / span, the span from the first interval's begin to the last one's end
+    between   of the idle time, that between the last work of a step and the first of the next
+
+A launch belongs to the step of the host during which it was made. Tracing itself costs time, so the same steps are also
+timed without it: a kernel's time comes from the trace, the step's from there. `--trace FILE` reads a trace that exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import random
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.bench.device_log import gpu_facts
+from ridgeline.bench.engine import Engine, parse_options, quality_of
+from ridgeline.bench.floors import Peaks, decoder_shape, step_floor
+from ridgeline.bench.peaks import device_kind, machine_peaks
+from ridgeline.bench.record import finish, percentiles, record
+from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.errors import ConfigError
+
+BAR = 0.02                           # idle share between steps that is allowed
+WARM_STEPS = 12                      # before anything is timed: compiles kernels, records graphs
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+# Which part of a step's floor a kernel belongs to, by its name; the first that fits.
+PARTS = (
+    ("attention", r"attention|attn|flash|fmha|^(decode|merge|prefill|prefix)_kernel"),
+    ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
+    ("norms", r"norm"),
+    ("rotary and kv_write", r"rotary|rope|kv_write|write_kv|reshape_and_cache"),
+    ("activation", r"activation|silu|gelu|gated"),
+    ("linears and head", r"gemm|gemv|nvjet|cutlass|cublas|linear|splitk|matmul|xmma|dot_kernel"),
+    ("copies", r"memcpy|memset|copy_kernel|fill"),
+)  # fmt: skip
+_FLOOR_PARTS = {
+    "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary", "kv_write"),
+    "activation": ("activation",), "linears and head": ("linears", "head"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something the device did; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    step: int = -1                   # number of the step that launched it, if that is known
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; see also --shape")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a model by its shapes, with dummy weights")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 256], help="requests that decode together")
+    parser.add_argument("--context", type=int, default=640, help="tokens of each request when the first step is traced")
+    parser.add_argument("--steps", type=int, default=30, help="decode steps to trace")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
+    parser.add_argument("--top", type=int, default=25, help="kernels to list")
+    parser.add_argument("--trace", help="read this chrome trace instead of making one")
+    parser.add_argument("--keep-trace", help="directory to keep the traces in, for a viewer")
+    parser.add_argument("--out", help="also write the record to this file")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.trace:
+        trace = json.loads(Path(args.trace).read_text())
+        print(text(analyse(device_work(trace), args.steps), args.top))
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError("bench idle traces a GPU, and torch sees none here; --trace FILE reads a trace made elsewhere")
+    options: dict[str, Any] = {"dtype": args.dtype, "max_model_len": 2 * args.context + 2 * args.steps + WARM_STEPS + 64}
+    if args.shape:
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    options |= parse_options(args.set)
+    model = str(write_shape(args.shape, args.layers)) if args.shape else args.model
+    peaks = machine_peaks(device_kind(options))          # before the engine takes the memory
+    engine = Engine(model, **options)
+    figures: dict[str, Any] = {}
+    for batch in args.batch:
+        found = profile_decode(engine, batch, args.context, args.steps, args.keep_trace)
+        config = engine.config
+        shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(batch), config.kv_dtype)
+        context = args.context + args.steps // 2
+        rates = Peaks(peaks.read_bytes_s, peaks.rate(engine.config.dtype))
+        floor, _ = step_floor(shape, [(1, context)] * batch, rates)
+        found["floor_ms"] = {name: seconds * 1e3 for name, seconds in floor.items()}
+        print(f"batch {batch}, context {args.context}, {args.steps} steps of {engine.config.model_path.name}")
+        print(text(found, args.top), flush=True)
+        figures[f"batch_{batch}"] = found
+    setting = {
+        "model": engine.config.model_path.name, "dtype": engine.config.dtype, "context": args.context,
+        "steps": args.steps, "batch": args.batch, "options": options,
+    }  # fmt: skip
+    finish(record("idle", setting, figures, quality_of(engine.config), gpu_facts()), args.out)
+
+
+# ── making a trace ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def profile_decode(
+    engine: Engine, batch: int, context: int, steps: int, keep: str | None = None, salt: str = ""
+) -> dict[str, Any]:
+    """Bring `batch` requests to `context` tokens, then time some decode steps, and trace as many more."""
+    core = engine.core
+    rng = random.Random(f"idle-{batch}-{context}")
+    vocab = engine.config.model.vocab_size
+    length = max(1, context - WARM_STEPS - steps)
+    # The first to be through with their prompts already answer while the last are at theirs.
+    filling = -(-batch * length // max(1, engine.config.max_num_batched_tokens - batch))
+    needed = WARM_STEPS + 2 * steps + filling + 16
+    waiting = {
+        engine.submit([rng.randrange(vocab) for _ in range(length)], needed, salt) for _ in range(batch)
+    }
+    while waiting:                                       # until every prompt is in the cache
+        waiting -= {delta.request_id for delta in core.step()}
+    for _ in range(WARM_STEPS):
+        core.step()
+    plain = _step_times(engine, steps)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(keep or directory) / f"decode-batch-{batch}-context-{context}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begins = _traced(engine, steps, path)
+        trace = json.loads(path.read_text())
+    while core.has_work:
+        core.step()
+    found = analyse(device_work(trace, begins), steps)
+    found["step_ms"] = plain * 1e3                       # without a trace
+    found["busy_share_of_step"] = min(1.0, found["busy_us_per_step"] / 1e3 / found["step_ms"]) if plain else 0.0
+    return found
+
+
+def _step_times(engine: Engine, steps: int) -> float:
+    """Seconds per decode step, without a trace."""
+    _synchronise(engine)
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.core.step()
+    _synchronise(engine)
+    return (time.perf_counter() - start) / steps
+
+
+def _traced(engine: Engine, steps: int, path: Path) -> list[int]:
+    """Write the trace of so many steps; returns when each began on the host, in nanoseconds of the wall clock."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    begins: list[int] = []
+    with torch.profiler.profile(activities=activities) as profiler:
+        _synchronise(engine)
+        for _ in range(steps):
+            begins.append(time.time_ns())
+            engine.core.step()
+        _synchronise(engine)
+    profiler.export_chrome_trace(str(path))
+    return begins
+
+
+def _synchronise(engine: Engine) -> None:
+    if engine.config.device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ── reading a trace ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def device_work(trace: dict[str, Any], begins: Sequence[int] = ()) -> list[Work]:
+    """What the device did, in order. With the host's times at which steps began, also which step it belongs to."""
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    borders = [(begin - base) / 1e3 for begin in begins]
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    launched: dict[int, float] = {
+        event["args"]["correlation"]: float(event["ts"])
+        for event in events
+        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
+    }
+    found = []
+    for event in events:
+        if event.get("cat") not in DEVICE_WORK:
+            continue
+        start = float(event["ts"])
+        when = launched.get(event.get("args", {}).get("correlation", -1))
+        step = bisect.bisect_right(borders, when) - 1 if when is not None and borders else -1
+        found.append(Work(event["name"], start, start + float(event["dur"]), step))
+    return sorted(found, key=lambda work: work.start)
+
+
+def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
+    """Busy and idle time, launches and the time of every kernel."""
+    if not work:
+        raise ConfigError("the trace holds no work of a device")
+    span = max(each.end for each in work) - work[0].start
+    busy, between, reached, last_step = 0.0, 0.0, work[0].start, work[0].step
+    for each in work:                                    # in order of their begin
+        gap = each.start - reached
+        if gap > 0 and each.step != last_step:
+            between += gap
+        busy += max(0.0, each.end - max(reached, each.start))
+        reached = max(reached, each.end)
+        last_step = max(last_step, each.step)
+    kernels: dict[str, list[float]] = {}
+    for each in work:
+        kernels.setdefault(each.name, []).append(each.end - each.start)
+    total = sum(sum(times) for times in kernels.values())
+    table: list[dict[str, Any]] = [
+        {
+            "name": name, "part": part_of(name), "count": len(times), "per_step": len(times) / steps,
+            "total_us": sum(times), "median_us": percentiles(times)["median"], "share": sum(times) / total,
+        }
+        for name, times in kernels.items()
+    ]  # fmt: skip
+    parts: dict[str, float] = {}
+    for row in table:
+        parts[row["part"]] = parts.get(row["part"], 0.0) + row["total_us"] / steps
+    known = {each.step for each in work} - {-1}
+    return {
+        "steps": steps, "span_us": span, "busy_us_per_step": busy / steps, "idle_share": 1 - busy / span,
+        "idle_between_steps_share": between / span if known else None, "steps_seen": len(known),
+        "launches_per_step": len(work) / steps, "us_per_step_by_part": parts,
+        "kernels": sorted(table, key=lambda row: -row["total_us"]),
+    }  # fmt: skip
+
+
+def part_of(name: str) -> str:
+    return next((part for part, pattern in PARTS if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def text(found: dict[str, Any], top: int) -> str:
+    """The analysis as a page."""
+    between = found["idle_between_steps_share"]
+    lines = [
+        f"  {found['launches_per_step']:.1f} launches a step, busy {found['busy_us_per_step']:,.0f} µs a step"
+        + (f", a step takes {found['step_ms'] * 1e3:,.0f} µs untraced" if "step_ms" in found else ""),
+        f"  idle {found['idle_share']:.2%} of the traced time; between steps "
+        + ("unknown" if between is None else f"{between:.2%} (bar {BAR:.0%}: {'met' if between <= BAR else 'MISSED'})"),
+        "",
+        "  µs a step by part" + (", and its floor" if "floor_ms" in found else ""),
+    ]
+    floors = found.get("floor_ms", {})
+    for part, spent in sorted(found["us_per_step_by_part"].items(), key=lambda item: -item[1]):
+        floor = sum(floors.get(name, 0.0) for name in _FLOOR_PARTS.get(part, ())) * 1e3
+        lines.append(f"    {part:20s} {spent:10,.1f}" + (f"  floor {floor:10,.1f}  {floor / spent:4.0%}" if floor else ""))
+    if floors:
+        whole = sum(floors.values()) * 1e3
+        busy, step = found["busy_us_per_step"], found["step_ms"] * 1e3
+        shares = f"{whole / busy:4.0%} of busy, {whole / step:4.0%} of the step"
+        lines.append(f"    {'all':20s} {busy:10,.1f}  floor {whole:10,.1f}  {shares}")
+    lines += ["", f"  {'count/step':>10s} {'total µs':>12s} {'median µs':>10s} {'share':>6s}  kernel"]
+    for row in found["kernels"][:top]:
+        name = row["name"] if len(row["name"]) <= 110 else row["name"][:107] + "..."
+        lines.append(
+            f"  {row['per_step']:10.1f} {row['total_us']:12,.1f} {row['median_us']:10.2f} {row['share']:6.1%}  {name}"
+        )
+    rest = found["kernels"][top:]
+    if rest:
+        lines.append(f"  {sum(row['per_step'] for row in rest):10.1f} {sum(row['total_us'] for row in rest):12,.1f} "
+                     f"{'':10s} {sum(row['share'] for row in rest):6.1%}  {len(rest)} more")  # fmt: skip
+    return "\n".join(lines)

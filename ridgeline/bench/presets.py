@@ -1,0 +1,275 @@
+"""`ridgeline bench offline --preset …`: the GPU workloads, each with its floor, its device log and its quality.
+
+Every figure is measured twice or more. Per repeat:
+
+    first tokens    a run with other prompts of the same lengths that answers with one token each
+    decode tok/s    requests × (out − 1) / (time of the run − time of that one)
+    output tok/s    all output tokens / time of the run
+
+The prefix cache is on, as it is when serving, and every run has a salt of its own: no run finds blocks of another, so
+only the prompts of one run can share (`cached_tokens` says how many did; the prefix preset's do, the others' do not).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.bench import workloads
+from ridgeline.bench.device_log import DeviceLog, gpu_facts
+from ridgeline.bench.engine import Engine, Run, parse_options, quality_of
+from ridgeline.bench.floors import H200_FLOORS, H200_FLOORS_FOR, Peaks, decoder_shape, preset_floor, shares
+from ridgeline.bench.idle import profile_decode
+from ridgeline.bench.peaks import MachinePeaks, device_kind, machine_peaks
+from ridgeline.bench.quality import LEAST, check_quality
+from ridgeline.bench.record import finish, percentiles, record, write
+from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.bench.workloads import GPU_PRESETS, Preset
+from ridgeline.engine.children import start_child
+from ridgeline.errors import EngineDead
+
+DIRECTORY = "benchmarks/h200"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that one engine gives in one process; a record each."""
+
+    shape: str
+    presets: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# Everything that `--preset h200` runs, by the names of the records.
+SUITE: dict[str, Group] = {
+    "llama-3.1-8b": Group("llama-3.1-8b", tuple(GPU_PRESETS)),
+    "llama-3.1-8b-fp8-kv": Group("llama-3.1-8b", ("batch128", "decode_16x8k"), {"kv_cache_dtype": "fp8"}),
+    "llama-3.1-8b-deterministic": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"deterministic": True}),
+    "llama-3.2-1b": Group("llama-3.2-1b", ("latency_b1", "batch128", "throughput", "prefix")),
+    "qwen3-8b": Group("qwen3-8b", ("latency_b1", "batch128", "prefix")),
+    "llama-3.1-70b": Group("llama-3.1-70b", ("latency_b1", "prefill_8k")),
+}
+# One GPU holds 70B in bf16 only just: there is room for a long request or a few short ones beside it.
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama-3.1-70b": {"gpu_memory_utilization": 0.97, "max_num_seqs": 16, "max_num_batched_tokens": 4096},
+}
+PROFILED = ("latency_b1", "batch128")        # presets whose decode steps are looked at kernel by kernel as well
+PROFILED_STEPS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("GPU workloads")
+    group.add_argument("--preset", nargs="+", choices=[*GPU_PRESETS, "h200"], help="h200: all of them, for all shapes")
+    group.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="models by their shapes, with dummy weights")
+    group.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
+    group.add_argument("--group", nargs="+", choices=list(SUITE), help="only these parts of h200")
+    group.add_argument("--label", help="name of the record, if not the shape's")
+    group.add_argument("--directory", help=f"where records go, a file per model (--preset h200: {DIRECTORY})")
+    group.add_argument("--time-limit", type=float, default=300, help="seconds after which no further row is begun")
+    group.add_argument("--no-quality", action="store_true", help="leave out the comparison with the reference")
+
+
+def run(args: argparse.Namespace) -> None:
+    if "h200" in args.preset:
+        run_suite(args)
+        return
+    started = time.monotonic()
+    for shape in args.shape or [""]:
+        finish(measure_model(shape, args, list(dict.fromkeys(args.preset)), started), args.out)
+
+
+def run_suite(args: argparse.Namespace) -> None:
+    """A process per group: nothing of one engine's memory is left for the next to stumble over."""
+    started = time.monotonic()
+    failed = []
+    for name in args.group or list(SUITE):
+        left = args.time_limit - (time.monotonic() - started)
+        if left <= 0:
+            print(f"{name}: not measured, the time limit was over", flush=True)
+            continue
+        child = start_child("ridgeline", "bench", "offline", *group_words(name, args, left), stdout=sys.stderr)
+        try:
+            if child.wait() != 0:
+                failed.append(name)
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+    if failed:
+        raise EngineDead(f"these groups failed: {', '.join(failed)}")
+
+
+def group_words(name: str, args: argparse.Namespace, left: float) -> list[str]:
+    """The command line of a group's own process."""
+    group = SUITE[name]
+    words = ["--preset", *group.presets, "--shape", group.shape, "--label", name, "--time-limit", f"{left:.0f}"]
+    words += ["--directory", args.directory or DIRECTORY, "--repeats", str(args.repeats), "--dtype", args.dtype]
+    words += ["--no-quality"] if args.no_quality else []
+    settings = [*(f"{option}={value}" for option, value in group.options.items()), *args.set]
+    return [*words, "--set", *settings] if settings else words
+
+
+def measure_model(shape: str, args: argparse.Namespace, names: list[str], started: float) -> dict[str, Any]:
+    """All rows of one model in one engine. Whatever is done is on disk already when something later fails."""
+    presets = [GPU_PRESETS[name] for name in names]
+    options = MODEL_OPTIONS.get(shape, {}) | {"dtype": args.dtype} | parse_options(args.set)
+    peaks = machine_peaks(device_kind(options))          # before the engine takes the memory
+    quality: dict[str, Any] = {}
+    if shape and not args.no_quality:
+        quality = check_quality(shape, **{name: value for name, value in options.items() if name not in _SIZES})
+        verdict = "" if quality["top1_agreement"] >= LEAST else f"  BELOW {LEAST:.0%}"
+        print(f"{shape}: top-1 agreement {quality['top1_agreement']:.4f} over {quality['positions']} positions, "
+              f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{verdict}", flush=True)  # fmt: skip
+    began = time.perf_counter()
+    options = {"max_model_len": _context(presets)} | options | {"enable_prefix_caching": True}
+    if shape:
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    elif args.load_format == "dummy":
+        options |= {"load_format": "dummy"}
+    engine = Engine(str(write_shape(shape)) if shape else args.model, **options)
+    ready = time.perf_counter() - began
+    name = args.label or shape or engine.config.model_path.name
+    figures: dict[str, Any] = {
+        "engine_start_s": ready, "quality": quality,
+        "peaks": {"read_tb_s": peaks.read_bytes_s / 1e12, "tflop_s": peaks.rate(engine.config.dtype) / 1e12},
+        "rows": {}, "not_measured": {},
+    }  # fmt: skip
+    made: dict[str, Any] = {}
+    with DeviceLog() as log:
+        for preset in presets:
+            if time.monotonic() - started > args.time_limit:
+                figures["not_measured"][preset.name] = "the time limit was over"
+            else:
+                figures["rows"][preset.name] = row = measure_preset(engine, preset, shape, peaks, log, args.repeats)
+                print(line(name, preset.name, row), flush=True)
+            made = record("offline", _setting(engine, name, args, options), figures, quality_of(engine.config), gpu_facts())
+            if args.directory:
+                write(made, Path(args.directory) / f"offline-{name}.json")
+    engine.close()
+    return made
+
+
+_SIZES = ("max_model_len", "max_num_seqs", "num_gpu_blocks_override", "kv_cache_memory_bytes",
+          "max_num_batched_tokens", "gpu_memory_utilization")    # the check has its own
+
+
+def _context(presets: list[Preset]) -> int:
+    return -(-max(preset.longest() for preset in presets) // 16) * 16 + 16
+
+
+def measure_preset(
+    engine: Engine, preset: Preset, model: str, peaks: MachinePeaks, log: DeviceLog, repeats: int
+) -> dict[str, Any]:
+    """One row: runs, medians, floors and what the device did meanwhile."""
+    vocab = engine.config.model.vocab_size
+    warm = preset.requests(workloads.WARM_UP, vocab)
+    if preset.warm_up_out is not None:
+        warm = [(prompt, min(tokens_out, preset.warm_up_out)) for prompt, tokens_out in warm]
+    engine.serve(warm, _salt())
+    ones = [(prompt, 1) for prompt, _ in preset.requests(workloads.FIRST_TOKENS, vocab)]
+    asked = preset.requests(workloads.TIMED, vocab)
+    decodes = preset.uniform and preset.longest() > len(asked[0][0]) + 1
+    if decodes:
+        engine.serve(ones, _salt())                      # its shapes are warm too
+    if engine.config.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    runs = []
+    begin = time.time()
+    for _ in range(repeats):
+        one = engine.serve(ones, _salt()) if decodes else None
+        runs.append(_figures(preset, engine.serve(asked, _salt()), one))
+    end = time.time()
+    names = [name for name in runs[0] if name.endswith("_s") and name != "seconds"]
+    medians = {name: percentiles([each[name] for each in runs])["median"] for name in names}
+    row: dict[str, Any] = {
+        "requests": preset.count, "tokens_in": sum(len(prompt) for prompt, _ in asked),
+        "tokens_out": sum(tokens_out for _, tokens_out in asked), "shared_prefix": preset.shared,
+        "runs": runs, "median": medians, "device_log": log.between(begin, end),
+    }  # fmt: skip
+    row |= _memory(engine)
+    config = engine.config
+    shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_dtype)
+    rates = Peaks(peaks.read_bytes_s, peaks.rate(config.dtype))
+    own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs)
+    row["floor"] = {"counted": own}
+    row["share_of_floor"] = {"counted": shares(medians, own)}
+    seconds = percentiles([each["seconds"] for each in runs])["median"]
+    row["counted"] = {
+        "bytes": own["bytes"], "flops": own["flops"],
+        "tb_s": own["bytes"] / seconds / 1e12, "tflop_s": own["flops"] / seconds / 1e12,
+    }  # fmt: skip
+    if (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
+        row["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
+        row["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
+    if preset.name in PROFILED and config.device == "cuda":
+        profile = profile_decode(engine, preset.count, len(asked[0][0]), PROFILED_STEPS, salt=_salt())
+        row["launches_per_step"] = profile["launches_per_step"]
+        row["device_idle"] = {name: profile[name] for name in ("idle_share", "idle_between_steps_share", "step_ms")}
+    return row
+
+
+def _figures(preset: Preset, run: Run, one: Run | None) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "seconds": run.seconds, "steps": run.steps, "output_tokens": run.tokens, "cached_tokens": run.cached,
+        "output_tok_s": run.tokens / run.seconds,
+    }  # fmt: skip
+    if one is not None:
+        figures["first_tokens_s"] = one.seconds
+        figures["decode_tok_s"] = (run.tokens - preset.count) / (run.seconds - one.seconds)
+    elif preset.uniform:                                 # one token each: the run itself is the first tokens'
+        figures["first_tokens_s"] = run.seconds
+    return figures
+
+
+_runs = 0
+
+
+def _salt() -> str:
+    """Another one for every run: what an earlier run left in the prefix cache must not help."""
+    global _runs
+    _runs += 1
+    return f"run-{_runs}"
+
+
+def _memory(engine: Engine) -> dict[str, Any]:
+    if engine.config.device != "cuda":
+        return {}
+    return {
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }  # fmt: skip
+
+
+def _setting(engine: Engine, name: str, args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    config = engine.config
+    return {
+        "model": name, "weights": "dummy" if config.options.model.load_format == "dummy" else "loaded",
+        "device": config.device, "dtype": config.dtype, "repeats": args.repeats, "options": options,
+        "max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs,
+        "kv_blocks": config.num_blocks, "prefix_caching": "on, a salt per run",
+        "clock": "host, from the first request handed in to the last token on the host; after a warm-up run",
+        "ids_folded_into_vocabulary": config.model.vocab_size < workloads.HIGHEST_ID,
+    }  # fmt: skip
+
+
+def line(model: str, preset: str, row: dict[str, Any]) -> str:
+    """A row as one line: medians, and their share of the floor."""
+    parts = [f"{model:14s} {preset:12s}"]
+    against = row["share_of_floor"].get("h200_bf16") or row["share_of_floor"]["counted"]
+    formats = {
+        "decode_tok_s": ("decode {:,.0f} tok/s", 1), "output_tok_s": ("output {:,.0f} tok/s", 1),
+        "first_tokens_s": ("first tokens {:,.1f} ms", 1e3),
+    }  # fmt: skip
+    for name, (text, scale) in formats.items():
+        if name in row["median"]:
+            share = f" ({against[name]:.0%} of the floor)" if name in against else ""
+            parts.append(text.format(row["median"][name] * scale) + share)
+    if "launches_per_step" in row:
+        idle = row["device_idle"]["idle_between_steps_share"]
+        parts.append(f"{row['launches_per_step']:.0f} launches a step, idle between steps {idle:.1%}")
+    return "  ".join(parts)

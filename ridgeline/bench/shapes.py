@@ -1,0 +1,57 @@
+"""Public models by name, as far as speed knows them: the shapes of their config.json. Weights are dummy ones.
+
+A shape may be made with fewer layers, to look at something without waiting for all of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "head_dim": 128,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 128000, "eos_token_id": 128009,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "llama-3.2-1b": _LLAMA | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True, "rope_scaling": _LLAMA["rope_scaling"] | {"factor": 32.0},
+    },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 1000000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 151643,
+        "eos_token_id": 151645, "attention_bias": False,
+    },
+    "llama-3.1-70b": _LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+}  # fmt: skip
+
+
+def write_shape(name: str, layers: int | None = None, **changes: Any) -> Path:
+    """A directory with the shape's config.json, gone when this process ends."""
+    config = SHAPES[name] | changes
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    directory = Path(tempfile.mkdtemp(prefix="ridgeline-shape-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    path = directory / (name if layers is None else f"{name}-{layers}-layers")
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path

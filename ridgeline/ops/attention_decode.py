@@ -1,0 +1,379 @@
+"""Triton kernels of decode attention: split-KV with the merge in the same launch.
+
+Every program walks one share of one row's keys for one KV head, all heads of that group together, so that a KV byte is
+read once. A row that is cut into several shares leaves partial results (maximum, sum, accumulated) in a workspace; the
+program that arrives last merges them, always in the order of the shares, so that arrival never shows in the result.
+Grids are host numbers; lengths are read on the device, and programs beyond them leave at once.
+
+`attend_keys` is the loop of all attention kernels: the prompt kernels (attention_prefill.py) use it too.
+"""
+
+from __future__ import annotations
+
+from ridgeline.ops.registry import tl, triton_kernel
+
+# ── shared by all attention kernels ──────────────────────────────────────────────────────────────────────────────────
+
+
+@triton_kernel()
+def share_of(span, SHARES: tl.constexpr, MINIMUM: tl.constexpr, TILE_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys per share when `span` keys are cut into at most SHARES: whole tiles, and at least MINIMUM."""
+    share = tl.maximum(tl.cdiv(span, SHARES), MINIMUM)
+    return tl.cdiv(share, TILE_KEYS) * TILE_KEYS
+
+
+@triton_kernel()
+def load_query(  # type: ignore[no-untyped-def]
+    q_ptr, offset, live, k_scale_ptr, dim, score_scale,
+    HEAD_DIM: tl.constexpr, K_SCALE: tl.constexpr, K_NARROW: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The query tile, and what its scores are to be multiplied by: a number, or for narrow keys one per query.
+
+    Scales per channel of K are multiplied into the queries once, instead of into every key. Eight-bit keys become
+    float16, which takes one instruction where bfloat16 takes three; the queries are brought into its range.
+    """
+    q = tl.load(q_ptr + offset, mask=live, other=0.0)
+    if K_SCALE == "channel":
+        q = q.to(tl.float32) * tl.load(k_scale_ptr + dim, mask=dim < HEAD_DIM, other=0.0)[None, :]
+    if UPCAST:
+        q = q.to(tl.float32)
+    elif K_NARROW:
+        q = q.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(q), axis=1), 1e-30)
+        q = (q / largest[:, None]).to(tl.float16)
+        score_scale = score_scale * largest
+    else:
+        q = q.to(q_ptr.dtype.element_ty)
+    return q, score_scale
+
+
+@triton_kernel()
+def fold_tile(  # type: ignore[no-untyped-def]
+    scores, v, maximum, total, accumulated, key, position, k_scale_ptr, v_scale_ptr, score_scale, softcap,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    K_NARROW: tl.constexpr, V_NARROW: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Take one tile of scores and values into the running maximum (base 2), sum and accumulated values."""
+    if K_SCALE == "key":
+        scores *= tl.load(k_scale_ptr)[None, :]
+    row_scale = score_scale
+    if K_NARROW and not UPCAST:
+        row_scale = score_scale[:, None]
+    if SOFTCAP:
+        # softcap * tanh(scores * scale / softcap); both factors come folded with their base-2 logarithms.
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * row_scale) + 1.0))
+    if MASKED:
+        visible = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    if SOFTCAP:
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+    else:
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * score_scale)
+        weights = tl.exp2(scores * row_scale - new_maximum[:, None])
+    decay = tl.exp2(maximum - new_maximum)
+    total = total * decay + tl.sum(weights, axis=1)
+    accumulated = accumulated * decay[:, None]
+    if V_SCALE == "key":
+        v_scale = tl.load(v_scale_ptr)
+        if V_NARROW and not UPCAST:
+            # Brought into the range of float16 before, and out of it after.
+            largest = tl.maximum(tl.max(v_scale, axis=0), 1e-30)
+            weights *= (v_scale / largest)[None, :]
+            accumulated += largest * tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        else:
+            weights *= v_scale[None, :]
+            accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
+    else:
+        accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
+    return new_maximum, total, accumulated
+
+
+@triton_kernel()
+def load_tile(  # type: ignore[no-untyped-def]
+    ptr, block, slot, block_stride, slot_stride, HEAD_DIM: tl.constexpr, TILE_DIM: tl.constexpr
+):  # fmt: skip
+    dim = tl.arange(0, TILE_DIM)
+    offset = block.to(tl.int64) * block_stride + slot * slot_stride
+    if TILE_DIM == HEAD_DIM:
+        return tl.load(ptr + offset[:, None] + dim[None, :])
+    return tl.load(ptr + offset[:, None] + dim[None, :], mask=dim[None, :] < HEAD_DIM, other=0.0)
+
+
+@triton_kernel()
+def in_compute_type(tile, like, NARROW: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    if UPCAST:
+        return tile.to(tl.float32)
+    if NARROW:
+        return tile.to(tl.float16)
+    return tile.to(like)
+
+
+@triton_kernel()
+def attend_keys(  # type: ignore[no-untyped-def]
+    q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, end, limit,
+    position, score_scale, softcap,
+    k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_NARROW: tl.constexpr, V_NARROW: tl.constexpr,
+    TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Walk the keys [begin, end) in tiles; the last tile may reach beyond end. `block`: the blocks of the first tile.
+
+    MASKED tiles hide what lies beyond a query's position or behind its window; others are visible to every query. No
+    slot at or beyond `limit` is ever read: such keys read the last slot before it again, and are hidden.
+    The blocks of a tile are looked up one tile ahead: loads of K and V then depend on no load of their own iteration,
+    and the compiler can keep as many tiles in flight as there are stages.
+    """
+    lane = tl.arange(0, TILE_KEYS)
+    for tile in range(begin, end, TILE_KEYS):
+        key = tile + lane
+        slot = key
+        if MASKED:
+            slot = tl.minimum(key, limit - 1)
+        slot = slot % BLOCK_SIZE
+        k = load_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM, TILE_DIM)
+        v = load_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM, TILE_DIM)
+        wide_block = block.to(tl.int64)
+        block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, limit - 1) // BLOCK_SIZE)
+        scores = tl.dot(q, tl.trans(in_compute_type(k, q.dtype, K_NARROW, UPCAST)), input_precision="ieee")
+        maximum, total, accumulated = fold_tile(
+            scores, in_compute_type(v, q.dtype, V_NARROW, UPCAST), maximum, total, accumulated, key, position,
+            k_scale_ptr + wide_block * k_scale_block_stride + slot * k_scale_slot_stride,
+            v_scale_ptr + wide_block * v_scale_block_stride + slot * v_scale_slot_stride,
+            score_scale, softcap, MASKED, WINDOW, SOFTCAP, K_SCALE, V_SCALE, K_NARROW, V_NARROW, UPCAST,
+        )  # fmt: skip
+    return maximum, total, accumulated, block
+
+
+@triton_kernel()
+def first_blocks(  # type: ignore[no-untyped-def]
+    table_ptr, begin, limit, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr
+):  # fmt: skip
+    return tl.load(table_ptr + tl.minimum(begin + tl.arange(0, TILE_KEYS), limit - 1) // BLOCK_SIZE)
+
+
+@triton_kernel()
+def fetch_tile(  # type: ignore[no-untyped-def]
+    ptr, block, slot, block_stride, slot_stride, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Have a tile of keys or values brought into L2, without waiting for it."""
+    LINE: tl.constexpr = 128 // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = HEAD_DIM // LINE
+    if LINES > 0:
+        line = tl.arange(0, LINES) * LINE
+        offset = block.to(tl.int64) * block_stride + slot * slot_stride
+        address = (ptr + offset[:, None] + line[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton_kernel()
+def scale_values(  # type: ignore[no-untyped-def]
+    accumulated, v_scale_ptr, dim, HEAD_DIM: tl.constexpr, V_SCALE: tl.constexpr
+):  # fmt: skip
+    """Scales of V that are the same for all keys, multiplied into the result."""
+    if V_SCALE == "head":
+        accumulated = accumulated * tl.load(v_scale_ptr)
+    if V_SCALE == "channel":
+        accumulated = accumulated * tl.load(v_scale_ptr + dim, mask=dim < HEAD_DIM, other=0.0)[None, :]
+    return accumulated
+
+
+@triton_kernel()
+def merge_shares(  # type: ignore[no-untyped-def]
+    accumulated_ptr, statistics_ptr, out_ptr, first_slot, used_prefix, used, out_head_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PREFIX_SHARES: tl.constexpr, SHARES: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr, TILE_SLOTS: tl.constexpr, ALL_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Merge one (row, KV head)'s partial results, those of its shared prefix first; `out_ptr` is at its first head.
+
+    ALL_SLOTS: PREFIX_SHARES + SHARES, rounded up to a power of two.
+    """
+    head = tl.arange(0, TILE_GROUP)
+    dim = tl.arange(0, TILE_DIM)
+    slots = tl.arange(0, ALL_SLOTS)
+    there = (slots < used_prefix) | ((slots >= PREFIX_SHARES) & (slots < PREFIX_SHARES + used))
+    all_known = there[:, None] & (head < GROUP)[None, :]
+    statistics = statistics_ptr + (first_slot + slots)[:, None] * (2 * GROUP) + head[None, :]
+    # Written by other programs a moment ago: read from L2, never from this processor's own cache.
+    all_maxima = tl.load(statistics, mask=all_known, other=-1e30, cache_modifier=".cg")
+    sums = tl.load(statistics + GROUP, mask=all_known, other=0.0, cache_modifier=".cg")
+    if ALL_SLOTS == TILE_SLOTS:                          # all at once, while the statistics are on their way
+        parts = tl.load(
+            accumulated_ptr + ((first_slot + slots)[:, None] * GROUP + head[None, :])[:, :, None] * TILE_DIM
+            + dim[None, None, :], mask=all_known[:, :, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+    maximum = tl.max(all_maxima, axis=0)
+    shrink = tl.exp2(all_maxima - maximum[None, :])
+    total = tl.sum(shrink * sums, axis=0)
+
+    if ALL_SLOTS == TILE_SLOTS:
+        merged = tl.sum(parts * shrink[:, :, None], axis=0)
+    else:
+        merged = tl.zeros([TILE_GROUP, TILE_DIM], tl.float32)
+        for begin in range(0, PREFIX_SHARES + used, TILE_SLOTS):
+            slot = begin + tl.arange(0, TILE_SLOTS)
+            known = (slot < used_prefix) | ((slot >= PREFIX_SHARES) & (slot < PREFIX_SHARES + used))
+            known_heads = known[:, None] & (head < GROUP)[None, :]
+            place = (first_slot + slot)[:, None] * GROUP + head[None, :]
+            maxima = tl.load(
+                statistics_ptr + (first_slot + slot)[:, None] * (2 * GROUP) + head[None, :],
+                mask=known_heads, other=-1e30, cache_modifier=".cg",
+            )  # fmt: skip
+            part = tl.load(
+                accumulated_ptr + place[:, :, None] * TILE_DIM + dim[None, None, :],
+                mask=known_heads[:, :, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            merged += tl.sum(part * tl.exp2(maxima - maximum[None, :])[:, :, None], axis=0)
+    merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+    live = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out_ptr + head[:, None] * out_head_stride + dim[None, :], merged.to(out_ptr.dtype.element_ty), mask=live)
+
+
+# ── decode ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton_kernel(do_not_specialize=["table_stride"])
+def decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, kv_len_ptr, prefix_len_ptr, k_scale_ptr, v_scale_ptr,
+    accumulated_ptr, statistics_ptr, arrived_ptr,
+    score_scale, softcap, table_stride,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride,
+    k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
+    k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
+    v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    K_NARROW: tl.constexpr, V_NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    SHARES: tl.constexpr, MINIMUM_SHARE: tl.constexpr, PREFIX_SHARES: tl.constexpr, MINIMUM_PREFIX: tl.constexpr,
+    TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr, ALL_SLOTS: tl.constexpr,
+    MERGE: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One program: one share of one row's keys for one KV head. KV heads are the fastest index: programs that run at
+    the same time then read neighbouring bytes of the same pages."""
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1)
+    share = tl.program_id(2)
+    # Lengths and tables were written when the step began, and all keys but the newest in earlier steps: they need not
+    # wait for the kernel before this one.
+    kv_len = tl.load(kv_len_ptr + row)
+    table_row = row
+    if HAS_TABLE_ROWS:
+        table_row = tl.load(table_rows_ptr + row)
+    first = 0
+    used_prefix = 0
+    if HAS_PREFIX:
+        first = tl.load(prefix_len_ptr + row)
+        used_prefix = tl.cdiv(first, share_of(first, PREFIX_SHARES, MINIMUM_PREFIX, TILE_PREFIX))
+    if WINDOW > 0:
+        first = tl.maximum(kv_len - WINDOW, 0)
+    span = kv_len - first
+    size = share_of(span, SHARES, MINIMUM_SHARE, TILE_KEYS)
+    used = tl.cdiv(span, size)
+
+    dim = tl.arange(0, TILE_DIM)
+    member = tl.arange(0, TILE_QUERIES)
+    live = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    out_ptr += row.to(tl.int64) * out_token_stride + kv_head * GROUP * out_head_stride
+    if share >= used:
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        if share + used_prefix == 0:                     # a padding row: nothing to see
+            nothing = tl.zeros([TILE_QUERIES, TILE_DIM], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + member[:, None] * out_head_stride + dim[None, :], nothing, mask=live)
+        return
+
+    begin = first + share * size
+    end = tl.minimum(begin + size, kv_len)
+    table_ptr += table_row.to(tl.int64) * table_stride
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    k_scale_ptr += kv_head * k_scale_head_stride
+    v_scale_ptr += kv_head * v_scale_head_stride
+    block = first_blocks(table_ptr, begin, end, BLOCK_SIZE, TILE_KEYS)
+    if DEPENDENT:
+        if FETCH:
+            slot = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1) % BLOCK_SIZE
+            fetch_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM)
+            fetch_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if K_SCALE == "head":
+        score_scale *= tl.load(k_scale_ptr)
+    q_offset = row.to(tl.int64) * q_token_stride + (kv_head * GROUP + member)[:, None] * q_head_stride + dim[None, :]
+    q, score_scale = load_query(q_ptr, q_offset, live, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST)
+
+    maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
+    total = tl.zeros([TILE_QUERIES], tl.float32)
+    accumulated = tl.zeros([TILE_QUERIES, TILE_DIM], tl.float32)
+    last = tl.full([TILE_QUERIES], 0, tl.int32) + (end - 1)
+    maximum, total, accumulated, block = attend_keys(
+        q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, end, end,
+        last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, TILE_KEYS, TILE_DIM, UPCAST,
+    )  # fmt: skip
+    accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
+
+    if used + used_prefix == 1:
+        out = accumulated / total[:, None]
+        tl.store(
+            out_ptr + member[:, None] * out_head_stride + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=live
+        )
+        return
+    pair = row * KV_HEADS + kv_head
+    first_slot = pair.to(tl.int64) * (PREFIX_SHARES + SHARES)
+    slot = first_slot + PREFIX_SHARES + share
+    mine = member < GROUP
+    tl.store(statistics_ptr + slot * (2 * GROUP) + member, maximum, mask=mine)
+    tl.store(statistics_ptr + slot * (2 * GROUP) + GROUP + member, total, mask=mine)
+    tl.store(
+        accumulated_ptr + (slot * GROUP + member)[:, None] * TILE_DIM + dim[None, :], accumulated, mask=mine[:, None]
+    )
+    if MERGE:
+        tl.debug_barrier()                               # all threads have stored before one of them says so
+        arrived = tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel")
+        if arrived == used - 1:
+            tl.store(arrived_ptr + pair, 0)              # ready for the next launch
+            merge_shares(
+                accumulated_ptr, statistics_ptr, out_ptr, first_slot, used_prefix, used, out_head_stride,
+                GROUP, HEAD_DIM, PREFIX_SHARES, SHARES, TILE_GROUP, TILE_DIM, TILE_SLOTS, ALL_SLOTS,
+            )  # fmt: skip
+
+
+@triton_kernel()
+def merge_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, kv_len_ptr, prefix_len_ptr, accumulated_ptr, statistics_ptr, out_token_stride, out_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_PREFIX: tl.constexpr, SHARES: tl.constexpr, MINIMUM_SHARE: tl.constexpr,
+    PREFIX_SHARES: tl.constexpr, MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr,
+    TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr,
+    ALL_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The merge as a launch of its own: one program per (row, KV head)."""
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1)
+    kv_len = tl.load(kv_len_ptr + row)
+    first = 0
+    used_prefix = 0
+    if HAS_PREFIX:
+        first = tl.load(prefix_len_ptr + row)
+        used_prefix = tl.cdiv(first, share_of(first, PREFIX_SHARES, MINIMUM_PREFIX, TILE_PREFIX))
+    if WINDOW > 0:
+        first = tl.maximum(kv_len - WINDOW, 0)
+    span = kv_len - first
+    used = tl.cdiv(span, share_of(span, SHARES, MINIMUM_SHARE, TILE_KEYS))
+    if used + used_prefix > 1:
+        first_slot = (row * KV_HEADS + kv_head).to(tl.int64) * (PREFIX_SHARES + SHARES)
+        merge_shares(
+            accumulated_ptr, statistics_ptr, out_ptr + row.to(tl.int64) * out_token_stride
+            + kv_head * GROUP * out_head_stride, first_slot, used_prefix, used, out_head_stride,
+            GROUP, HEAD_DIM, PREFIX_SHARES, SHARES, TILE_GROUP, TILE_DIM, TILE_SLOTS, ALL_SLOTS,
+        )  # fmt: skip

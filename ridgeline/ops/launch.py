@@ -1,0 +1,30 @@
+"""How a chain of kernels is launched: programmatic dependent launch, where the device has it.
+
+A kernel launched so may start while its predecessor drains. It must call `gdc_wait` before it reads what a predecessor
+wrote and before it writes anything; what it may do earlier is fetch weights. Every kernel of a chain waits, so that the
+end of one is also the end of all before it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ridgeline.ops.registry import TRITON_INTERPRETED
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> dict[str, Any]:
+    """Arguments for a kernel with the constant DEPENDENT, which says whether it may use the wait instructions."""
+    if TRITON_INTERPRETED or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132                                       # the interpreter's: as many as the devices the rules are for
+    return torch.cuda.get_device_properties(device).multi_processor_count

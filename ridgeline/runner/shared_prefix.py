@@ -1,0 +1,108 @@
+"""Which decoding rows begin with the same blocks, so that attention can read those once for all of them.
+
+The prefix cache gives requests that begin alike the same blocks; here they are found again in the block tables. That is
+done when the rows of the batch change, not every step: rows only grow, and what they grow by is their own.
+
+Off, or where too little would be saved, nothing is found. The block tables are complete either way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Tokens that are not read again, summed over the rows, from which a kernel more per layer pays.
+FEWEST_SAVED = 16_384
+SPARE_TILES = 8                      # beyond what one large group would fill: so many groups may end in a half-full tile
+
+
+@dataclass(slots=True)
+class Tiles:
+    """Rows by prefix, cut into tiles, as ops/paged_attention.py:SharedPrefix wants them; int32 arrays."""
+
+    row: np.ndarray                  # [N]: a row of the table that has the prefix
+    length: np.ndarray               # [N]: its tokens; 0 where the tile is unused
+    first: np.ndarray                # [N]: where the tile's members begin
+    count: np.ndarray                # [N]: how many they are
+    members: np.ndarray              # [R]: places in the batch
+    prefix_len: np.ndarray           # [R]: by place
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.row, self.length, self.first, self.count, self.members, self.prefix_len
+
+
+class SharedPrefixes:
+    def __init__(self, block_size: int, tile_rows: int) -> None:
+        self._block_size, self._tile_rows = block_size, tile_rows
+        self._seen = (b"", 0)        # the rows and the padding that `_found` is for
+        self._found: Tiles | None = None
+        self.steps = 0               # in which something was shared
+
+    def forget(self) -> None:
+        """A row has other blocks than before."""
+        self._seen = (b"", 0)
+
+    def find(self, table: np.ndarray, rows: np.ndarray, length: np.ndarray, padded: int) -> Tiles | None:
+        """Of rows [n] with tables [max_rows, blocks] and so many tokens in the cache; room for `padded` places."""
+        asked = (rows.tobytes(), padded)
+        if asked != self._seen:
+            self._seen, self._found = asked, self._search(table, rows, length, padded)
+        self.steps += self._found is not None
+        return self._found
+
+    def _search(self, table: np.ndarray, rows: np.ndarray, length: np.ndarray, padded: int) -> Tiles | None:
+        if len(rows) < 2 or len(rows) * int(length.max(initial=0)) < FEWEST_SAVED:
+            return None
+        full = length // self._block_size                    # blocks of the past: this step's token is not shared
+        _, kind, count = np.unique(table[rows, 0], return_inverse=True, return_counts=True)
+        groups: list[tuple[np.ndarray, int]] = []
+        for which in np.nonzero(count > 1)[0].tolist():
+            groups.append(self._group(table, rows, full, np.nonzero(kind == which)[0]))
+        groups = [(places, shared) for places, shared in groups if shared and len(places) > 1]
+        if sum((len(places) - 1) * shared * self._block_size for places, shared in groups) < FEWEST_SAVED:
+            return None
+        return self._tiles(groups, rows, padded)
+
+    def _group(
+        self, table: np.ndarray, rows: np.ndarray, full: np.ndarray, places: np.ndarray
+    ) -> tuple[np.ndarray, int]:
+        """(places, blocks they share) among rows whose first block is the same: those that save the most together."""
+        own = full[places]
+        most = int(own.max())
+        if most == 0:
+            return places, 0
+        blocks = table[rows[places], :most]
+        same = (blocks == blocks[int(np.argmax(own))]) & (np.arange(most) < own[:, None])
+        alike = np.where(same.all(axis=1), most, same.argmin(axis=1))        # leading blocks equal to the longest row's
+        shared_by = np.sort(alike)[::-1]                                     # [n]: blocks that n + 1 rows share
+        shared = int(shared_by[int(np.argmax(shared_by * np.arange(len(own))))])
+        return places[alike >= shared], shared
+
+    def _tiles(self, groups: list[tuple[np.ndarray, int]], rows: np.ndarray, padded: int) -> Tiles:
+        num_tiles = -(-padded // self._tile_rows) + SPARE_TILES
+        columns = np.zeros((4, num_tiles), np.int32)
+        members, prefix_len = np.zeros((2, padded), np.int32)
+        tile = used = 0
+        for places, shared in sorted(groups, key=lambda group: -len(group[0]) * group[1]):
+            tokens = shared * self._block_size
+            for start in range(0, len(places), self._tile_rows):
+                own = places[start : start + self._tile_rows]
+                if tile == num_tiles:
+                    break
+                columns[:, tile] = rows[own[0]], tokens, used, len(own)
+                members[used : used + len(own)] = own
+                prefix_len[own] = tokens
+                used += len(own)
+                tile += 1
+        return Tiles(*columns, members, prefix_len)
+
+
+class NoSharedPrefixes(SharedPrefixes):
+    """The off version."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def find(self, table: np.ndarray, rows: np.ndarray, length: np.ndarray, padded: int) -> Tiles | None:
+        return None

@@ -1,0 +1,113 @@
+"""The micro-benchmark of the ops: it runs, its figures are those of the cost model, and its outputs can be read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeline.__main__ import main
+from ridgeline.bench import ops, peaks
+from ridgeline.bench.peaks import MachinePeaks
+from ridgeline.costs import Case
+from ridgeline.ops.registry import REGISTRY
+
+PEAKS = MachinePeaks("a machine", 1e10, {"float32": 1e11}, 1e-9, "now")
+
+
+@pytest.fixture(autouse=True)
+def known_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "machine_peaks", lambda device, again=False: PEAKS)
+
+
+def small_cases(monkeypatch: pytest.MonkeyPatch, name: str, *cases: Case) -> None:
+    monkeypatch.setattr(REGISTRY[name], "cases", cases)
+
+
+ROWS = ((1, 20), (1, 20))
+ATTENTION = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 4, "window": None, "softcap": None}
+
+
+def test_every_implementation_has_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small_cases(monkeypatch, "rms_norm", Case("small", {"tokens": 2, "width": 32, "residual": True}, timed=True))
+    small_cases(monkeypatch, "paged_attention", Case("decode", {"rows": ROWS, **ATTENTION}, timed=True))
+    out = tmp_path / "ops.json"
+    words = ["--op", "rms_norm", "paged_attention", "--device", "cpu", "--samples", "3", "--out", str(out)]
+    assert main(["bench", "ops", *words]) == 0
+    page = capsys.readouterr().out
+    assert "| rms_norm" in page and "a machine: reads 10 GB/s" in page
+    rows = json.loads(out.read_text())["figures"]["rows"]
+    names = {(row["op"], row["implementation"]) for row in rows}
+    assert {("rms_norm", "reference"), ("paged_attention", "reference"), ("paged_attention", "contiguous")} <= names
+    cost = REGISTRY["rms_norm"].case_cost(REGISTRY["rms_norm"].cases[0], "float32")
+    for row in rows:
+        assert not row["error"] and row["timed_by"] == "clock" and row["regime"] in ("memory", "compute", "launch")
+        if row["op"] == "rms_norm":
+            seconds = row["microseconds"]["median"] / 1e6
+            assert row["gb_s"] == pytest.approx(cost.bytes / seconds / 1e9)
+            assert row["roofline"] == pytest.approx(max(cost.bytes / 1e10, cost.flops / 1e11) / seconds)
+            assert row["intensity"] == pytest.approx(cost.flops / cost.bytes)
+    assert "paged / contiguous attention, reference decode float32" in page
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_lists_are_a_cross_product(form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"tokens": 2, "width": 32, "residual": False}
+    small_cases(monkeypatch, "rms_norm", Case("a", sizes, timed=True), Case("b", sizes, timed=True), Case("c", sizes))
+    words = ["--op", "rms_norm", "--dtype", "float32", "bfloat16", "--implementation", "reference", "--device", "cpu"]
+    assert main(["bench", "ops", *words, "--samples", "3", "--format", form]) == 0
+    text = capsys.readouterr().out
+    rows = list(csv.DictReader(io.StringIO(text))) if form == "csv" else json.loads(text)["figures"]["rows"]
+    assert [(row["case"], row["dtype"]) for row in rows] == [
+        ("a", "float32"), ("a", "bfloat16"), ("b", "float32"), ("b", "bfloat16")
+    ]  # fmt: skip
+
+
+def test_a_case_that_no_longer_fits_is_a_row_not_a_crash() -> None:
+    case = Case("old", {"tokens": 1, "breadth": 4}, timed=True)
+    [row] = ops.measure_case(REGISTRY["rms_norm"], case, "float32", "cpu", PEAKS, 3)
+    assert "no inputs" in row.error and "no inputs" in row.cells()["µs"]
+
+
+@pytest.mark.parametrize("name", sorted(ops.GPU_CASES))
+def test_gpu_cases_fit_their_ops(name: str) -> None:
+    """Counted without being made: the costs take the sizes, and there is something to move."""
+    op = ops.all_ops()[name]
+    cases = ops.cases(op, "cuda")
+    assert [case.name for case in cases] == list(ops.GPU_CASES[name])
+    for case in cases:
+        dtype = ops.dtypes(case, "cuda", None)[0]
+        assert op.case_cost(case, dtype).bytes > 0
+
+
+def test_contiguous_attention_is_the_same_attention() -> None:
+    case = Case("decode", {"rows": ROWS, **ATTENTION}, timed=True)
+    function, args, kwargs = ops.contiguous_attention(case, torch.float32, "cpu")
+    assert function(*args, **kwargs).shape == (2, 4, 1, 16)
+    assert ops.contiguous_attention(Case("chunk", {"rows": ((3, 20),), **ATTENTION}), torch.float32, "cpu") is None
+    assert ops.contiguous_attention(Case("uneven", {"rows": ((1, 20), (1, 9)), **ATTENTION}), torch.float32, "cpu") is None
+
+
+def test_inputs_are_copied_until_a_cache_cannot_hold_them() -> None:
+    small, large = (torch.zeros(4),), (torch.zeros(2**24),)
+    assert len(ops._copies(small, {}, "cpu")) == ops.MOST_COPIES
+    copies = ops._copies(large, {"k": 3}, "cpu")
+    assert len(copies) == 3 and copies[1][0][0].data_ptr() != large[0].data_ptr() and copies[1][1] == {"k": 3}
+
+
+def test_peaks_are_measured_once_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    monkeypatch.setitem(peaks._MATRIX, "cpu", 32)
+    monkeypatch.setitem(peaks._BUFFER, "cpu", 2**16)
+    first = peaks.machine_peaks("cpu")
+    assert first.read_bytes_s > 0 and first.rate("float32") > 0 and first.rate("float64") == first.rate("float32")
+    assert peaks.machine_peaks("cpu") == first
+    [path] = tmp_path.glob("peaks-*.json")
+    path.write_text("{")
+    assert peaks.machine_peaks("cpu").device == first.device             # cut short: measured again

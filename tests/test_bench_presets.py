@@ -1,0 +1,245 @@
+"""The GPU workloads: the very ids that other engines ran, their floors, and the records, on a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_model import write_model
+
+from ridgeline.__main__ import main
+from ridgeline.bench import device_log, floors, offline, presets, quality, shapes, workloads
+from ridgeline.bench.engine import parse_options
+from ridgeline.bench.floors import Peaks, decoder_shape, preset_floor, step_floor, workload_floor
+from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.bench.workloads import GPU_PRESETS, Lengths, Preset
+from ridgeline.cli.options import OptionParser
+from ridgeline.config import EngineConfig
+from ridgeline.costs import DecoderShape, decoder_step
+from ridgeline.errors import ConfigError
+from ridgeline.models.config import load_model_config
+
+H200 = Peaks(4.38e12, 793e12)
+
+# SHA-256 of json.dumps([[prompt, tokens_out], …]) as the workloads' own generator wrote them.
+IDS = {
+    ("latency_b1", 1): "7bc9e66c1a625a76", ("latency_b1", 2): "43348daacccd3bbb", ("latency_b1", 99): "6d280a8adaf7e43a",
+    ("batch128", 1): "4cf08227dfa900e4", ("batch128", 2): "5db270327bd4d709", ("batch128", 99): "ee21267eca679374",
+    ("throughput", 1): "dcf3f2b1af2a7c62", ("throughput", 2): "a366c8a7bf799507", ("throughput", 99): "a744e072a1620c63",
+    ("prefix", 1): "1806107da0f29f44", ("prefix", 2): "df20a477167dddd8", ("prefix", 99): "39012b251a5aa94f",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "seed"), IDS)
+def test_the_ids_are_the_ones_that_other_engines_ran(name: str, seed: int) -> None:
+    asked = json.dumps(GPU_PRESETS[name].requests(seed)).encode()
+    assert hashlib.sha256(asked).hexdigest()[:16] == IDS[name, seed]
+
+
+def test_sizes_of_the_workloads() -> None:
+    assert (workloads.TIMED, workloads.FIRST_TOKENS, workloads.WARM_UP) == (1, 2, 99)
+    sizes = {
+        name: (len(asked), sum(len(prompt) for prompt, _ in asked), sum(out for _, out in asked))
+        for name, preset in GPU_PRESETS.items()
+        if (asked := preset.requests(1))
+    }
+    assert sizes == {
+        "latency_b1": (1, 512, 256), "batch128": (128, 65_536, 32_768), "throughput": (1000, 289_264, 218_377),
+        "prefix": (512, 512 * 2064, 512 * 64), "prefill_8k": (1, 8192, 1), "prefill_16k": (1, 16_384, 1),
+        "decode_16x8k": (16, 16 * 8192, 16 * 128),
+    }  # fmt: skip
+    assert GPU_PRESETS["throughput"].longest() == 3072 and not GPU_PRESETS["throughput"].uniform
+    assert max(token for prompt, _ in GPU_PRESETS["batch128"].requests(1, 500) for token in prompt) < 500
+
+
+def test_shapes_are_the_public_models() -> None:
+    billions = {name: load_model_config(write_shape(name)).num_parameters / 1e9 for name in SHAPES}
+    assert billions == pytest.approx(
+        {"llama-3.1-8b": 8.030, "llama-3.2-1b": 1.236, "qwen3-8b": 8.191, "llama-3.1-70b": 70.554}, abs=1e-3
+    )
+    assert load_model_config(write_shape("llama-3.1-70b", 2)).num_layers == 2
+
+
+def test_the_suite_covers_every_shape_and_every_workload() -> None:
+    groups = presets.SUITE.values()
+    assert {group.shape for group in groups} == set(SHAPES) and set(presets.MODEL_OPTIONS) <= set(SHAPES)
+    assert set(presets.SUITE["llama-3.1-8b"].presets) == set(GPU_PRESETS)
+    parser = OptionParser(prog="bench")
+    offline.add_arguments(parser)
+    asked = parser.parse(["--preset", "h200", "--set", "step_time_ms=0"])
+    asked.repeats = 2
+    for name, group in presets.SUITE.items():
+        args = parser.parse(presets.group_words(name, asked, 100.0))
+        assert args.label == name and args.preset == list(group.presets) and args.shape == [group.shape]
+        assert parse_options(args.set) == group.options | {"step_time_ms": 0.0}
+        EngineConfig.of(**parse_options(args.set), **presets.MODEL_OPTIONS.get(group.shape, {}))
+
+
+# -- floors ------------------------------------------------------------------------------------------------------------
+
+
+def llama_8b() -> DecoderShape:
+    return decoder_shape(load_model_config(write_shape("llama-3.1-8b")), "bfloat16", 2.0)
+
+
+def test_our_count_agrees_with_the_published_floors() -> None:
+    """Ours also counts norms, rotations and activations, as kernels of their own: a few percent above."""
+    for name, published in floors.H200_FLOORS.items():
+        preset = GPU_PRESETS[name]
+        found = preset_floor(llama_8b(), preset, preset.requests(1), H200, 8192, 1024)
+        for figure, value in published.items():
+            assert found[figure] == pytest.approx(value, rel=0.12), (name, figure)
+
+
+def test_a_step_at_its_floor_is_the_sum_of_its_parts() -> None:
+    rows = [(1, 640)] * 4
+    parts, cost = step_floor(llama_8b(), rows, H200)
+    assert cost == decoder_step(llama_8b(), rows)
+    assert sum(parts.values()) == pytest.approx(cost.bytes / H200.read_bytes_s, rel=1e-9)    # nothing is compute-bound
+
+
+def test_a_shared_prefix_is_read_once() -> None:
+    shape = llama_8b()
+    _, apart = step_floor(shape, [(1, 2100)] * 8, H200)
+    _, shared = step_floor(shape, [(1, 2100)] * 8, H200, shared=2000)
+    assert apart.bytes - shared.bytes == 7 * 2000 * shape.kv_bytes_per_token and apart.flops == shared.flops
+
+
+def test_the_simulated_engine_computes_every_token_once() -> None:
+    asked = [([1] * 30, 4), ([1] * 5, 1), ([1] * 12, 9)]
+    floor = workload_floor(llama_8b(), asked, H200, budget=16, max_rows=2)
+    whole = workload_floor(llama_8b(), asked, H200, budget=1000, max_rows=8)
+    tokens = sum(len(prompt) + out - 1 for prompt, out in asked)
+    linears = 2 * llama_8b().linear_weights * tokens
+    head = 2 * 4096 * 128256 * sum(out for _, out in asked)
+    assert whole.steps == 9 and floor.steps > 9
+    assert linears + head < whole.cost.flops < 1.01 * (linears + head)
+    assert floor.cost.flops == whole.cost.flops and floor.cost.bytes > whole.cost.bytes
+
+
+def test_shares_of_a_floor_are_one_at_it() -> None:
+    floor = {"decode_tok_s": 290, "first_tokens_s": 0.009, "output_tok_s": None}
+    found = floors.shares({"decode_tok_s": 145.0, "first_tokens_s": 0.018, "output_tok_s": 3.0, "seconds": 1.0}, floor)
+    assert found == {"decode_tok_s": 0.5, "first_tokens_s": 0.5}
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = [
+        Preset("latency_b1", 1, 24, 6), Preset("prefix", 4, 8, 3, shared=64),
+        Preset("throughput", 5, Lengths(2.0, 0.5, 4, 20), Lengths(1.5, 0.5, 2, 8), warm_up_out=2),
+        Preset("prefill_8k", 1, 40, 1),
+    ]  # fmt: skip
+    for preset in tiny:
+        monkeypatch.setitem(workloads.GPU_PRESETS, preset.name, preset)
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
+
+
+def test_presets_on_a_tiny_model(tiny_presets: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "tiny")
+    words = ["--load-format", "dummy", "--directory", str(tmp_path / "records")]
+    names = ["latency_b1", "prefix", "throughput", "prefill_8k"]
+    # A budget that the first prompt fills: those after it find its prefix computed.
+    options = ["--set", "max_num_seqs=8", "device=cpu", "max_num_batched_tokens=72"]
+    assert main(["bench", "offline", str(model), "--preset", *names, *options, *words]) == 0
+    made = json.loads((tmp_path / "records" / "offline-tiny.json").read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == made
+    assert made["commit"] is not None and made["source"] and made["quality"] == "exact" and "torch" in made["versions"]
+    rows = made["figures"]["rows"]
+    assert list(rows) == names and made["figures"]["not_measured"] == {}
+    assert all(len(row["runs"]) == 2 for row in rows.values())
+    assert set(rows["latency_b1"]["median"]) == {"output_tok_s", "first_tokens_s", "decode_tok_s"}
+    assert set(rows["throughput"]["median"]) == {"output_tok_s"} and "decode_tok_s" not in rows["prefill_8k"]["median"]
+    for name, row in rows.items():
+        assert row["counted"]["bytes"] > 0 and row["counted"]["flops"] > 0
+        assert all(0 < share < 1.5 for share in row["share_of_floor"]["counted"].values())
+        cached = {run["cached_tokens"] for run in row["runs"]}
+        assert (cached == {0}) == (name != "prefix")             # only prompts of one run share
+        assert {run["output_tokens"] for run in row["runs"]} == {row["tokens_out"]}
+    run = rows["latency_b1"]["runs"][0]
+    assert run["decode_tok_s"] == pytest.approx(5 / (run["seconds"] - run["first_tokens_s"]))
+
+
+def test_after_the_time_limit_rows_are_named_as_not_measured(tiny_presets: None, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny")
+    words = ["--load-format", "dummy", "--directory", str(tmp_path), "--time-limit", "-1", "--set", "max_num_seqs=8"]
+    assert main(["bench", "offline", str(model), "--preset", "latency_b1", *words]) == 0
+    figures = json.loads((tmp_path / "offline-tiny.json").read_text())["figures"]
+    assert figures["rows"] == {} and figures["not_measured"] == {"latency_b1": "the time limit was over"}
+
+
+def test_every_run_has_its_own_salt() -> None:
+    assert presets._salt() != presets._salt()
+
+
+def test_engine_options_in_words() -> None:
+    found = parse_options(["max-num-seqs=64", "enable_prefix_caching=off", "gpu_memory_utilization=0.97", "dtype=float32"])
+    assert found == {"max_num_seqs": 64, "enable_prefix_caching": False, "gpu_memory_utilization": 0.97, "dtype": "float32"}
+    for word, message in (("nonsense=1", "not an engine option"), ("max_num_seqs", "name=value"), ("max_num_seqs=x", "int")):
+        with pytest.raises(ConfigError, match=message):
+            parse_options([word])
+
+
+# -- quality -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_shape(monkeypatch: pytest.MonkeyPatch) -> str:
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 400,
+    }  # fmt: skip
+    monkeypatch.setitem(shapes.SHAPES, "small", SHAPES["llama-3.1-8b"] | sizes)
+    return "small"
+
+
+BATCHES = ((3, 20, 6, False), (8, 20, 6, True))
+
+
+def test_a_correct_engine_agrees_with_the_reference(small_shape: str) -> None:
+    found = quality.check_quality(small_shape, "float32", BATCHES, device="cpu")
+    assert found["top1_agreement"] == found["top1_agreement_alike_rows"] == 1.0 and found["positions"] == 66
+
+
+def test_a_wrong_engine_does_not(small_shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine under test runs with weights that the reference does not have."""
+    copy = quality.copy_weights
+
+    def copy_and_change(weights: dict[str, Any], target: Any) -> None:
+        copy({name: value.roll(1, 0) if "mlp" in name else value for name, value in weights.items()}, target)
+
+    monkeypatch.setattr(quality, "copy_weights", copy_and_change)
+    assert quality.check_quality(small_shape, "float32", BATCHES, device="cpu")["top1_agreement"] < 0.9
+
+
+# -- the device log ----------------------------------------------------------------------------------------------------
+
+
+def test_the_device_log_is_summed_up_over_a_range_of_time() -> None:
+    lines = [
+        "2026/11/15 10:00:00.100, 1980, 3201, 120.50, 35, 1000, 0x0000000000000001",
+        "2026/11/15 10:00:01.100, 1755, 3201, 690.10, 61, 130000, 0x0000000000000004",
+        "2026/11/15 10:00:02.100, 1605, 3201, [N/A], 64, 130500, 0x0000000000000024",
+        "2026/11/15 10:00:03.100, 345, 3201, 90.0, 40, 130500, 0x0000000000000001",
+        "2026/11/15 10:00:03.3",
+    ]
+    begin = device_log.datetime.datetime(2026, 11, 15, 10, 0, 1).timestamp()
+    assert device_log.summary("\n".join(lines), begin, begin + 1.5) == {
+        "samples": 2, "sm_clock_mhz": [1605, 1755], "memory_clock_mhz": [3201, 3201], "power_w": [690.1, 690.1],
+        "temperature_c": [61, 64], "memory_used_mib": [130000, 130500],
+        "throttle_reasons": ["software power cap", "software thermal slowdown"],
+    }  # fmt: skip
+    assert device_log.summary("", begin, begin + 1) == {"samples": 0}
+
+
+def test_without_a_gpu_there_is_no_log() -> None:
+    if device_log.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with device_log.DeviceLog() as log:
+        assert log.between(0, 1e12) == {} and device_log.gpu_facts() == {}
