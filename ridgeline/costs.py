@@ -311,7 +311,7 @@ def sampling_bytes(*, rows: int, vocab: int, element_bytes: int, on_gpu: bool) -
 
 # How the kernels of ops/sample_triton.py divide a vocabulary.
 SAMPLE_TILE = 8192                   # ids per program that looks for the best
-SAMPLE_RACE_TILE = 4096              # ids per program that races
+SAMPLE_RACE_TILE = 1024              # ids per program that races
 SAMPLE_GROUP = 64                    # ids whose maximum is kept for the filters
 SAMPLE_CANDIDATES = 1024             # ids that one program can cut in registers
 

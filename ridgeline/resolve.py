@@ -13,6 +13,7 @@ from ridgeline import embedded, ledger
 from ridgeline.config import EngineConfig
 from ridgeline.costs import DTYPE_BYTES
 from ridgeline.errors import ConfigError
+from ridgeline.graph_shapes import PROMPT_TOKENS
 from ridgeline.kv_spec import KVGroupSpec, blocks_for
 from ridgeline.ledger import GIB
 from ridgeline.models.config import ModelConfig, kv_groups, load_model_config, weight_bytes
@@ -105,7 +106,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
     graphs = not config.execution.enforce_eager and "recorded graphs" not in off
 
-    memory = Memory.of(config, device, model, dtype, groups, longest, graphs)
+    memory = Memory.of(config, device, model, dtype, groups, longest, graphs, budget)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
     most_tokens = budget if chunked else max(budget, longest)    # see _budget
     num_blocks = _num_blocks(config, memory, groups, longest, most_tokens, max_num_seqs, reasons)
@@ -139,13 +140,14 @@ class Memory:
     per_block: int
     per_row_kept: int                # a row's block tables, sampling state, and logits that a graph leaves behind
     per_row_step: int                # a row's logits while a step computes them, eagerly and in a graph
+    graph_tokens: int                # of the longest recorded prompts; activations in graphs have memory of their own
     per_token: int                   # a token's activations in one layer, the widest
     kv_option: str                   # what the size of the KV cache was given by
 
     @classmethod
     def of(
         cls, config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec],
-        longest: int, graphs: bool,
+        longest: int, graphs: bool, budget: int,
     ) -> Memory:  # fmt: skip
         share, ranks = config.cache.gpu_memory_utilization, config.parallel.tensor_parallel_size
         if not 0 < share <= 1:
@@ -165,25 +167,26 @@ class Memory:
             runtime=device.runtime,
             per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
             per_row_kept=tables + sampling + (logits if graphs else 0),
-            per_row_step=logits + (logits + per_token if graphs else 0),
+            per_row_step=logits * (2 if graphs else 1),
+            graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
         )  # fmt: skip
 
-    @property
-    def per_row(self) -> int:
-        return self.per_row_kept + self.per_row_step
+    def steps(self, max_num_seqs: int, budget: int) -> int:
+        graph_tokens = max(max_num_seqs, self.graph_tokens) if self.graph_tokens else 0
+        return max_num_seqs * self.per_row_step + (budget + graph_tokens) * self.per_token
 
     def left(self, max_num_seqs: int, budget: int) -> int:
         """What remains for the KV cache."""
-        return self.room - self.weights - self.runtime - max_num_seqs * self.per_row - budget * self.per_token
+        return self.room - sum(self.parts(0, max_num_seqs, budget).values())
 
     def parts(self, num_blocks: int, max_num_seqs: int, budget: int) -> dict[str, int]:
         return {
             ledger.WEIGHTS: self.weights,
             ledger.KV: num_blocks * self.per_block,
             ledger.ROWS: max_num_seqs * self.per_row_kept,
-            ledger.STEPS: max_num_seqs * self.per_row_step + budget * self.per_token,
+            ledger.STEPS: self.steps(max_num_seqs, budget),
             ledger.RUNTIME: self.runtime,
         }
 
@@ -195,8 +198,10 @@ class Memory:
                 f"{(self.room - self.runtime) / GIB:.2f} GiB of "
                 f"{self.kind} memory are there; take a smaller model, a smaller dtype or more tensor_parallel_size"
             )
-        free = self.room - self.weights - self.runtime
-        parts = [("max_num_seqs", max_num_seqs, self.per_row), ("max_num_batched_tokens", budget, self.per_token)]
+        beyond_rows = max(0, self.graph_tokens - max_num_seqs)
+        free = self.room - self.weights - self.runtime - beyond_rows * self.per_token
+        per_row = self.per_row_kept + self.per_row_step + (self.per_token if self.graph_tokens else 0)
+        parts = [("max_num_seqs", max_num_seqs, per_row), ("max_num_batched_tokens", budget, self.per_token)]
         if self.kv_option == "kv_cache_memory_bytes":
             parts.append((self.kv_option, num_blocks * self.per_block, 1))
         else:

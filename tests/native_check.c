@@ -83,17 +83,23 @@ static void check_products(void) {
         for (int tokens = 1; tokens <= TOKENS; tokens += 2) {
             ridgeline_block_linear(x, kind ? (char *)eight : (char *)four, bias, out, tokens, INPUTS, OUTPUTS, kind);
             for (int i = 0; i < tokens * OUTPUTS; i++) {
-                double sum = bias[i % OUTPUTS];
-                for (int j = 0; j < INPUTS; j++) sum += (double)x[i / OUTPUTS * INPUTS + j] * w[i % OUTPUTS * INPUTS + j];
-                near(kind ? "block_linear Q8_0" : "block_linear Q4_1", i, out[i], sum, 2e-5);
+                double sum = bias[i % OUTPUTS], size = 1.0;      /* what cancels has its rounding errors, too */
+                for (int j = 0; j < INPUTS; j++) {
+                    double term = (double)x[i / OUTPUTS * INPUTS + j] * w[i % OUTPUTS * INPUTS + j];
+                    sum += term, size += fabs(term);
+                }
+                near(kind ? "block_linear Q8_0" : "block_linear Q4_1", i, out[i], sum, 2e-7 * size);
             }
         }
     }
     ridgeline_linear_row(x, w, bias, out, INPUTS - 3, OUTPUTS);
     for (int o = 0; o < OUTPUTS; o++) {
-        double sum = bias[o];
-        for (int j = 0; j < INPUTS - 3; j++) sum += (double)x[j] * w[o * (INPUTS - 3) + j];
-        near("linear_row", o, out[o], sum, 2e-5);
+        double sum = bias[o], size = 1.0;
+        for (int j = 0; j < INPUTS - 3; j++) {
+            double term = (double)x[j] * w[o * (INPUTS - 3) + j];
+            sum += term, size += fabs(term);
+        }
+        near("linear_row", o, out[o], sum, 2e-7 * size);
     }
     free(x), free(bias), free(w);
 }

@@ -14,8 +14,8 @@ from ridgeline.__main__ import main
 from ridgeline.bench import ops, peaks
 from ridgeline.bench.peaks import MachinePeaks
 from ridgeline.costs import Case
-from ridgeline.ops.registry import REGISTRY
 
+REGISTRY = ops.all_ops()
 PEAKS = MachinePeaks("a machine", 1e10, {"float32": 1e11}, 1e-9, "now")
 
 
@@ -78,7 +78,7 @@ def test_a_case_that_no_longer_fits_is_a_row_not_a_crash() -> None:
 @pytest.mark.parametrize("name", sorted(ops.GPU_CASES))
 def test_gpu_cases_fit_their_ops(name: str) -> None:
     """Counted without being made: the costs take the sizes, and there is something to move."""
-    op = ops.all_ops()[name]
+    op = REGISTRY[name]
     cases = ops.cases(op, "cuda")
     assert [case.name for case in cases] == list(ops.GPU_CASES[name])
     for case in cases:

@@ -174,6 +174,30 @@ def test_after_the_time_limit_rows_are_named_as_not_measured(tiny_presets: None,
     assert figures["rows"] == {} and figures["not_measured"] == {"latency_b1": "the time limit was over"}
 
 
+def test_the_suite_goes_on_after_a_group_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[str, ...]] = []
+
+    class Child:
+        def __init__(self, *words: str, **popen: Any) -> None:
+            started.append(words)
+            self.code = 1 if "qwen3-8b" in words else 0
+
+        def wait(self) -> int:
+            return self.code
+
+        poll = wait
+
+    monkeypatch.setattr(presets, "start_child", Child)
+    groups = ["llama-3.2-1b", "qwen3-8b", "llama-3.1-70b"]
+    assert main(["bench", "offline", "--preset", "h200", "--group", *groups]) == 1
+    assert "these groups failed: qwen3-8b" in capsys.readouterr().err
+    assert [words[words.index("--label") + 1] for words in started] == groups
+    assert main(["bench", "offline", "--preset", "h200", "--time-limit", "-1"]) == 0
+    assert len(started) == 3 and "not measured" in capsys.readouterr().out
+
+
 def test_every_run_has_its_own_salt() -> None:
     assert presets._salt() != presets._salt()
 

@@ -620,7 +620,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a small vocabulary has several of everything."""
     for name, value in {
         "BEST_TILE": 64, "RACE_TILE": 32, "GROUP": 8, "GROUPS_AT_ONCE": 4, "FINISH_TILE": 64, "CANDIDATES": 32,
-        "FEW": 8, "PAIRS": 128,
+        "FEW": 8, "PAIRS": 128, "RACE_SPAN": 2, "RACE_ALONE": 5, "SCAN_TILE": 64,
     }.items():  # fmt: skip
         monkeypatch.setattr(sample_triton, name, value)
     monkeypatch.setattr(sample_triton, "_workspaces", {})

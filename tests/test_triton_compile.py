@@ -14,6 +14,7 @@ from ridgeline.ops import (
     attention_decode,
     attention_prefill,
     gemv,
+    invariant_gemm,
     logits,
     rms_norm,
     rotary_write,
@@ -53,7 +54,7 @@ def compile_for_h100(
 def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # compile, do not remember
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    for module in (attention_decode, attention_prefill, gemv, rms_norm, small_gemm):
+    for module in (attention_decode, attention_prefill, gemv, invariant_gemm, rms_norm, small_gemm):
         monkeypatch.setattr(module, "tl", module.tl)
 
 
@@ -83,31 +84,45 @@ def test_gemv_compiles(inputs: int, gate: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "splits", "gate", "weight_left", "descriptors"),
-    [(16, 64, 4, 0, True, False), (128, 128, 1, 1, False, True), (128, 128, 4, 0, True, True)],
+    ("rows", "outputs", "inputs", "splits", "step", "gate"),
+    [(16, 64, 256, 2, 64, 0), (64, 64, 64, 1, 56, 1), (128, 128, 64, 1, 112, 1)],
 )
-def test_small_gemm_compiles(
-    rows: int, outputs: int, splits: int, gate: int, weight_left: bool, descriptors: bool
-) -> None:
-    pointers = ("x_ptr", "weight_ptr", "x_tiles", "weight_tiles", "bias_ptr", "out_ptr", "part_ptr", "arrived_ptr")
-    counts = ("rows", "inputs", "outputs", "x_stride", "weight_stride", "split_inputs")
+def test_small_gemm_compiles(rows: int, outputs: int, inputs: int, splits: int, step: int, gate: int) -> None:
+    pointers = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr", "part_ptr", "arrived_ptr")
+    counts = ("rows", "inputs", "outputs", "x_stride", "weight_stride", "part_inputs")
     types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(counts, "i32")
     types |= {"part_ptr": "*fp32", "arrived_ptr": "*i32"}
-    if descriptors:
-        types |= {"x_tiles": f"tensordesc<bf16[{rows}, 64]>", "weight_tiles": f"tensordesc<bf16[{outputs}, 64]>"}
     constants = {
-        "BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": 64, "SPLITS": splits,
-        "STEP": outputs, "EVEN": True, "EVEN_INPUTS": True, "WEIGHT_LEFT": weight_left, "DESCRIPTORS": descriptors, "GATE": gate, "BIAS": False, "AHEAD": 256,
-        "DEPENDENT": True, "UPCAST": False,
+        "BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs, "SPLITS": splits, "STEP": step,
+        "EVEN": step == outputs, "EVEN_INPUTS": True, "GATE": gate, "BIAS": False, "AHEAD": 256, "DEPENDENT": True,
+        "UPCAST": False,
     }  # fmt: skip
-    aligned = ("x_ptr", "weight_ptr", "out_ptr", "part_ptr", "inputs", "x_stride", "weight_stride", "split_inputs")
+    aligned = ("x_ptr", "weight_ptr", "out_ptr", "part_ptr", "inputs", "x_stride", "weight_stride", "part_inputs")
     options = {"num_warps": 8 if rows == 128 else 4, "num_stages": 4, "launch_pdl": True}
     ptx = compile_for_h100(small_gemm, "_small_gemm_kernel", types, constants, aligned=aligned, **options)
-    assert "wgmma" in ptx and "prefetch.global.L2" in ptx
-    assert ("cp.async.bulk.tensor" if descriptors else "cp.async.cg") in ptx
+    assert "wgmma" in ptx and "cp.async.cg" in ptx and "prefetch.global.L2" in ptx
 
 
-ATTENTION_HELPERS = ("share_of", "load_scaled_query", "attend_keys", "scale_values", "merge_shares")
+@pytest.mark.parametrize(("outputs", "splits"), [(256, 1), (128, 4)])
+def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
+    types = dict.fromkeys(("rows", "inputs", "outputs", "part_inputs"), "i32") | {
+        "x_tiles": "tensordesc<bf16[128, 64]>", "weight_tiles": f"tensordesc<bf16[{outputs}, 64]>",
+        "bias_ptr": "*bf16", "out_ptr": "*bf16",
+    }  # fmt: skip
+    constants = {
+        "BLOCK_ROWS": 128, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": 64, "SPLITS": splits, "GROUP": 8, "BIAS": False,
+        "DEPENDENT": True, "UPCAST": False,
+    }  # fmt: skip
+    ptx = compile_for_h100(
+        invariant_gemm, "_invariant_gemm_kernel", types, constants, num_warps=8, num_stages=4, launch_pdl=True
+    )
+    assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
+
+
+ATTENTION_HELPERS = (
+    "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
+    "scale_values", "merge_shares",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -162,12 +177,13 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
         "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "SHARES": 16, "MINIMUM_SHARE": 64,
         "PREFIX_SHARES": 2, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": 128 if many else 16,
         "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128, "TILE_GROUP": 4, "TILE_SLOTS": 16,
-        "ALL_SLOTS": 32, "MERGE": True, "DEPENDENT": True, "UPCAST": False, **changes,
+        "ALL_SLOTS": 32, "MERGE": True, "FETCH": True, "DEPENDENT": True, "UPCAST": False,
+        "K_NARROW": kv_dtype == "fp8e4nv", "V_NARROW": kv_dtype == "fp8e4nv", **changes,
     }  # fmt: skip
     names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
     assert set(constants) == {name for name in names if name.isupper()}
-    ptx = compile_for_h100(module, kernel, attention_types(names, dtype, kv_dtype), constants)
+    ptx = compile_for_h100(module, kernel, attention_types(names, dtype, kv_dtype), constants, num_warps=8 if many else 4)
     if kernel != "merge_kernel":
         assert ("mma" in ptx) == (dtype == "bf16")       # float32 must stay IEEE, never tf32 tensor cores
 
@@ -213,17 +229,17 @@ def test_sampling_compiles(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPa
             "RANDOM": filtered, "FILTERED": filtered, "LOWEST": sample_triton.LOWEST,
         },
         "select": {
-            "TILES": 16, "GROUPS": 2048, "GROUP": 64, "CANDIDATES": 1024, "FEW": 256, "PAIRS": 8192, "AT_ONCE": 16, "TILES_ROUND": 16,
+            "TILES": 16, "GROUPS": 2048, "GROUP": 64, "CANDIDATES": 1024, "FEW": 128, "PAIRS": 4096, "AT_ONCE": 16, "TILES_ROUND": 16,
             "GROUPS_ROUND": 2048, "LOWEST": sample_triton.LOWEST,
         },
-        "race": {"TILE": 4096, "TILES": 32},
-        "finish": {"TILE": 4096},
+        "race": {"TILE": 1024, "SPAN": 8, "PROGRAMS": 128},
+        "finish": {"TILE": 4096, "SCAN": 16384},
     }[kernel.split("-")[0]]  # fmt: skip
     types = SAMPLING_TYPES | {"logits_ptr": f"*{dtype}"}
-    helpers = ("_larger", "ordered_key", "ordered_value", "_noise", "_race_tile", "_lower_bound", "_race_few", "_before")
+    helpers = ("_larger", "ordered_key", "ordered_value", "_noise", "_race_tile", "_lower_bound", "_race_few", "_race_many", "_highest_key", "_before")
     name = f"_{kernel.split('-')[0]}_kernel"
     constants["DEPENDENT"] = True
-    ptx = compile_with_helpers(monkeypatch, sample_triton, name, types, constants, helpers, num_warps=8)
+    ptx = compile_with_helpers(monkeypatch, sample_triton, name, types, constants, helpers, num_warps=16 if kernel == "finish" else 4)
     assert "griddepcontrol.wait" in ptx
     if kernel == "race":
         assert "div.rn.f32" in ptx                       # or different logits would be equal at other places
@@ -257,7 +273,7 @@ def test_rotary_write_compiles(
     constants = {
         "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": half, "BLOCK_SIZE": 16, "HEADS_ROUND": 32,
         "KV_HEADS_ROUND": 8, "HALF_ROUND": 64, "REST_ROUND": 128, "DIM_ROUND": 128, "NORM": norm, "K_LIMIT": 448.0,
-        "V_LIMIT": 448.0, "K_SCALES": scales[0], "V_SCALES": scales[1], "TOKENS": 1, "DEPENDENT": True,
+        "V_LIMIT": 448.0, "K_SCALES": scales[0], "V_SCALES": scales[1], "DEPENDENT": True,
     }  # fmt: skip
     compile_with_helpers(
         monkeypatch, rotary_write, "_rotary_write_kernel", types, constants, ("_turn", "_store_scaled")

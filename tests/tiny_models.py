@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,6 +193,8 @@ class PagedSequences:
             groups=groups,
             logits_index=torch.arange(sum(counts)),
             sample_rows=torch.arange(sum(counts)),
+            picks=np.arange(sum(counts)),
+            device_picks=torch.arange(sum(counts)),
         )
         logits = self.model.logits(self.model(batch, self.kv)[batch.logits_index])
         self.lengths.update(zip(tokens, ends, strict=True))

@@ -44,7 +44,8 @@ class Engine:
     name = "ridgeline"
 
     def __init__(self, model: str, **options: Any) -> None:
-        config = EngineConfig.of(**{"enable_prefix_caching": False} | options | {"model": model})
+        config = EngineConfig.of(**{"enable_prefix_caching": False, "step_time_ms": 0.0} | options | {"model": model})
+        _free_memory()
         resolved = resolve(config, device_facts(config))
         executor = LocalExecutor(resolved)
         self.core = EngineCore(resolved, executor)
@@ -97,9 +98,14 @@ class Engine:
         """End it and give its memory back, so that another engine finds the device empty."""
         self.core.close()
         del self.core, self.model
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory()
+
+
+def _free_memory() -> None:
+    """What earlier work has left in torch's hands would count as the next engine's."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def quality_of(config: ResolvedConfig) -> str:

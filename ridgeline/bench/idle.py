@@ -3,11 +3,14 @@
 Some steps of a steady decode are traced (CUPTI, through torch's profiler) and read back from the trace:
 
     busy      the union of the intervals in which a kernel, a copy or a fill ran
+    own       of a kernel's interval, what lies behind the end of all that began before it: a kernel that is launched
+              early and waits for the one before it is not charged for waiting; the own times sum to busy
     idle      1 − busy / span, the span from the first interval's begin to the last one's end
     between   of the idle time, that between the last work of a step and the first of the next
 
 A launch belongs to the step of the host during which it was made. Tracing itself costs time, so the same steps are also
-timed without it: a kernel's time comes from the trace, the step's from there. `--trace FILE` reads a trace that exists.
+timed without it: a kernel's time comes from the trace, the step's from there, and idle against that step is given too.
+`--trace FILE` reads a trace that exists.
 """
 
 from __future__ import annotations
@@ -105,11 +108,13 @@ def run(args: argparse.Namespace) -> None:
         print(f"batch {batch}, context {args.context}, {args.steps} steps of {engine.config.model_path.name}")
         print(text(found, args.top), flush=True)
         figures[f"batch_{batch}"] = found
+    config = engine.config
+    engine.close()
     setting = {
-        "model": engine.config.model_path.name, "dtype": engine.config.dtype, "context": args.context,
+        "model": config.model_path.name, "dtype": config.dtype, "context": args.context,
         "steps": args.steps, "batch": args.batch, "options": options,
     }  # fmt: skip
-    finish(record("idle", setting, figures, quality_of(engine.config), gpu_facts()), args.out)
+    finish(record("idle", setting, figures, quality_of(config), gpu_facts()), args.out)
 
 
 # ── making a trace ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,7 +148,7 @@ def profile_decode(
         core.step()
     found = analyse(device_work(trace, begins), steps)
     found["step_ms"] = plain * 1e3                       # without a trace
-    found["busy_share_of_step"] = min(1.0, found["busy_us_per_step"] / 1e3 / found["step_ms"]) if plain else 0.0
+    found["idle_share_untraced"] = max(0.0, 1 - found["busy_us_per_step"] / 1e3 / found["step_ms"])
     return found
 
 
@@ -161,7 +166,7 @@ def _traced(engine: Engine, steps: int, path: Path) -> list[int]:
     """Write the trace of so many steps; returns when each began on the host, in nanoseconds of the wall clock."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     begins: list[int] = []
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         _synchronise(engine)
         for _ in range(steps):
             begins.append(time.time_ns())
@@ -205,34 +210,34 @@ def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
     if not work:
         raise ConfigError("the trace holds no work of a device")
     span = max(each.end for each in work) - work[0].start
-    busy, between, reached, last_step = 0.0, 0.0, work[0].start, work[0].step
+    between, reached, last_step = 0.0, work[0].start, work[0].step
+    kernels: dict[str, list[tuple[float, float]]] = {}   # own time, and the whole interval
     for each in work:                                    # in order of their begin
         gap = each.start - reached
         if gap > 0 and each.step != last_step:
             between += gap
-        busy += max(0.0, each.end - max(reached, each.start))
+        own = max(0.0, each.end - max(reached, each.start))
+        kernels.setdefault(each.name, []).append((own, each.end - each.start))
         reached = max(reached, each.end)
         last_step = max(last_step, each.step)
-    kernels: dict[str, list[float]] = {}
-    for each in work:
-        kernels.setdefault(each.name, []).append(each.end - each.start)
-    total = sum(sum(times) for times in kernels.values())
+    busy = sum(own for times in kernels.values() for own, _ in times)
     table: list[dict[str, Any]] = [
         {
             "name": name, "part": part_of(name), "count": len(times), "per_step": len(times) / steps,
-            "total_us": sum(times), "median_us": percentiles(times)["median"], "share": sum(times) / total,
+            "own_us": sum(own for own, _ in times), "median_own_us": percentiles([own for own, _ in times])["median"],
+            "median_us": percentiles([whole for _, whole in times])["median"], "share": sum(own for own, _ in times) / busy,
         }
         for name, times in kernels.items()
     ]  # fmt: skip
     parts: dict[str, float] = {}
     for row in table:
-        parts[row["part"]] = parts.get(row["part"], 0.0) + row["total_us"] / steps
+        parts[row["part"]] = parts.get(row["part"], 0.0) + row["own_us"] / steps
     known = {each.step for each in work} - {-1}
     return {
         "steps": steps, "span_us": span, "busy_us_per_step": busy / steps, "idle_share": 1 - busy / span,
         "idle_between_steps_share": between / span if known else None, "steps_seen": len(known),
         "launches_per_step": len(work) / steps, "us_per_step_by_part": parts,
-        "kernels": sorted(table, key=lambda row: -row["total_us"]),
+        "kernels": sorted(table, key=lambda row: -row["own_us"]),
     }  # fmt: skip
 
 
@@ -244,30 +249,33 @@ def text(found: dict[str, Any], top: int) -> str:
     """The analysis as a page."""
     between = found["idle_between_steps_share"]
     lines = [
-        f"  {found['launches_per_step']:.1f} launches a step, busy {found['busy_us_per_step']:,.0f} µs a step"
-        + (f", a step takes {found['step_ms'] * 1e3:,.0f} µs untraced" if "step_ms" in found else ""),
+        f"  {found['launches_per_step']:.1f} launches a step, busy {found['busy_us_per_step']:,.0f} µs a step",
         f"  idle {found['idle_share']:.2%} of the traced time; between steps "
         + ("unknown" if between is None else f"{between:.2%} (bar {BAR:.0%}: {'met' if between <= BAR else 'MISSED'})"),
+        *([f"  a step takes {found['step_ms'] * 1e3:,.0f} µs untraced: idle {found['idle_share_untraced']:.2%} of that"]
+          if "step_ms" in found else []),
         "",
-        "  µs a step by part" + (", and its floor" if "floor_ms" in found else ""),
+        "  own µs a step by part" + (", and its floor" if "floor_ms" in found else ""),
     ]
     floors = found.get("floor_ms", {})
     for part, spent in sorted(found["us_per_step_by_part"].items(), key=lambda item: -item[1]):
         floor = sum(floors.get(name, 0.0) for name in _FLOOR_PARTS.get(part, ())) * 1e3
-        lines.append(f"    {part:20s} {spent:10,.1f}" + (f"  floor {floor:10,.1f}  {floor / spent:4.0%}" if floor else ""))
+        against = f"  floor {floor:10,.1f}  {floor / spent:4.0%}" if floor and spent else ""
+        lines.append(f"    {part:20s} {spent:10,.1f}{against}")
     if floors:
         whole = sum(floors.values()) * 1e3
         busy, step = found["busy_us_per_step"], found["step_ms"] * 1e3
         shares = f"{whole / busy:4.0%} of busy, {whole / step:4.0%} of the step"
         lines.append(f"    {'all':20s} {busy:10,.1f}  floor {whole:10,.1f}  {shares}")
-    lines += ["", f"  {'count/step':>10s} {'total µs':>12s} {'median µs':>10s} {'share':>6s}  kernel"]
+    lines += ["", f"  {'count/step':>10s} {'own µs/step':>12s} {'own µs':>9s} {'whole µs':>9s} {'share':>6s}  kernel"]
     for row in found["kernels"][:top]:
         name = row["name"] if len(row["name"]) <= 110 else row["name"][:107] + "..."
         lines.append(
-            f"  {row['per_step']:10.1f} {row['total_us']:12,.1f} {row['median_us']:10.2f} {row['share']:6.1%}  {name}"
+            f"  {row['per_step']:10.1f} {row['own_us'] / found['steps']:12,.1f} {row['median_own_us']:9.2f} "
+            f"{row['median_us']:9.2f} {row['share']:6.1%}  {name}"
         )
     rest = found["kernels"][top:]
     if rest:
-        lines.append(f"  {sum(row['per_step'] for row in rest):10.1f} {sum(row['total_us'] for row in rest):12,.1f} "
-                     f"{'':10s} {sum(row['share'] for row in rest):6.1%}  {len(rest)} more")  # fmt: skip
+        own, share = sum(row["own_us"] for row in rest) / found["steps"], sum(row["share"] for row in rest)
+        lines.append(f"  {sum(row['per_step'] for row in rest):10.1f} {own:12,.1f} {'':19s} {share:6.1%}  {len(rest)} more")
     return "\n".join(lines)

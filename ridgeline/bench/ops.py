@@ -60,6 +60,8 @@ GPU_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "decode-1x8192": _rows((1, 8192)),
         "decode-16x8192": _rows(*[(1, 8192)] * 16),
         "decode-128x640": _rows(*[(1, 640)] * 128),
+        "fp8-128x640": _rows(*[(1, 640)] * 128) | {"kv_format": ("float8_e4m3fn", "token") * 2},
+        "shared-64x2000+64": _rows(*[(1, 2064)] * 64) | {"shared": ((tuple(range(64)), 2000),)},
         "prefill-1x512": _rows((512, 512)),
         "prefill-16x512": _rows(*[(512, 512)] * 16),
         "prefill-1x8192": _rows((8192, 8192)),
@@ -234,7 +236,7 @@ def contiguous_attention(case: Case, dtype: torch.dtype, device: str) -> Any:
     """torch's attention over contiguous keys and values: (function, args, kwargs); None where rows differ in shape."""
     sizes = case.sizes
     shapes = set(sizes["rows"])
-    if len(shapes) != 1 or sizes["window"] is not None or sizes["softcap"] is not None:
+    if len(shapes) != 1 or any(sizes.get(name) for name in ("window", "softcap", "shared", "kv_format")):
         return None
     queries, keys = next(iter(shapes))
     if queries not in (1, keys):

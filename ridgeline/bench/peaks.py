@@ -57,8 +57,7 @@ def device_kind(options: Mapping[str, Any]) -> str:
 def measure(device: str, name: str) -> MachinePeaks:
     dtypes = ["bfloat16", "float16", "float32"] if device == "cuda" else list(platform.cpu_fast_dtypes())
     flops = {dtype: _matrix_rate(device, getattr(torch, dtype)) for dtype in dtypes}
-    tiny = torch.zeros(16, device=device)
-    launch = min(_times(lambda: tiny.add_(1), device, 50, calls=20))
+    launch = _launch_time(device)
     when = f"{time.strftime('%Y-%m-%d', time.gmtime())}, torch {torch.__version__}"
     return MachinePeaks(name, read_bandwidth(device=device), flops, launch, when)
 
@@ -67,7 +66,25 @@ def read_bandwidth(size: int | None = None, device: str = "cpu") -> float:
     """Bytes per second that can be read: the sum over a buffer larger than any cache."""
     size = size or _BUFFER[device]
     buffer = torch.ones(size // 4, device=device)
-    return size / min(_times(buffer.sum, device, 5))
+    seconds = _times(buffer.sum, device, 5)
+    if device == "cuda":                                 # in one piece or row by row, whichever reads faster
+        seconds += _times(buffer.sum, device, 5, calls=4)
+        seconds += _times(lambda: buffer.view(-1, 2**14).sum(1), device, 5, calls=4)
+    return size / min(seconds)
+
+
+def _launch_time(device: str, calls: int = 100) -> float:
+    """Of the smallest operation; on a GPU as part of a recorded graph, without the host's share."""
+    tiny = torch.zeros(16, device=device)
+    if device != "cuda":
+        return min(_times(lambda: tiny.add_(1), device, 20, calls))
+    tiny.add_(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            tiny.add_(1)
+    return min(_times(graph.replay, device, 10)) / calls
 
 
 def _matrix_rate(device: str, dtype: torch.dtype) -> float:

@@ -61,6 +61,7 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 }
 PROFILED = ("latency_b1", "batch128")        # presets whose decode steps are looked at kernel by kernel as well
 PROFILED_STEPS = 20
+_IDLE = ("idle_share", "idle_between_steps_share", "idle_share_untraced", "step_ms", "us_per_step_by_part")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -210,7 +211,7 @@ def measure_preset(
     if preset.name in PROFILED and config.device == "cuda":
         profile = profile_decode(engine, preset.count, len(asked[0][0]), PROFILED_STEPS, salt=_salt())
         row["launches_per_step"] = profile["launches_per_step"]
-        row["device_idle"] = {name: profile[name] for name in ("idle_share", "idle_between_steps_share", "step_ms")}
+        row["device_idle"] = {name: profile[name] for name in _IDLE}
     return row
 
 

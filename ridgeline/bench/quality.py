@@ -29,7 +29,7 @@ LEAST = 0.99                         # agreement that a figure needs
 # short: greedy ones soon go round in circles, and one close decision would count again and again.
 Batch = tuple[int, int, int, bool]
 BATCHES: tuple[Batch, ...] = ((12, 96, 12, False), (128, 64, 8, True))
-_SPREAD = 6.0                        # standard deviation of the binary logarithm of a head row's length
+_SPREAD = 12.0                       # standard deviation of the binary logarithm of a head row's length
 
 
 def check_quality(

@@ -81,6 +81,10 @@ class EngineCore:
             return []
         return self.scheduler.update(self.executor.collect())
 
+    def prepare(self) -> bool:
+        """Use a moment without work to make later steps faster. False: nothing is left to do."""
+        return not self._dead and self.executor.prepare()
+
     def _check_alive(self) -> None:
         if self._dead:
             raise EngineDead(f"the engine has stopped: {self._dead}")

@@ -39,6 +39,8 @@ class Executor(Protocol):
 
     def collect(self) -> StepResult: ...
 
+    def prepare(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -50,6 +52,7 @@ class LocalExecutor:
         self.submit = self.runner.submit
         self.sample = self.runner.sample
         self.collect = self.runner.collect
+        self.prepare = self.runner.forward.prepare
 
     def close(self) -> None:
         """Nothing outlives the process."""
@@ -193,6 +196,9 @@ class TensorParallelExecutor:
     def collect(self) -> StepResult:
         with self._ranks.named():
             return self._runner.collect()
+
+    def prepare(self) -> bool:
+        return False                                     # every rank would have to, in step
 
     def close(self) -> None:
         self._end()

@@ -113,7 +113,8 @@ class EngineLoop:
         core, link = self._core, self._link
         while True:
             link.check()
-            for message in link.receive(wait=not core.has_work):
+            busy = core.has_work or core.prepare()
+            for message in link.receive(wait=not busy):
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)

@@ -3,14 +3,15 @@
 Query token j of row r sits at KV position kv_len[r] - q_len[r] + j. It sees the KV positions up to its own and, with a
 window W, only those greater than its own minus W. Rope position, KV slot and visibility are separate inputs.
 
-A batch may be padded to a recorded shape: then the last rows have one token, a KV length of 0, and slots in block 0,
-which belongs to nobody.
+A batch may be padded to a recorded shape. Padding rows have a KV length of 0; decodes among them have one token, others
+none; tokens beyond those of the last row are padding, too. All their slots are in block 0, which belongs to nobody.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from ridgeline.ops.paged_attention import AttentionWork, AttentionWorkspace, SharedPrefix
@@ -36,6 +37,8 @@ class Batch:
     groups: list[GroupBatch]
     logits_index: Tensor             # int64 [S]: which of the T positions need logits
     sample_rows: Tensor              # int64 [S]: the engine's rows these belong to
+    picks: np.ndarray                # which of the S the plan asked for, in its order …
+    device_picks: Tensor             # … and the same on the device, int64
     table_rows: Tensor | None = None             # int32 [R]: each row's place in the block tables; None: its own number
     sampled: Batch | None = None                 # the rows with logits, one query each, for the last layer; None: all
     workspace: AttentionWorkspace | None = None  # scratch of attention, made once

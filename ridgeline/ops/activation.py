@@ -30,7 +30,7 @@ def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-BLOCK, WARPS = 2048, 4               # columns per program
+BLOCK = 1024                         # columns per program
 _TRITON_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
@@ -68,10 +68,10 @@ def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     tokens = rows.shape[0]
     if tokens:
-        block, warps = min(BLOCK, triton.next_power_of_2(width)), WARPS
+        block = min(BLOCK, triton.next_power_of_2(width))
         _gated_activation_kernel[(triton.cdiv(width, block) * tokens,)](
             rows, out, rows.stride(0), WIDTH=width, KIND=_TRITON_KINDS[kind], BLOCK=block,
-            num_warps=warps, **dependent_launch(x.device),
+            num_warps=4, **dependent_launch(x.device),
         )  # fmt: skip
     return out
 

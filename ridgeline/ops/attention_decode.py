@@ -98,17 +98,21 @@ def load_tile(  # type: ignore[no-untyped-def]
     dim = tl.arange(0, TILE_DIM)
     offset = block.to(tl.int64) * block_stride + slot * slot_stride
     if TILE_DIM == HEAD_DIM:
-        return tl.load(ptr + offset[:, None] + dim[None, :])
-    return tl.load(ptr + offset[:, None] + dim[None, :], mask=dim[None, :] < HEAD_DIM, other=0.0)
+        tile = tl.load(ptr + offset[:, None] + dim[None, :])
+    else:
+        tile = tl.load(ptr + offset[:, None] + dim[None, :], mask=dim[None, :] < HEAD_DIM, other=0.0)
+    return tile
 
 
 @triton_kernel()
 def in_compute_type(tile, like, NARROW: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
     if UPCAST:
-        return tile.to(tl.float32)
-    if NARROW:
-        return tile.to(tl.float16)
-    return tile.to(like)
+        tile = tile.to(tl.float32)
+    elif NARROW:
+        tile = tile.to(tl.float16)
+    else:
+        tile = tile.to(like)
+    return tile
 
 
 @triton_kernel()

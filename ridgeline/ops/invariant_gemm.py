@@ -1,8 +1,8 @@
 """A product whose result for a row does not depend on how many other rows there are: the same sums in the same order.
 
-Every sum runs over the inputs in blocks of 64, in as many parts as the matrix's shape says, and the parts are added in
-order. Few rows compute the parts side by side (small_gemm.py), many rows one after the other (here); which tile a row lies
-in changes no addition.
+Every sum runs over the inputs in order, in as many parts as the matrix's shape says, and the parts are added in order.
+Few rows compute the parts side by side (small_gemm.py), many rows one after the other (here); which tile a row lies in
+changes no addition.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.launch import dependent_launch
-from ridgeline.ops.linear_plan import GemmPlan, invariant_plan
+from ridgeline.ops.linear_plan import MOST_ROWS, GemmPlan, invariant_plan, split_inputs
 from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, tl, triton, triton_kernel
 from ridgeline.ops.small_gemm import small_gemm
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-MOST_SIDE_BY_SIDE = 128              # rows
-
 
 @triton_kernel(do_not_specialize=["rows", "outputs"])
 def _invariant_gemm_kernel(  # type: ignore[no-untyped-def]
-    x_tiles, weight_tiles, bias_ptr, out_ptr, rows, inputs, outputs, split_inputs,
+    x_tiles, weight_tiles, bias_ptr, out_ptr, rows, inputs, outputs, part_inputs,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +40,7 @@ def _invariant_gemm_kernel(  # type: ignore[no-untyped-def]
     sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
     for split in range(SPLITS):
         part = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
-        for start in range(split * split_inputs, tl.minimum((split + 1) * split_inputs, inputs), BLOCK_INPUTS):
+        for start in range(split * part_inputs, tl.minimum((split + 1) * part_inputs, inputs), BLOCK_INPUTS):
             x = x_tiles.load([first_row, start])
             weight = weight_tiles.load([first_output, start])
             if UPCAST:
@@ -62,19 +60,19 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """x [T, inputs], weight [outputs, inputs], bias [outputs] -> x weight^T + bias, [T, outputs]; inputs % 16 == 0"""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     plan = invariant_plan(rows, outputs, inputs)
-    return small_gemm(x, weight, bias, plan) if rows <= MOST_SIDE_BY_SIDE else _one_after_the_other(x, weight, bias, plan)
+    return small_gemm(x, weight, bias, plan) if rows <= MOST_ROWS else _one_after_the_other(x, weight, bias, plan)
 
 
 def _one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> Tensor:
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    split_inputs = triton.cdiv(triton.cdiv(inputs, plan.block_inputs), plan.splits) * plan.block_inputs
+    part_inputs = split_inputs(inputs, plan.splits)
     _invariant_gemm_kernel[(triton.cdiv(rows, plan.block_rows) * triton.cdiv(outputs, plan.block_outputs),)](
         TensorDescriptor.from_tensor(x, [plan.block_rows, plan.block_inputs]),
         TensorDescriptor.from_tensor(weight, [plan.block_outputs, plan.block_inputs]),
-        weight if bias is None else bias, out, rows, inputs, outputs, split_inputs,
+        weight if bias is None else bias, out, rows, inputs, outputs, part_inputs,
         BLOCK_ROWS=plan.block_rows, BLOCK_OUTPUTS=plan.block_outputs, BLOCK_INPUTS=plan.block_inputs,
-        SPLITS=triton.cdiv(inputs, split_inputs), GROUP=8, BIAS=bias is not None, UPCAST=TRITON_INTERPRETED,
+        SPLITS=triton.cdiv(inputs, part_inputs), GROUP=8, BIAS=bias is not None, UPCAST=TRITON_INTERPRETED,
         num_warps=plan.warps, num_stages=plan.stages, **dependent_launch(x.device),
     )  # fmt: skip
     return out

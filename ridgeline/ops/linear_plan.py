@@ -1,9 +1,17 @@
-"""Which kernel multiplies how many rows by which matrix: a rule in plain Python, derived from measurements on an H200."""
+"""Which kernel multiplies how many rows by which matrix: a rule in plain Python, for 16 bit numbers.
+
+Derived from sweeps on an H200 over the matrices of an 8B model, checked on those of 1B and 70B models. What they say:
+one row is fastest in programs that stay and walk over the matrix; up to 64 rows tiles of 64 outputs win, cut so that
+every multiprocessor gets the same share in one round; beyond that all tiles together read x so often that the library's
+kernels, whose neighbours share a copy of x, are ahead, unless a gated activation can be had with the product.
+"""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+
+MULTIPROCESSORS = 132                # of the device the rule is for; others are served well enough by its shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,43 +25,105 @@ class GemvPlan:
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan:
-    """A few rows: ops/small_gemm.py. The weight is the left side of the product where `weight_left`: then a tile of few
-    rows of x still fills the matrix unit, whose left side has 64 rows."""
+    """A few rows: ops/small_gemm.py."""
 
-    block_rows: int                  # rows of x in a tile: all of them
+    block_rows: int                  # rows of x in a tile
     block_outputs: int               # of each half, with a gate
     block_inputs: int
-    splits: int                      # of the inputs
     warps: int
     stages: int                      # blocks of inputs that are on their way at a time
-    weight_left: bool = True
-    descriptors: bool = False        # tiles are fetched by the copy engine
+    splits: int = 1                  # of the inputs
     step: int = 0                    # outputs from a tile to the next, fewer than it has room for; 0: as many
-    ahead: int = 0                   # inputs whose weights are fetched before the predecessor's result is waited for
 
 
 Plan = GemvPlan | GemmPlan | None    # None: the library
 
-MOST_ROWS = 128                      # from here on the library's kernels win
+MOST_ROWS = 128
+MOST_PLAIN_ROWS = 64                 # without a gate
 MOST_GEMV_INPUTS = 16384             # that a program holds in registers
+FEWEST_OUTPUTS, FEWEST_INPUTS = 64, 256
+FEWEST_SPLIT_INPUTS = 512
+SPLIT_UNIT = 256                     # parts begin at its multiples, whatever the block of inputs
 
 
 @functools.cache
-def plan(rows: int, outputs: int, inputs: int, gated: bool) -> Plan:
-    """For 16 bit numbers. With a gate, `outputs` counts the pairs."""
-    if rows > MOST_ROWS or inputs % 16 or outputs < 64 or inputs < 64:
+def plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Plan:
+    """With a gate, `outputs` counts the pairs."""
+    if rows < 1 or inputs % 16 or inputs < FEWEST_INPUTS or outputs < FEWEST_OUTPUTS:
         return None
     if rows == 1 and inputs <= MOST_GEMV_INPUTS:
-        return GemvPlan(2 if gated else 4, 8, 4)
-    return None
+        return _gemv_plan(inputs, gated)
+    if rows > (MOST_ROWS if gated else MOST_PLAIN_ROWS):
+        return None
+    return _gated_plan(rows, outputs) if gated else _plain_plan(rows, outputs, inputs)
+
+
+def _gemv_plan(inputs: int, gated: bool) -> GemvPlan:
+    """32 to 64 weights in flight per thread, and 16 to 64 warps on a multiprocessor."""
+    if gated:
+        warps = 4 if inputs <= 4096 else 8 if inputs <= 8192 else 16
+        return GemvPlan(1, warps, 16 if warps == 4 else 32 // warps)
+    warps = 4 if inputs <= 2048 else 8 if inputs <= 4096 else 16
+    return GemvPlan(4 if inputs <= 2048 else 2, warps, min(4, 32 // warps))
+
+
+def _block_rows(rows: int) -> int:
+    return next(size for size in (16, 32, 64, 128) if rows <= size)
+
+
+def _gated_plan(rows: int, outputs: int) -> GemmPlan:
+    block_rows = _block_rows(rows)
+    if block_rows == 128:
+        return GemmPlan(128, 128, 64, 8, 4, step=_even_step(outputs, 128, MULTIPROCESSORS))
+    block_inputs, stages = {16: (128, 3), 32: (64, 5), 64: (64, 4)}[block_rows]
+    step = _even_step(outputs, 64, 2 * MULTIPROCESSORS)
+    if step < 48:                    # too few outputs for two tiles per multiprocessor: one, with twice the depth
+        step, stages = _even_step(outputs, 64, MULTIPROCESSORS), 2 * stages
+    return GemmPlan(block_rows, 64, block_inputs, 4, stages, step=step)
+
+
+def _plain_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:
+    block_rows = _block_rows(rows)
+    if outputs >= 256 * MULTIPROCESSORS:                 # a head: many rounds in any case
+        block_inputs, stages = {16: (128, 3), 32: (128, 3), 64: (64, 4)}[block_rows]
+        return GemmPlan(block_rows, 128, block_inputs, 4, stages)
+    block_inputs, stages = {16: (256, 5), 32: (256, 4), 64: (128, 4)}[block_rows]
+    splits = even_splits(outputs, inputs)
+    return GemmPlan(
+        block_rows, 64, block_inputs, 4, stages, splits, _even_step(outputs, 64, MULTIPROCESSORS // splits)
+    )
+
+
+def even_splits(outputs: int, inputs: int) -> int:
+    """So many that tiles of about 64 outputs give every multiprocessor one; a matter of the matrix, not of the rows."""
+    splits = 1
+    while (
+        splits < 8
+        and _even_step(outputs, 64, MULTIPROCESSORS // splits) < 40
+        and inputs // (2 * splits) >= FEWEST_SPLIT_INPUTS
+    ):
+        splits *= 2
+    return splits
+
+
+def _even_step(outputs: int, block: int, slots: int) -> int:
+    """Outputs per tile such that the last round of tiles is as full as the others: a multiple of 8, at most `block`."""
+    rounds = -(-outputs // (block * slots))
+    share = -(-outputs // (rounds * slots))
+    return min(block, -(-share // 8) * 8)
+
+
+def split_inputs(inputs: int, splits: int) -> int:
+    """Inputs of each part but the last."""
+    return -(-inputs // (splits * SPLIT_UNIT)) * SPLIT_UNIT
 
 
 def invariant_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:
-    """For invariant_gemm.py: parts and blocks of inputs depend on the matrix alone, the tile on the rows as well."""
-    splits = 1
-    while outputs // 128 * splits < 66 and inputs // (2 * splits) >= 512:
-        splits *= 2
-    if rows <= 128:
-        block_rows = next(size for size in (16, 32, 64, 128) if rows <= size)
-        return GemmPlan(block_rows, 128, 64, splits, 8 if block_rows == 128 else 4, 4, True, True, ahead=256)
-    return GemmPlan(128, 128 if splits > 1 else 256, 64, splits, 8, 3, False, True)
+    """For invariant_gemm.py: the parts depend on the matrix alone, the tile on the rows as well."""
+    splits = even_splits(outputs, inputs)
+    if rows <= MOST_PLAIN_ROWS:
+        few = _plain_plan(rows, outputs, inputs)
+        return few if few.splits == splits else GemmPlan(few.block_rows, 64, 64, 4, 4, splits)
+    if rows <= MOST_ROWS:
+        return GemmPlan(128, 128, 64, 8, 6, splits)
+    return GemmPlan(128, 128 if splits > 1 else 256, 64, 8, 4, splits)

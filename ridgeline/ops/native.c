@@ -402,7 +402,7 @@ static inline __attribute__((always_inline)) void tile_weights(
         float highest = largest_of(top);
         /* Nothing seen so far: -inf less -inf must not become NaN. */
         float reference = highest == -INFINITY ? 0.0f : highest;
-        shrink[r] = softmax->largest[r] == -INFINITY ? 0.0f : exponential(softmax->largest[r] - reference);
+        shrink[r] = exponential(softmax->largest[r] - reference);
         softmax->largest[r] = highest;
         Lanes total = softmax->weight[r] * shrink[r];
         for (int c = 0; c < KEYS / LANES; c++) {
@@ -529,6 +529,7 @@ void ridgeline_linear_row(const float *x, const float *w, const float *bias, flo
 typedef struct { uint16_t scale, least; uint8_t halves[16]; } BlockQ4_1;       /* w = scale * q + least, q in 0..15 */
 typedef struct { uint16_t scale; int8_t values[32]; } BlockQ8_0;               /* w = scale * q, q in -128..127 */
 enum { Q4_1, Q8_0 };
+#define PREFETCHED 8                 /* rows ahead that are asked for: rows are too short for the machine to see where it goes */
 
 /* A float16 as a float. Where that is not one plain instruction, a table takes the work off the vector units. */
 #if defined(__ARM_NEON)
@@ -619,8 +620,10 @@ static inline __attribute__((always_inline)) void dots(const char *w, int64_t ro
         #pragma GCC unroll 4
         for (int o = 0; o < rows; o++) {
             Lanes weights[32 / LANES];
-            if (kind == Q4_1) expand_q4_1((const BlockQ4_1 *)(w + o * row_bytes) + b, weights);
-            else expand_q8_0((const BlockQ8_0 *)(w + o * row_bytes) + b, weights);
+            const char *block = w + o * row_bytes + b * (int64_t)(kind == Q4_1 ? sizeof(BlockQ4_1) : sizeof(BlockQ8_0));
+            __builtin_prefetch(block + PREFETCHED * row_bytes);
+            if (kind == Q4_1) expand_q4_1((const BlockQ4_1 *)block, weights);
+            else expand_q8_0((const BlockQ8_0 *)block, weights);
             #pragma GCC unroll 8
             for (int r = 0; r < count; r++)
                 #pragma GCC unroll 8

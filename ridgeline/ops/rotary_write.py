@@ -119,19 +119,20 @@ def _turn(  # type: ignore[no-untyped-def]
     return first * cos - second * sin, second * cos + first * sin, remaining
 
 
-@triton_kernel(do_not_specialize=["tokens"])
+@triton_kernel()
 def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, positions_ptr, slots_ptr, cos_sin_ptr, k_ptr, v_ptr, q_out_ptr, q_norm_ptr, k_norm_ptr,
-    k_scale_ptr, v_scale_ptr, tokens, eps, norm_offset, qkv_stride,
+    k_scale_ptr, v_scale_ptr, eps, norm_offset, qkv_stride,
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride, k_scale_dim_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride, v_scale_dim_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS_ROUND: tl.constexpr, KV_HEADS_ROUND: tl.constexpr, HALF_ROUND: tl.constexpr, REST_ROUND: tl.constexpr,
     DIM_ROUND: tl.constexpr, NORM: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-    K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr, TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
+    K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per TOKENS tokens."""
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
     has_rest: tl.constexpr = 2 * HALF < HEAD_DIM
     pair = tl.arange(0, HALF_ROUND)
     rest = tl.arange(0, REST_ROUND)
@@ -146,71 +147,68 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for step in range(TOKENS):
-        token = tl.program_id(0).to(tl.int64) * TOKENS + step
-        if token < tokens:
-            source_ptr = qkv_ptr + token * qkv_stride
-            position = tl.load(positions_ptr + token)
-            slot = tl.maximum(tl.load(slots_ptr + token), 0)
-            block = slot // BLOCK_SIZE
-            offset = slot % BLOCK_SIZE
-            angle_ptr = cos_sin_ptr + position * (2 * HALF) + pair
-            cos = tl.load(angle_ptr, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-            sin = tl.load(angle_ptr + HALF, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    source_ptr = qkv_ptr + token * qkv_stride
+    position = tl.load(positions_ptr + token)
+    slot = tl.maximum(tl.load(slots_ptr + token), 0)
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    angle_ptr = cos_sin_ptr + position * (2 * HALF) + pair
+    cos = tl.load(angle_ptr, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angle_ptr + HALF, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
 
-            first, second, remaining = _turn(
-                source_ptr, q_norm_ptr, head, pair, rest, live, live_rest, cos, sin, eps, norm_offset,
-                HEAD_DIM, HALF, NORM, has_rest,
-            )  # fmt: skip
-            out_ptr = q_out_ptr + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM
-            tl.store(out_ptr + pair[None, :], first.to(q_out_ptr.dtype.element_ty), mask=live)
-            tl.store(out_ptr + pair[None, :] + HALF, second.to(q_out_ptr.dtype.element_ty), mask=live)
-            if has_rest:
-                out_ptr += 2 * HALF + rest[None, :]
-                tl.store(out_ptr, remaining.to(q_out_ptr.dtype.element_ty), mask=live_rest)
+    first, second, remaining = _turn(
+        source_ptr, q_norm_ptr, head, pair, rest, live, live_rest, cos, sin, eps, norm_offset,
+        HEAD_DIM, HALF, NORM, has_rest,
+    )  # fmt: skip
+    out_ptr = q_out_ptr + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM
+    tl.store(out_ptr + pair[None, :], first.to(q_out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + pair[None, :] + HALF, second.to(q_out_ptr.dtype.element_ty), mask=live)
+    if has_rest:
+        out_ptr += 2 * HALF + rest[None, :]
+        tl.store(out_ptr, remaining.to(q_out_ptr.dtype.element_ty), mask=live_rest)
 
-            k_first, k_second, k_remaining = _turn(
-                source_ptr + HEADS * HEAD_DIM, k_norm_ptr, kv_head, pair, rest, kv_live, kv_live_rest, cos, sin,
-                eps, norm_offset, HEAD_DIM, HALF, NORM, has_rest,
-            )  # fmt: skip
-            place = (block * k_block_stride + offset * k_slot_stride) + kv_head[:, None] * k_head_stride
-            scale_place = block * k_scale_block_stride + offset * k_scale_slot_stride
-            largest = tl.maximum(tl.max(tl.abs(k_first), axis=1), tl.max(tl.abs(k_second), axis=1))
-            if has_rest:
-                largest = tl.maximum(largest, tl.max(tl.abs(k_remaining), axis=1))
-            if K_SCALES == 2:
-                tl.store(
-                    k_scale_ptr + scale_place + kv_head * k_scale_head_stride,
-                    tl.where(largest > 0, largest / K_LIMIT, 1.0), mask=kv_head < KV_HEADS,
-                )
-            _store_scaled(
-                k_ptr, place + pair[None, :], k_first, kv_live, k_scale_ptr, scale_place, k_scale_head_stride,
-                k_scale_dim_stride, kv_head, pair, largest, K_LIMIT, K_SCALES,
-            )  # fmt: skip
-            _store_scaled(
-                k_ptr, place + HALF + pair[None, :], k_second, kv_live, k_scale_ptr, scale_place, k_scale_head_stride,
-                k_scale_dim_stride, kv_head, HALF + pair, largest, K_LIMIT, K_SCALES,
-            )  # fmt: skip
-            if has_rest:
-                _store_scaled(
-                    k_ptr, place + 2 * HALF + rest[None, :], k_remaining, kv_live_rest, k_scale_ptr, scale_place,
-                    k_scale_head_stride, k_scale_dim_stride, kv_head, 2 * HALF + rest, largest, K_LIMIT, K_SCALES,
-                )  # fmt: skip
+    k_first, k_second, k_remaining = _turn(
+        source_ptr + HEADS * HEAD_DIM, k_norm_ptr, kv_head, pair, rest, kv_live, kv_live_rest, cos, sin,
+        eps, norm_offset, HEAD_DIM, HALF, NORM, has_rest,
+    )  # fmt: skip
+    place = (block * k_block_stride + offset * k_slot_stride) + kv_head[:, None] * k_head_stride
+    scale_place = block * k_scale_block_stride + offset * k_scale_slot_stride
+    largest = tl.maximum(tl.max(tl.abs(k_first), axis=1), tl.max(tl.abs(k_second), axis=1))
+    if has_rest:
+        largest = tl.maximum(largest, tl.max(tl.abs(k_remaining), axis=1))
+    if K_SCALES == 2:
+        tl.store(
+            k_scale_ptr + scale_place + kv_head * k_scale_head_stride,
+            tl.where(largest > 0, largest / K_LIMIT, 1.0), mask=kv_head < KV_HEADS,
+        )
+    _store_scaled(
+        k_ptr, place + pair[None, :], k_first, kv_live, k_scale_ptr, scale_place, k_scale_head_stride,
+        k_scale_dim_stride, kv_head, pair, largest, K_LIMIT, K_SCALES,
+    )  # fmt: skip
+    _store_scaled(
+        k_ptr, place + HALF + pair[None, :], k_second, kv_live, k_scale_ptr, scale_place, k_scale_head_stride,
+        k_scale_dim_stride, kv_head, HALF + pair, largest, K_LIMIT, K_SCALES,
+    )  # fmt: skip
+    if has_rest:
+        _store_scaled(
+            k_ptr, place + 2 * HALF + rest[None, :], k_remaining, kv_live_rest, k_scale_ptr, scale_place,
+            k_scale_head_stride, k_scale_dim_stride, kv_head, 2 * HALF + rest, largest, K_LIMIT, K_SCALES,
+        )  # fmt: skip
 
-            v_source = source_ptr + (HEADS + KV_HEADS) * HEAD_DIM + kv_head[:, None] * HEAD_DIM + dim[None, :]
-            v = tl.load(v_source, mask=v_live, other=0.0).to(tl.float32)
-            place = (block * v_block_stride + offset * v_slot_stride) + kv_head[:, None] * v_head_stride
-            scale_place = block * v_scale_block_stride + offset * v_scale_slot_stride
-            largest = tl.max(tl.abs(v), axis=1)
-            if V_SCALES == 2:
-                tl.store(
-                    v_scale_ptr + scale_place + kv_head * v_scale_head_stride,
-                    tl.where(largest > 0, largest / V_LIMIT, 1.0), mask=kv_head < KV_HEADS,
-                )
-            _store_scaled(
-                v_ptr, place + dim[None, :], v, v_live, v_scale_ptr, scale_place, v_scale_head_stride,
-                v_scale_dim_stride, kv_head, dim, largest, V_LIMIT, V_SCALES,
-            )  # fmt: skip
+    v_source = source_ptr + (HEADS + KV_HEADS) * HEAD_DIM + kv_head[:, None] * HEAD_DIM + dim[None, :]
+    v = tl.load(v_source, mask=v_live, other=0.0).to(tl.float32)
+    place = (block * v_block_stride + offset * v_slot_stride) + kv_head[:, None] * v_head_stride
+    scale_place = block * v_scale_block_stride + offset * v_scale_slot_stride
+    largest = tl.max(tl.abs(v), axis=1)
+    if V_SCALES == 2:
+        tl.store(
+            v_scale_ptr + scale_place + kv_head * v_scale_head_stride,
+            tl.where(largest > 0, largest / V_LIMIT, 1.0), mask=kv_head < KV_HEADS,
+        )
+    _store_scaled(
+        v_ptr, place + dim[None, :], v, v_live, v_scale_ptr, scale_place, v_scale_head_stride,
+        v_scale_dim_stride, kv_head, dim, largest, V_LIMIT, V_SCALES,
+    )  # fmt: skip
 
 
 # Strides of a scale over block, slot, head and dimension; 0 where it does not depend on that.
@@ -222,11 +220,6 @@ _SCALE_STRIDES = {
     "channel": lambda scale: (0, 0, scale.stride(0), scale.stride(1)),
     "block": lambda scale: (scale.stride(0), 0, scale.stride(1), 0),
 }
-
-
-def _plan(tokens: int) -> tuple[int, int]:
-    """Tokens per program, and warps."""
-    return 1, 4
 
 
 def rotary_write_triton(
@@ -245,16 +238,15 @@ def rotary_write_triton(
     strides = [_SCALE_STRIDES[layout](scale) for layout, scale in zip(layouts, scales, strict=True)]
     modes = [{"none": 0, "token": 2}.get(layout, 1) for layout in layouts]
     limits = [torch.finfo(cache.dtype).max for cache in (k_cache, v_cache)]
-    per_program, warps = _plan(tokens)
-    _rotary_write_kernel[(triton.cdiv(tokens, per_program),)](
+    _rotary_write_kernel[(tokens,)](
         qkv, positions, slots, cos_sin, k_cache, v_cache, q, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, *scales, tokens, eps, norm_offset, qkv.stride(0),
+        qkv if k_norm is None else k_norm, *scales, eps, norm_offset, qkv.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], *strides[0], *strides[1],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=half, BLOCK_SIZE=k_cache.shape[1],
         HEADS_ROUND=triton.next_power_of_2(heads), KV_HEADS_ROUND=triton.next_power_of_2(kv_heads),
         HALF_ROUND=triton.next_power_of_2(half), REST_ROUND=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
         DIM_ROUND=triton.next_power_of_2(head_dim), NORM=q_norm is not None, K_SCALES=modes[0], V_SCALES=modes[1],
-        K_LIMIT=limits[0], V_LIMIT=limits[1], TOKENS=per_program, num_warps=warps, **dependent_launch(qkv.device),
+        K_LIMIT=limits[0], V_LIMIT=limits[1], num_warps=4, **dependent_launch(qkv.device),
     )  # fmt: skip
     return q
 

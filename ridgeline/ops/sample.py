@@ -106,7 +106,7 @@ def apply_mask_reference(logits: Tensor, mask: Tensor) -> None:
 def keep_only(logits: Tensor, rows: Tensor, row: Tensor, ids: Tensor) -> None:
     """Forbid, in each of `rows`, all but the ids that are paired with it in (row, ids)."""
     kept = logits[row, ids]
-    logits[rows] = -torch.inf
+    logits.index_fill_(0, rows, -torch.inf)
     logits[row, ids] = kept
 
 

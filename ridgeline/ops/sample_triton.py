@@ -29,14 +29,16 @@ from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.registry import tl, triton, triton_kernel
 
 BEST_TILE, BEST_WARPS = SAMPLE_TILE, 4
-RACE_TILE, RACE_WARPS = SAMPLE_RACE_TILE, 4
+RACE_TILE, RACE_WARPS = SAMPLE_RACE_TILE, 2
+RACE_SPAN, RACE_ALONE = 8, 8         # tiles per program; one, for so few rows that they do not fill the device
 GROUP = SAMPLE_GROUP
 CANDIDATES = SAMPLE_CANDIDATES
-FEW = 256                            # of them there are mostly no more than these
-PAIRS = 8192                         # of ids that are compared in one go: what registers hold
+FEW = 128                            # of them there are mostly no more than these
+PAIRS = 4096                         # of ids that are compared in one go: what registers hold
 GROUPS_AT_ONCE = 16                  # groups whose ids are looked through in one go
-FINISH_TILE, FINISH_WARPS = 4096, 8
-SELECT_WARPS = 8
+FINISH_TILE, FINISH_WARPS = 4096, 16
+SCAN_TILE = 16384                    # ids at a time where one program looks at a whole row
+SELECT_WARPS = 4
 LOWEST = float(np.finfo(np.float32).min)
 EMPTY_KEY = -0x7FFFFFFFFFFFFFFF      # below the key of every logit
 
@@ -177,10 +179,11 @@ def _race_tile(  # type: ignore[no-untyped-def]
 def _race_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, arrivals_ptr, tokens_ptr, integers_ptr, numbers_ptr, best_ptr, best_id_ptr,
     state_ptr, leaders_ptr, scores_ptr, params_stride,
-    TILE: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr, SPAN: tl.constexpr, PROGRAMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one row; the last to arrive compares the tiles' winners. TILES is a power of two."""
-    tile = tl.program_id(0)
+    """One program: SPAN tiles of one row; the last to arrive compares the winners. A row has at most PROGRAMS programs,
+    a power of two."""
+    program = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -193,19 +196,23 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         index = tl.load(integers_ptr + params_stride + row).to(tl.int32)
         # Everybody starts from the best id's score: most tiles have no id whose bound reaches it.
         leader = tl.load(best_id_ptr + row)
-        leader, score = _race_tile(
-            logits_ptr, vocab, tile * TILE, tl.load(best_ptr + row), temperature, floor, float("-inf"), 0, seed, index,
-            leader, 1.0 / _noise(seed, index, leader), TILE, False,
-        )  # fmt: skip
-        tl.store(leaders_ptr + row * TILES + tile, leader)
-        tl.store(scores_ptr + row * TILES + tile, score)
+        score = 1.0 / _noise(seed, index, leader)
+        best = tl.load(best_ptr + row)
+        first = program * (SPAN * TILE)
+        for start in range(first, tl.minimum(first + SPAN * TILE, vocab), TILE):
+            leader, score = _race_tile(
+                logits_ptr, vocab, start, best, temperature, floor, float("-inf"), 0, seed, index, leader, score, TILE,
+                False,
+            )  # fmt: skip
+        tl.store(leaders_ptr + row * PROGRAMS + program, leader)
+        tl.store(scores_ptr + row * PROGRAMS + program, score)
         if tl.atomic_add(arrivals_ptr + row, 1) == tl.num_programs(0) - 1:
             tl.store(arrivals_ptr + row, 0)
-            place = tl.arange(0, TILES)
+            place = tl.arange(0, PROGRAMS)
             there = place < tl.num_programs(0)
             # Past the first-level cache: other programs have written them.
-            scores = tl.load(scores_ptr + row * TILES + place, mask=there, other=0.0, cache_modifier=".cg")
-            leaders = tl.load(leaders_ptr + row * TILES + place, mask=there, other=0, cache_modifier=".cg")
+            scores = tl.load(scores_ptr + row * PROGRAMS + place, mask=there, other=0.0, cache_modifier=".cg")
+            leaders = tl.load(leaders_ptr + row * PROGRAMS + place, mask=there, other=0, cache_modifier=".cg")
             token = tl.min(tl.where(there & (scores == tl.max(scores, axis=0)), leaders, 0x7FFFFFFF), axis=0)
             tl.store(tokens_ptr + row, token.to(tl.int64))
 
@@ -253,6 +260,52 @@ def _race_few(  # type: ignore[no-untyped-def]
         if (top_k > 0) | (floor > LOWEST):
             total = tl.sum(tl.where(kept, weight, 0.0), axis=0)
         kept = kept & (before < top_p * total)
+    score = tl.where(kept, weight / _noise(seed, index, ids), -1.0)
+    return tl.min(tl.where(score == tl.max(score, axis=0), ids, 0x7FFFFFFF), axis=0)
+
+
+@triton_kernel()
+def _highest_key(key, amount, goal, low):  # type: ignore[no-untyped-def]
+    """The largest key, from `low` to that of 0, so that the amounts of all keys from it on reach the goal."""
+    high = low * 0
+    while low < high:
+        middle = low + ((high - low + 1) >> 1)
+        enough = tl.sum(tl.where(key >= middle, amount, 0), axis=0) >= goal
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton_kernel()
+def _race_many(  # type: ignore[no-untyped-def]
+    values_ptr, ids_ptr, count, best, temperature, floor, top_k, top_p, total, seed, index,
+    MOST: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """As `_race_few`, for a list too long to compare each with all: the value where a filter ends is searched for, and
+    of the ids that have it the first few are kept. The list is ordered by id."""
+    place = tl.arange(0, MOST)
+    there = place < count
+    ids = tl.load(ids_ptr + place, mask=there, other=0)
+    scaled = tl.div_rn(tl.load(values_ptr + place, mask=there, other=float("-inf")) - best, temperature)
+    kept = there & (scaled >= floor)
+    key = ordered_key(scaled)
+    low = tl.min(tl.where(kept, key, 0), axis=0)
+    if (top_k > 0) & (tl.sum(kept.to(tl.int32), axis=0) > top_k):
+        end = _highest_key(key, kept.to(tl.int32), top_k, low)
+        equal = kept & (key == end)
+        room = top_k - tl.sum((kept & (key > end)).to(tl.int32), axis=0)
+        kept = kept & ((key > end) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room)))
+    weight = tl.where(kept, tl.exp(scaled.to(tl.float64)), 0.0)
+    if top_p < 1:
+        if (top_k > 0) | (floor > LOWEST):
+            total = tl.sum(weight, axis=0)
+        goal = top_p * total
+        end = _highest_key(key, weight, goal, low)
+        equal = kept & (key == end)
+        each = tl.max(tl.where(equal, weight, 0.0), axis=0)
+        above = tl.sum(tl.where(key > end, weight, 0.0), axis=0)
+        rank = tl.cumsum(equal.to(tl.int32), axis=0)
+        kept = kept & ((key > end) | (equal & (above + (rank - 1).to(tl.float64) * each < goal)))
     score = tl.where(kept, weight / _noise(seed, index, ids), -1.0)
     return tl.min(tl.where(score == tl.max(score, axis=0), ids, 0x7FFFFFFF), axis=0)
 
@@ -341,9 +394,9 @@ def _select_kernel(  # type: ignore[no-untyped-def]
                     FEW, PAIRS // FEW, LOWEST,
                 )  # fmt: skip
             else:
-                token = _race_few(
+                token = _race_many(
                     values_ptr, ids_ptr, count, best, temperature, floor, top_k, top_p, total, seed, index,
-                    CANDIDATES, PAIRS // CANDIDATES, LOWEST,
+                    CANDIDATES, LOWEST,
                 )  # fmt: skip
             tl.store(tokens_ptr + row, token.to(tl.int64))
             tl.store(state_ptr + row, 0)
@@ -352,7 +405,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
 @triton_kernel(do_not_specialize=["params_stride"])
 def _finish_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, tokens_ptr, integers_ptr, numbers_ptr, best_ptr, best_id_ptr, state_ptr, params_stride,
-    TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr, SCAN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per row that select left open; `tokens` has the winner of all ids that min_p leaves."""
     row = tl.program_id(0).to(tl.int64)
@@ -368,55 +421,58 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
         top_k = tl.load(integers_ptr + 2 * params_stride + row)
         seed = tl.load(integers_ptr + row)
         index = tl.load(integers_ptr + params_stride + row).to(tl.int32)
-        infinity = tl.full([], float("inf"), tl.float32)
-        nothing = tl.full([], 0x7FFFFFFF, tl.int32)
-
-        count, total = _before(logits_ptr, vocab, best, temperature, floor, -infinity, nothing, TILE)
-        if (top_k > 0) & (count > top_k):
-            low = ordered_key(floor).to(tl.int64)
-            high = tl.full([], 0, tl.int64)                  # the key of the best id's value
-            while low < high:
-                middle = low + ((high - low + 1) >> 1)
-                value = ordered_value(middle.to(tl.int32))
-                count, total = _before(logits_ptr, vocab, best, temperature, value, -infinity, nothing, TILE)
-                low = tl.where(count >= top_k, middle, low)
-                high = tl.where(count >= top_k, high, middle - 1)
-            floor = ordered_value(low.to(tl.int32))
-            count, total = _before(logits_ptr, vocab, best, temperature, floor, floor, nothing * 0, TILE)
-            total += (top_k - count).to(tl.float64) * tl.exp(floor.to(tl.float64))
-        most = tl.where(top_k > 0, top_k, nothing.to(tl.int64))
-        goal = tl.where(top_p < 1, top_p * total, float("inf"))
 
         token = tl.load(tokens_ptr + row).to(tl.int32)
         value = tl.div_rn(tl.load(logits_ptr + token).to(tl.float32) - best, temperature)
-        count, total = _before(logits_ptr, vocab, best, temperature, floor, value, token, TILE)
-        while (count >= most) | (total >= goal):
+        count, weight, all_count, total = _before(logits_ptr, vocab, best, temperature, floor, value, token, SCAN)
+        if (top_k > 0) & (all_count > top_k):
+            low = ordered_key(floor)
+            high = low * 0                                   # the key of the best id's value
+            while low < high:
+                middle = low + ((high - low + 1) >> 1)
+                start = ordered_value(middle)
+                _, _, all_count, _ = _before(logits_ptr, vocab, best, temperature, start, value, token, SCAN)
+                low = tl.where(all_count >= top_k, middle, low)
+                high = tl.where(all_count >= top_k, high, middle - 1)
+            floor = ordered_value(low)
+            above, total, _, _ = _before(logits_ptr, vocab, best, temperature, floor, floor, token * 0, SCAN)
+            total += (top_k - above).to(tl.float64) * tl.exp(floor.to(tl.float64))
+        most = tl.where(top_k > 0, top_k, 0x7FFFFFFF)
+        goal = tl.where(top_p < 1, top_p * total, float("inf"))
+
+        while (count >= most) | (weight >= goal):
             winner = tl.load(best_id_ptr + row)
             score = 1.0 / _noise(seed, index, winner)
             for start in range(0, vocab, TILE):
                 winner, score = _race_tile(
                     logits_ptr, vocab, start, best, temperature, floor, value, token, seed, index, winner, score, TILE,
                     True,
-                )
+                )  # fmt: skip
             token = winner
             value = tl.div_rn(tl.load(logits_ptr + token).to(tl.float32) - best, temperature)
-            count, total = _before(logits_ptr, vocab, best, temperature, floor, value, token, TILE)
+            count, weight, _, _ = _before(logits_ptr, vocab, best, temperature, floor, value, token, SCAN)
         tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
 @triton_kernel()
 def _before(logits_ptr, vocab, best, temperature, floor, cut, cut_id, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many ids, not below the floor, rank before the cut, and their weight."""
+    """Of the ids that are not below the floor: how many rank before the cut, and their weight; and all of them."""
     count = tl.full([], 0, tl.int64)
+    weight = tl.full([], 0.0, tl.float64)
+    all_count = tl.full([], 0, tl.int64)
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
         scaled = tl.div_rn(x - best, temperature)
-        before = (scaled >= floor) & ((scaled > cut) | ((scaled == cut) & (ids < cut_id)))
+        inside = scaled >= floor
+        before = inside & ((scaled > cut) | ((scaled == cut) & (ids < cut_id)))
+        each = tl.exp2(scaled * 1.4426950408889634)
         count += tl.sum(before.to(tl.int32), axis=0)
-        total += tl.sum(tl.where(before, tl.exp2(scaled * 1.4426950408889634), 0.0), axis=0).to(tl.float64)
-    return count, total
+        weight += tl.sum(tl.where(before, each, 0.0), axis=0).to(tl.float64)
+        all_count += tl.sum(inside.to(tl.int32), axis=0)
+        total += tl.sum(tl.where(inside, each, 0.0), axis=0).to(tl.float64)
+    return count, weight, all_count, total
 
 
 @triton_kernel()
@@ -451,7 +507,7 @@ class Workspace:
     listed: Tensor                   # int32 [R, CANDIDATES]: groups to look through
     values: Tensor                   # float32 [R, CANDIDATES], and their ids
     ids: Tensor
-    leaders: Tensor                  # int32 [R, race tiles], and their scores
+    leaders: Tensor                  # int32 [R, race tiles, a power of two], and their scores
     scores: Tensor                   # float64 [R, race tiles]
 
 
@@ -550,18 +606,19 @@ def draw(
         _select_kernel[(count,)](
             *common, *row, space.group_best, space.tile_best, space.tile_weight, space.listed, space.values, space.ids,
             integers.stride(0),
-            TILES=tiles, GROUPS=groups, GROUP=GROUP, CANDIDATES=CANDIDATES, FEW=FEW, PAIRS=PAIRS, AT_ONCE=GROUPS_AT_ONCE, LOWEST=LOWEST,
-            TILES_ROUND=triton.next_power_of_2(tiles), GROUPS_ROUND=triton.next_power_of_2(groups),
-            num_warps=SELECT_WARPS, **launch,
+            TILES=tiles, GROUPS=groups, GROUP=GROUP, CANDIDATES=CANDIDATES, FEW=FEW, PAIRS=PAIRS,
+            AT_ONCE=GROUPS_AT_ONCE, LOWEST=LOWEST, TILES_ROUND=triton.next_power_of_2(tiles),
+            GROUPS_ROUND=triton.next_power_of_2(groups), num_warps=SELECT_WARPS, **launch,
         )  # fmt: skip
-    race_tiles = triton.cdiv(vocab, RACE_TILE)
-    _race_kernel[(race_tiles, count)](
+    span = 1 if count <= RACE_ALONE else RACE_SPAN
+    _race_kernel[(triton.cdiv(vocab, span * RACE_TILE), count)](
         *common, space.arrivals[1], *row, space.leaders, space.scores, integers.stride(0),
-        TILE=RACE_TILE, TILES=triton.next_power_of_2(race_tiles), num_warps=RACE_WARPS, **launch,
+        TILE=RACE_TILE, SPAN=span, PROGRAMS=space.scores.shape[1], num_warps=4 if span == 1 else RACE_WARPS,
+        **launch,
     )  # fmt: skip
     if filtered:
         _finish_kernel[(count,)](
-            *common, *row, integers.stride(0), TILE=FINISH_TILE, num_warps=FINISH_WARPS, **launch
+            *common, *row, integers.stride(0), TILE=FINISH_TILE, SCAN=SCAN_TILE, num_warps=FINISH_WARPS, **launch
         )
 
 

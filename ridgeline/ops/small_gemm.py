@@ -1,7 +1,8 @@
 """A few rows times a weight matrix, with the gated activation behind it: tiles that cover all rows of x.
 
 Every weight is read once. Where the outputs alone make too few tiles to keep every multiprocessor reading, the inputs
-are split too; the program that arrives last at a tile adds the parts up, always in the same order.
+are split too; the program that arrives last at a tile adds the parts up, always in the same order. The weight is the left
+side of the product: a tile of few rows of x then still fills the matrix unit, whose left side has 64 rows.
 """
 
 from __future__ import annotations
@@ -13,22 +14,20 @@ from torch import Tensor
 
 from ridgeline.ops.gemv import GATES
 from ridgeline.ops.launch import dependent_launch
-from ridgeline.ops.linear_plan import GemmPlan
-from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, tl, triton, triton_kernel
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from ridgeline.ops.linear_plan import GemmPlan, split_inputs
+from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
 
 MOST_TILES = 4096                    # with split inputs: one counter each
+AHEAD = 256                          # inputs whose weights are fetched before the predecessor's result is waited for
 
 
 @triton_kernel(do_not_specialize=["rows", "outputs"])
 def _small_gemm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, x_tiles, weight_tiles, bias_ptr, out_ptr, part_ptr, arrived_ptr,
-    rows, inputs, outputs, x_stride, weight_stride, split_inputs,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+    rows, inputs, outputs, x_stride, weight_stride, part_inputs,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, SPLITS: tl.constexpr,
-    STEP: tl.constexpr, EVEN: tl.constexpr, EVEN_INPUTS: tl.constexpr, WEIGHT_LEFT: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
+    STEP: tl.constexpr, EVEN: tl.constexpr, EVEN_INPUTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, block of rows, split). Tiles begin STEP outputs apart, which may be fewer than they have room for.
 
@@ -41,30 +40,27 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum((tile + 1) * STEP, outputs)
     row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_INPUTS)
-    first = split * split_inputs
-    last = tl.minimum(first + split_inputs, inputs)
+    first = split * part_inputs
+    last = tl.minimum(first + part_inputs, inputs)
     weight_row = weight_ptr + output.to(tl.int64) * weight_stride
     partner = outputs.to(tl.int64) * weight_stride       # with a gate: from a gate's weights to its partner's
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            # Into the second level cache, a line of 64 numbers at a time: the memory is not idle while this waits.
-            line = first + tl.arange(0, AHEAD // 64) * 64
-            ahead = (weight_ptr + tl.minimum(output, end - 1).to(tl.int64) * weight_stride)[:, None] + tl.where(line < last, line, first)[None, :]
+        # Into the second level cache, a line of 64 numbers at a time: the memory is not idle while this waits.
+        line = first + tl.arange(0, AHEAD // 64) * 64
+        ahead = weight_ptr + tl.minimum(output, end - 1).to(tl.int64)[:, None] * weight_stride
+        ahead += tl.where(line < last, line, first)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1
+        )
+        if GATE != 0:
             tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1
-            )
-            if GATE != 0:
-                tl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead + partner], dtype=tl.int32,
-                    is_pure=False, pack=1,
-                )  # fmt: skip
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead + partner], dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     x_row = x_ptr + row.to(tl.int64) * x_stride
-    if WEIGHT_LEFT:
-        sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
-    else:
-        sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
+    sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
     other = sums
     for start in range(first, last, BLOCK_INPUTS):
         here = start + column
@@ -73,50 +69,31 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
             known = (row < rows)[:, None]
             inside = (output < end)[:, None]
         else:
-            known = (row < rows)[:, None] & (here < inputs)[None, :]
-            inside = (output < end)[:, None] & (here < inputs)[None, :]
-        if DESCRIPTORS:
-            x = x_tiles.load([row_block * BLOCK_ROWS, start])
-            weight = weight_tiles.load([tile * STEP, start])
-        elif EVEN:
-            x = tl.load(x_row[:, None] + here[None, :], mask=known, other=0.0)
+            known = (row < rows)[:, None] & (here < last)[None, :]
+            inside = (output < end)[:, None] & (here < last)[None, :]
+        x = tl.load(x_row[:, None] + here[None, :], mask=known, other=0.0)
+        if EVEN:
             weight = tl.load(source, eviction_policy="evict_first")
         else:
-            x = tl.load(x_row[:, None] + here[None, :], mask=known, other=0.0)
             weight = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first")
         if UPCAST:
             x = x.to(tl.float32)
             weight = weight.to(tl.float32)
-        if WEIGHT_LEFT:
-            sums = tl.dot(weight, x.T, sums)
-        else:
-            sums = tl.dot(x, weight.T, sums)
+        sums = tl.dot(weight, x.T, sums)
         if GATE != 0:
-            if DESCRIPTORS:
-                up = weight_tiles.load([outputs + tile * STEP, start])
-            elif EVEN:
+            if EVEN:
                 up = tl.load(source + partner, eviction_policy="evict_first")
             else:
                 up = tl.load(source + partner, mask=inside, other=0.0, eviction_policy="evict_first")
             if UPCAST:
                 up = up.to(tl.float32)
-            if WEIGHT_LEFT:
-                other = tl.dot(up, x.T, other)
-            else:
-                other = tl.dot(x, up.T, other)
-    if WEIGHT_LEFT:
-        output_ = output[:, None]
-        row_ = row[None, :]
-        place = tl.arange(0, BLOCK_OUTPUTS)[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
-    else:
-        output_ = output[None, :]
-        row_ = row[:, None]
-        place = tl.arange(0, BLOCK_ROWS)[:, None] * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)[None, :]
+            other = tl.dot(up, x.T, other)
     written_rows = rows
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_OUTPUTS * BLOCK_ROWS
         HALVES: tl.constexpr = 1 if GATE == 0 else 2
         number = tile * tl.num_programs(1) + row_block
+        place = tl.arange(0, BLOCK_OUTPUTS)[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
         parts = part_ptr + number.to(tl.int64) * (SPLITS * HALVES * SIZE)
         mine = parts + split * (HALVES * SIZE)
         tl.store(mine + place, sums)
@@ -135,6 +112,8 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
         if terms > 0:
             tl.store(arrived_ptr + number, 0)
         written_rows = tl.where(terms > 0, rows, 0)
+    output_ = output[:, None]
+    row_ = row[None, :]
     if BIAS:
         sums += tl.load(bias_ptr + output_, mask=output_ < end, other=0.0).to(tl.float32)
     if GATE != 0:
@@ -170,24 +149,21 @@ def small_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, *
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     step = plan.step or plan.block_outputs
     tiles, row_blocks = triton.cdiv(outputs, step), triton.cdiv(rows, plan.block_rows)
-    split_inputs = triton.cdiv(triton.cdiv(inputs, plan.block_inputs), plan.splits) * plan.block_inputs
-    splits = triton.cdiv(inputs, split_inputs)           # fewer than asked for where the last ones would be empty
+    part_inputs = split_inputs(inputs, plan.splits)
+    splits = triton.cdiv(inputs, part_inputs)            # fewer than asked for where the last ones would be empty
     parts = arrived = out
     if splits > 1:
         halves = 1 if gate is None else 2
         size = tiles * row_blocks * splits * halves * plan.block_outputs * plan.block_rows
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
-    x_tiles, weight_tiles = x, weight
-    if plan.descriptors:
-        x_tiles = TensorDescriptor.from_tensor(x, [plan.block_rows, plan.block_inputs])
-        weight_tiles = TensorDescriptor.from_tensor(weight, [plan.block_outputs, plan.block_inputs])
+    even_inputs = inputs % plan.block_inputs == 0
     _small_gemm_kernel[tiles, row_blocks, splits](
-        x, weight, x_tiles, weight_tiles, weight if bias is None else bias, out, parts, arrived,
-        rows, inputs, outputs, x.stride(0), weight.stride(0), split_inputs,
+        x, weight, weight if bias is None else bias, out, parts, arrived,
+        rows, inputs, outputs, x.stride(0), weight.stride(0), part_inputs,
         BLOCK_ROWS=plan.block_rows, BLOCK_OUTPUTS=plan.block_outputs, BLOCK_INPUTS=plan.block_inputs, SPLITS=splits,
-        STEP=step, EVEN=step == plan.block_outputs and outputs % step == 0 and inputs % plan.block_inputs == 0,
-        EVEN_INPUTS=inputs % plan.block_inputs == 0, WEIGHT_LEFT=plan.weight_left, DESCRIPTORS=plan.descriptors, GATE=GATES[gate], BIAS=bias is not None, AHEAD=plan.ahead,
+        STEP=step, EVEN=even_inputs and step == plan.block_outputs and outputs % step == 0, EVEN_INPUTS=even_inputs,
+        GATE=GATES[gate], BIAS=bias is not None, AHEAD=AHEAD,
         UPCAST=TRITON_INTERPRETED,       # the interpreter's narrow dot products are wrong
         num_warps=plan.warps, num_stages=plan.stages, **dependent_launch(x.device),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ridgeline.graph_shapes import Shape
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import StepPlan
@@ -29,11 +30,14 @@ class Computed:
 
 
 class Forward(Protocol):
-    def padded(self, plan: StepPlan) -> int:
-        """To how many rows this plan's batch is to be filled up; 0: as it is."""
+    def shape(self, plan: StepPlan) -> Shape | None:
+        """What this plan's batch is to be filled up to; None: as it is."""
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         """`greedy`: every row that samples takes its best token and wants nothing else."""
+
+    def prepare(self) -> bool:
+        """Use a moment without work to make later steps faster. False: nothing is left to do."""
 
 
 class EagerForward:
@@ -42,8 +46,11 @@ class EagerForward:
         self._tokens = torch.empty_like(last_token)
         self._failed = torch.empty_like(last_token, dtype=torch.bool)
 
-    def padded(self, plan: StepPlan) -> int:
-        return 0
+    def shape(self, plan: StepPlan) -> Shape | None:
+        return None
+
+    def prepare(self) -> bool:
+        return False
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         hidden = self._model(batch, self._kv)

@@ -1,34 +1,37 @@
-"""Decode steps as recorded CUDA graphs: one launch instead of hundreds.
+"""Steps as recorded CUDA graphs: one launch instead of hundreds.
 
-A graph is recorded for a number of rows (a bucket; smaller batches are padded to it) and for what is wanted of it: the
-greedy tokens, or the logits. Everything a graph reads has a fixed address: weights, KV pages, block tables, and the
-step's integers, which staging puts at the same place for the same bucket. True lengths are read from there.
+Decodes are always worth it, and prompts while they are so short that launching takes longer than computing. A graph is
+recorded for a shape (numbers of rows and tokens; smaller steps are padded to it) and for what is wanted of it: the greedy
+tokens, or the logits. Everything a graph reads has a fixed address: weights, KV pages, block tables, and the step's
+integers, which staging puts at the same place for the same shape. True lengths are read from there.
 
-Nothing is recorded at start-up. A bucket runs eagerly the first time, which also compiles its kernels, and is recorded
-when it comes again: so what is used most is there first. All graphs share one memory pool, for they never run at once.
+Nothing but the largest shapes is recorded at start-up. Any other runs eagerly at first, which also loads its kernels. It
+is recorded when it comes again, or when there is nothing else to do: so what is used most is there first. Decodes beside
+prompts come in so many shapes that recording, which takes as long as several such steps, has to be earned more often.
+All graphs share one memory pool, for they never run at once; the largest are recorded first, and the others fit in.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ridgeline.graph_shapes import GraphShapes, Shape
 from ridgeline.layers.batch import Batch
 from ridgeline.log import get_logger
 from ridgeline.messages import StepPlan, Want
 from ridgeline.runner.forward import Computed, EagerForward
+from ridgeline.runner.rows import leading_ones
 
 logger = get_logger("graphs")
 
-
-def buckets(max_rows: int) -> list[int]:
-    """Batch sizes that are recorded. Padding costs at most an eighth beyond 32 rows."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 129, 8), *range(144, 257, 16), *range(288, 513, 32)]
-    sizes += range(576, max_rows + 64, 64)
-    return [size for size in sizes if size < max_rows] + [max_rows]
+USES = 1                             # before a shape is recorded …
+MIXED_USES = 8                       # … and one of decodes beside prompts
+MOST_GRAPHS = 256                    # the one unused for longest makes room; each takes a few MiB of the driver's memory
 
 
 @dataclass(slots=True)
@@ -37,43 +40,66 @@ class _Recorded:
     computed: Computed
 
 
+@dataclass(slots=True)
+class _Seen:
+    batch: Batch
+    uses: int = 0
+
+
+_Key = tuple[Shape, bool, bool]      # shape, greedy, with a shared prefix
+
+
 class GraphForward:
-    def __init__(self, eager: EagerForward, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, eager: EagerForward, max_rows: int, max_step_tokens: int, vocab_size: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self._eager = eager
-        self._sizes = buckets(max_rows)
-        self._bucket = torch.bucketize(torch.arange(max_rows + 1), torch.tensor(self._sizes)).tolist()
-        self._max_rows = max_rows
-        self._seen: set[tuple[int, bool, bool]] = set()
-        self._recorded: dict[tuple[int, bool, bool], _Recorded] = {}
+        self._shapes = GraphShapes(max_rows, max_step_tokens)
+        self._shape: Shape | None = None                 # of the step that is about to run
+        self._waiting: OrderedDict[_Key, _Seen] = OrderedDict()      # used, not recorded yet; the last use last
+        self._recorded: OrderedDict[_Key, _Recorded] = OrderedDict()
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._logits = torch.empty((max_rows, vocab_size), dtype=dtype, device=device)       # of whichever ran last
         self.replays = 0
 
-    def padded(self, plan: StepPlan) -> int:
-        one_each = plan.total_tokens == len(plan.rows) <= self._max_rows
-        if not one_each or ((plan.want & ~np.int8(Want.LOGPROBS)) != np.int8(Want.TOKEN)).any():
-            return 0
-        return self._sizes[self._bucket[len(plan.rows)]]
+    def shape(self, plan: StepPlan) -> Shape | None:
+        self._shape = None
+        if not (plan.want & np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN)).any():
+            decodes = leading_ones(plan.num_tokens)
+            self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
+        return self._shape
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
-        work = batch.work
-        assert work is not None
-        if work.longest_query or batch.logits_index.shape != batch.tokens.shape:
+        if self._shape is None:
             return self._eager.run(batch, greedy)
-        key = (work.num_decodes, greedy, any(group.prefix is not None for group in batch.groups))
+        key = (self._shape, greedy, any(group.prefix is not None for group in batch.groups))
         recorded = self._recorded.get(key)
         if recorded is None:
-            if key not in self._seen:
-                self._seen.add(key)
+            seen = self._waiting.setdefault(key, _Seen(batch))
+            if seen.uses < (MIXED_USES if self._shape.decodes and self._shape.prompts else USES):
+                seen.uses += 1
+                self._waiting.move_to_end(key)
                 return self._eager.run(batch, greedy)
-            recorded = self._recorded[key] = self._record(batch, greedy)
-            logger.debug("recorded a graph of %d rows (%s)", key[0], "greedy" if greedy else "logits")
+            recorded = self._record(key, batch)
+        self._recorded.move_to_end(key)
         recorded.graph.replay()
         self.replays += 1
         return dataclasses.replace(recorded.computed)
 
-    def _record(self, batch: Batch, greedy: bool) -> _Recorded:
+    def prepare(self) -> bool:
+        """Record what was used last."""
+        if not self._waiting:
+            return False
+        key, seen = next(reversed(self._waiting.items()))
+        with torch.inference_mode():
+            self._record(key, seen.batch)
+        return True
+
+    def _record(self, key: _Key, batch: Batch) -> _Recorded:
+        """Launch the step into a graph instead of onto the device. The values in the batch do not matter."""
+        shape, greedy, _ = key
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -81,8 +107,14 @@ class GraphForward:
             try:
                 computed = self._eager.run(batch, greedy)
                 if computed.logits is not None:          # its memory is the pool's: the next recording reuses it
-                    computed.logits = self._logits[: len(batch.tokens)].copy_(computed.logits)
+                    computed.logits = self._logits[: len(batch.logits_index)].copy_(computed.logits)
                 computed.hidden = None
             finally:
                 graph.capture_end()
-        return _Recorded(graph, computed)
+        del self._waiting[key]
+        if len(self._recorded) == MOST_GRAPHS:
+            torch.cuda.synchronize()                     # it may be running
+            self._recorded.popitem(last=False)
+        self._recorded[key] = _Recorded(graph, computed)
+        logger.debug("recorded %s, %s", shape, "greedy" if greedy else "logits")
+        return self._recorded[key]

@@ -31,14 +31,14 @@ class KVBuffers:
 
     def layers(self) -> list[LayerKV]:
         """Each layer's pages, in the order of the layers."""
-        dtype = self._pages.dtype
+        return [self._layer(self._slots[layer]) for layer in sorted(self._slots)]
+
+    def _layer(self, slot: int) -> LayerKV:
+        k, v = self._pages[slot]
         if self._scales is None:
-            return [LayerKV(*self._pages[self._slots[layer]]) for layer in sorted(self._slots)]
-        stored = KVFormat(dtype, dtype, "token", "token")
-        return [
-            LayerKV(*self._pages[self._slots[layer]], stored, *self._scales[self._slots[layer]])
-            for layer in sorted(self._slots)
-        ]
+            return LayerKV(k, v)
+        k_scale, v_scale = self._scales[slot]
+        return LayerKV(k, v, KVFormat(k.dtype, v.dtype, "token", "token"), k_scale, v_scale)
 
     def run(self, block_ops: list[BlockOp]) -> None:
         for op in block_ops:

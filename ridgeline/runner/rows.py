@@ -10,12 +10,13 @@ has no blocks, so whatever it writes goes to block 0.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.graph_shapes import Shape
 from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import StepPlan, Want
@@ -29,6 +30,25 @@ from ridgeline.ops.paged_attention import (
 )
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.staging import Staging
+
+
+@dataclass(slots=True)
+class _Layout:
+    """A plan's rows as the batch has them, padding included."""
+
+    rows: np.ndarray                 # [R]
+    counts: np.ndarray               # [R]: tokens of each; none for padding after the decodes
+    live: np.ndarray | slice         # which of the rows are the plan's
+    sampled: np.ndarray | slice      # which of the rows have logits
+    picks: np.ndarray                # which of those logits the plan wants, in its order
+    num_decodes: int                 # leading rows with one token
+    num_tokens: int                  # padding included
+    longest: int                     # bound of the tokens of a later row
+
+
+def leading_ones(counts: np.ndarray) -> int:
+    longer = np.nonzero(counts != 1)[0]
+    return int(longer[0]) if len(longer) else len(counts)
 
 
 class DeviceRows:
@@ -68,12 +88,12 @@ class DeviceRows:
         self._most_changes = 2 * len(groups) * max_rows + max_blocks
         self._ones = torch.arange(max_rows + 1, dtype=torch.int32, device=device)    # borders of rows with a query each
         self._arange = np.arange(max(max_step_tokens, max_rows) + 1, dtype=np.int64)
-        # Per token: id, position and a slot in each group. Per row: nine numbers at most. Changes of the tables: place
+        # Per token: id, position and a slot in each group. Per row: ten numbers at most. Changes of the tables: place
         # and value. And the ends of arrays.
         num_tiles = -(-max_rows // tile_rows) + SPARE_TILES
-        num_bytes = 8 * (max(max_step_tokens, max_rows) * (2 + len(groups)) + 9 * (max_rows + 1))
+        num_bytes = 8 * (max(max_step_tokens, max_rows) * (2 + len(groups)) + 10 * (max_rows + 1))
         num_bytes += len(groups) * (4 * (4 * num_tiles + 2 * max_rows) + 6 * 16)
-        self._staging = Staging(num_bytes + 12 * self._most_changes + 16 * (20 + len(groups)), depth + 1, device)
+        self._staging = Staging(num_bytes + 12 * self._most_changes + 16 * (24 + len(groups)), depth + 1, device)
 
     # -- the delta -----------------------------------------------------------------------------------------------------
 
@@ -123,21 +143,16 @@ class DeviceRows:
 
     # -- the batch -----------------------------------------------------------------------------------------------------
 
-    def pack(self, plan: StepPlan, padded: int = 0) -> Batch:
-        """`padded`: fill up with padding rows to so many; then every row has one token."""
-        rows, counts = plan.rows.astype(np.int64), plan.num_tokens.astype(np.int64)
-        sampled = (plan.want & np.int8(Want.TOKEN)) != 0
-        num_live = len(rows)
-        if padded:
-            rows = np.concatenate([rows, np.full(padded - num_live, self._padding_row)])
-            counts = np.ones(padded, np.int64)
-            sampled = np.ones(padded, bool)
+    def pack(self, plan: StepPlan, shape: Shape | None = None) -> Batch:
+        """`shape`: what to fill the step up to. Then every row has logits, wanted or not: a graph has no choice."""
+        layout = self._layout(plan, shape)
+        rows, counts, live = layout.rows, layout.counts, layout.live
         starts = self.length[rows]
         ends = starts + counts
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         total = int(query_start[-1])
-        if total == len(rows):                           # one token each: nothing to repeat
+        if total == len(rows) and counts.all():          # one token each: nothing to repeat
             positions, token_rows = starts, rows
         else:
             positions = np.repeat(starts - query_start[:-1], counts) + self._arange[:total]
@@ -145,41 +160,50 @@ class DeviceRows:
         blocks, offsets = np.divmod(positions, self.block_size)
         slots = self._tables[:, token_rows, blocks] * np.int64(self.block_size) + offsets
         given = starts < self.num_given[rows]
-        kv_len = ends.astype(np.int32)
-        kv_len[num_live:] = 0
+        tokens = self._given_tokens(rows, starts, ends, query_start, given)
+        if total < layout.num_tokens:                    # tokens of nobody, at the end, in block 0
+            missing = layout.num_tokens - total
+            tokens, positions = np.pad(tokens, (0, missing)), np.pad(positions, (0, missing))
+            slots = np.pad(slots, ((0, 0), (0, missing)))
+        kv_len = np.zeros(len(rows), np.int32)
+        kv_len[live] = ends[live]
+        last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
         on_cpu = self.device.type == "cpu"
+        work = None if on_cpu else AttentionWork(layout.num_decodes, layout.longest, self._deterministic)
+        goes_on = None if layout.num_tokens == len(rows) else self._goes_on(plan, layout)
 
         changes = self._changes()
         staging = self._staging
         staging.begin()
         device_rows = staging.put(rows)
-        tokens = staging.put(self._given_tokens(rows, starts, ends, query_start, given))
+        device_tokens = staging.put(tokens)
         borders, lengths = staging.put(query_start), staging.put(kv_len)
         places, slot_tensors = staging.put(positions), [staging.put(each) for each in slots]
-        logits_index = staging.put(query_start[1:][sampled].astype(np.int64) - 1)
-        sample_rows = staging.put(rows[sampled])
+        logits_index = staging.put(last)
+        sample_rows = staging.put(rows[layout.sampled])
         table_rows = None if on_cpu else staging.put(rows.astype(np.int32))
-        work = None if on_cpu else self._work(counts)
-        prefixes = [self._put_prefix(group, rows, num_live, work) for group in range(len(slots))]
-        sampled_rows = self._put_sampled(plan, kv_len, rows, sampled) if total > len(rows) else None
-        decodes = np.nonzero(~given)[0]                  # from here on sizes vary: nothing a graph reads
+        prefixes = [self._put_prefix(group, rows, layout, on_cpu) for group in range(len(slots))]
+        if goes_on is not None:
+            last_kv_len, last_rows = staging.put(kv_len[goes_on]), staging.put(rows[goes_on].astype(np.int32))
+        picks = staging.put(layout.picks)                # from here on sizes vary: nothing a graph reads
+        decodes = np.nonzero(~given & (counts > 0))[0]
         decode_rows, decode_places = staging.put(rows[decodes]), staging.put(query_start[decodes].astype(np.int64))
         written = self._put_changes(changes)
         staging.send()
 
         self._write_tables(*written)
-        if len(decodes) == total:                        # the last sampled token never left the device
-            torch.index_select(self.last_token, 0, device_rows, out=tokens)
+        if len(decodes) == layout.num_tokens:            # the last sampled token never left the device
+            torch.index_select(self.last_token, 0, device_rows, out=device_tokens)
         elif len(decodes):
-            tokens.index_copy_(0, decode_places, self.last_token.index_select(0, decode_rows))
+            device_tokens.index_copy_(0, decode_places, self.last_token.index_select(0, decode_rows))
         num_blocks = -(-int(ends.max()) // self.block_size)
         groups = [
             GroupBatch(slot_tensor, table[:, :num_blocks].index_select(0, device_rows) if on_cpu else table, prefix)
             for slot_tensor, table, prefix in zip(slot_tensors, self._device_tables, prefixes, strict=True)
         ]
-        self.length[rows[:num_live]] = ends[:num_live]
+        self.length[rows[live]] = ends[live]
         batch = Batch(
-            tokens=tokens,
+            tokens=device_tokens,
             positions=places,
             query_start=borders,
             kv_len=lengths,
@@ -188,57 +212,71 @@ class DeviceRows:
             groups=groups,
             logits_index=logits_index,
             sample_rows=sample_rows,
+            picks=layout.picks,
+            device_picks=picks,
             table_rows=table_rows,
             work=work,
             workspace=self._workspace,
         )
-        if sampled_rows is not None:
-            batch.sampled = self._last_tokens(batch, np.nonzero(sampled)[0], *sampled_rows)
+        if goes_on is not None:
+            batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_rows)
         return batch
 
-    def _put_sampled(
-        self, plan: StepPlan, kv_len: np.ndarray, rows: np.ndarray, sampled: np.ndarray
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Places, KV lengths and table rows of what the last layer has to go on with; None: with everything."""
+    def _layout(self, plan: StepPlan, shape: Shape | None) -> _Layout:
+        """Decodes, then prompts, each filled up to the shape."""
+        rows, counts = plan.rows.astype(np.int64), plan.num_tokens.astype(np.int64)
+        num_decodes = leading_ones(counts)
+        wanted = np.nonzero(plan.want & np.int8(Want.TOKEN))[0]
+        longest = int(counts[num_decodes:].max(initial=0))
+        if shape is None:
+            num_rows, num_tokens = len(rows), int(counts.sum())
+            return _Layout(
+                rows, counts, slice(0, num_rows), wanted, self._arange[: len(wanted)], num_decodes, num_tokens, longest
+            )
+        num_rows = shape.decodes + shape.prompts
+        full_rows, full_counts = np.full(num_rows, self._padding_row), np.zeros(num_rows, np.int64)
+        places = self._arange[: len(rows)].copy()
+        places[num_decodes:] += shape.decodes - num_decodes
+        full_counts[: shape.decodes] = 1
+        full_rows[places], full_counts[places] = rows, counts
+        return _Layout(
+            full_rows, full_counts, places, slice(0, num_rows), places[wanted], shape.decodes,
+            shape.decodes + shape.prompt_tokens, shape.prompt_tokens,
+        )
+
+    def _goes_on(self, plan: StepPlan, layout: _Layout) -> np.ndarray | None:
+        """The rows that the last layer has to go on with, where it is not with every token."""
         if (plan.want & np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN)).any():
             return None
-        put = self._staging.put
-        return put(np.nonzero(sampled)[0]), put(kv_len[sampled]), put(rows[sampled].astype(np.int32))
+        return self._arange[: len(layout.rows)][layout.sampled]
 
-    def _last_tokens(
-        self, batch: Batch, places: np.ndarray, device_places: Tensor, kv_len: Tensor, table_rows: Tensor
-    ) -> Batch:
+    def _last_tokens(self, batch: Batch, places: np.ndarray, kv_len: Tensor, table_rows: Tensor) -> Batch:
         """The same step with one query a row, its last: to attend that needs no more of the positions."""
-        on_cpu = self.device.type == "cpu"
-        count = len(places)
-        groups = batch.groups
-        if on_cpu:
-            groups = [GroupBatch(each.slots, each.block_table.index_select(0, device_places)) for each in groups]
-        else:
-            groups = [GroupBatch(each.slots, each.block_table) for each in groups]
-        lengths = batch.kv_len_host
+        count, lengths = len(places), batch.kv_len_host
+        if lengths is not None:
+            chosen = torch.from_numpy(places)
+            return replace(
+                batch,
+                query_start=self._ones[: count + 1],
+                kv_len=kv_len,
+                query_start_host=list(range(count + 1)),
+                kv_len_host=[lengths[place] for place in places.tolist()],
+                groups=[GroupBatch(each.slots, each.block_table.index_select(0, chosen)) for each in batch.groups],
+            )
         return replace(
             batch,
             query_start=self._ones[: count + 1],
             kv_len=kv_len,
-            query_start_host=list(range(count + 1)) if on_cpu else None,
-            kv_len_host=[lengths[place] for place in places.tolist()] if lengths is not None else None,
-            groups=groups,
-            table_rows=None if on_cpu else table_rows,
-            work=None if on_cpu else AttentionWork(count, 0, self._deterministic),
+            groups=[GroupBatch(each.slots, each.block_table) for each in batch.groups],
+            table_rows=table_rows,
+            work=AttentionWork(count, 0, self._deterministic),
         )
 
-    def _work(self, counts: np.ndarray) -> AttentionWork:
-        longer = np.nonzero(counts != 1)[0]
-        num_decodes = int(longer[0]) if len(longer) else len(counts)
-        return AttentionWork(num_decodes, int(counts[num_decodes:].max(initial=0)), self._deterministic)
-
-    def _put_prefix(
-        self, group: int, rows: np.ndarray, num_live: int, work: AttentionWork | None
-    ) -> SharedPrefix | None:
-        if work is None:
+    def _put_prefix(self, group: int, rows: np.ndarray, layout: _Layout, on_cpu: bool) -> SharedPrefix | None:
+        if on_cpu:
             return None
-        decodes = rows[: min(num_live, work.num_decodes)]
+        decodes = rows[: layout.num_decodes]
+        decodes = decodes[decodes != self._padding_row]
         found = self.prefixes[group].find(self._tables[group], decodes, self.length[decodes], len(rows))
         return None if found is None else SharedPrefix(*(self._staging.put(array) for array in found.arrays()))
 

@@ -71,7 +71,7 @@ class Runner:
         clock.start()
         self._apply(plan)
         starts = self.rows.length[plan.rows]
-        batch = self.rows.pack(plan, self.forward.padded(plan))
+        batch = self.rows.pack(plan, self.forward.shape(plan))
         places = np.nonzero(plan.want & np.int8(Want.TOKEN))[0]
         computed = self.forward.run(batch, self._is_greedy(plan, places))
         lengths = self.rows.length[plan.rows].astype(np.int32)
@@ -127,16 +127,18 @@ class Runner:
     def sample(self, masks: Tensor | None = None) -> None:
         """Sample the newest submitted step. Rank 0 decides; everybody learns the tokens."""
         step = self._steps[-1]
-        computed, rows = step.computed, step.plan.rows[step.places]
-        num_sampled = len(rows)
+        computed, batch, rows = step.computed, step.batch, step.plan.rows[step.places]
         if computed.tokens is not None and computed.failed is not None:
             self._sampler.said_greedily(rows)
-            step.tokens = Fetched(computed.tokens[:num_sampled], computed.failed[:num_sampled])
-        elif num_sampled and computed.logits is not None:
-            logits = computed.logits[:num_sampled]       # what is beyond is padding
+            step.tokens = Fetched(computed.tokens, computed.failed)
+        elif len(rows) and computed.logits is not None:
+            logits, sample_rows = computed.logits, batch.sample_rows
+            if len(logits) > len(rows):                  # the others are padding, or nobody's wish
+                logits = logits.index_select(0, batch.device_picks)
+                sample_rows = sample_rows.index_select(0, batch.device_picks)
             sampled = self._sampler.sample(logits, rows, masks)
             tokens = self._comm.broadcast(sampled.tokens)
-            self.rows.last_token.index_copy_(0, step.batch.sample_rows[:num_sampled], tokens)
+            self.rows.last_token.index_copy_(0, sample_rows, tokens)
             step.tokens = Fetched(tokens, sampled.failed)
             self._fetch_logprobs(step, rows, logits, tokens)
         step.clock.stop()
@@ -160,6 +162,8 @@ class Runner:
         failed: dict[int, str] = {}
         if step.tokens is not None:
             values, broken = step.tokens.arrays()
+            if len(values) > len(step.places):
+                values, broken = values[step.batch.picks], broken[step.batch.picks]
             tokens[step.places, 0] = values
             failed = dict.fromkeys(step.places[broken].tolist(), _BROKEN)
         num_new = np.zeros(len(plan.rows), np.int32)

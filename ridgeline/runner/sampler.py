@@ -222,7 +222,7 @@ class Sampler:
         if too_early.any():
             where, ids = self._stops.select(place)
             early = too_early[where]
-            logits[self._to_device(where[early], ids[early])] = -torch.inf
+            logits.index_put_(self._to_device(where[early], ids[early]), logits.new_full((), -torch.inf))
         if edit["biased"].any():
             where, ids, bias = self._to_device(*self._biases.select(place))
             logits[where, ids] += bias.to(logits.dtype)

@@ -95,7 +95,8 @@ class SharedPrefixes:
                 prefix_len[own] = tokens
                 used += len(own)
                 tile += 1
-        return Tiles(*columns, members, prefix_len)
+        row, length, first, count = columns
+        return Tiles(row, length, first, count, members, prefix_len)
 
 
 class NoSharedPrefixes(SharedPrefixes):

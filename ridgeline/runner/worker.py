@@ -68,9 +68,11 @@ def make_runner(
         sampler = Sampler(
             config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype
         )
-        forward: Forward = EagerForward(model, buffers.layers(), rows.last_token)
+        forward: Forward = (eager := EagerForward(model, buffers.layers(), rows.last_token))
         if config.graphs:
-            forward = GraphForward(forward, config.max_num_seqs, model_config.vocab_size, dtype, device)
+            forward = GraphForward(
+                eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size, dtype, device
+            )
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("kernels and graphs"):

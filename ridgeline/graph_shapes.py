@@ -1,0 +1,50 @@
+"""Which steps are recorded as graphs: numbers of rows and tokens to which others are filled up. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROMPT_ROWS = [1, 2, 4, 8]
+# Beyond these a GPU computes for longer than a host takes to launch, and a graph gains nothing.
+PROMPT_TOKENS = [*range(64, 513, 64), *range(640, 1281, 128)]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a step is filled up to, so that a recorded graph fits it."""
+
+    decodes: int                     # rows with one token
+    prompts: int = 0                 # rows after them, with up to
+    prompt_tokens: int = 0           # so many together
+
+
+class GraphShapes:
+    def __init__(self, max_rows: int, max_step_tokens: int) -> None:
+        self._max_rows = max_rows
+        self.decodes = decode_sizes(max_rows)
+        self.prompt_tokens = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
+        self.most_tokens = max([max_rows, *self.prompt_tokens])
+
+    def fit(self, decodes: int, prompts: int, prompt_tokens: int) -> Shape | None:
+        """The smallest shape for so many decodes, and prompts with so many tokens together; None: it is not recorded."""
+        sizes = self.decodes
+        if prompts:                                      # fewer sizes: there are prompts of all sizes for each of them
+            sizes = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+        shape = Shape(
+            _enough(sizes, decodes), _enough(PROMPT_ROWS, prompts), _enough(self.prompt_tokens, prompt_tokens)
+        )
+        fits = shape.decodes >= decodes and shape.prompts >= prompts and shape.prompt_tokens >= prompt_tokens
+        fits &= shape.decodes + shape.prompt_tokens <= self.most_tokens
+        return shape if fits and shape.decodes + shape.prompts <= self._max_rows else None
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """Numbers of decodes that are recorded. Beyond 32 rows padding adds a fifth at most."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 129, 8), *range(144, 257, 16), *range(288, 513, 32)]
+    sizes += range(576, max_rows + 64, 64)
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def _enough(sizes: list[int], size: int) -> int:
+    """The smallest of the sizes that is enough; 0 for nothing, or when none is."""
+    return next((each for each in sizes if each >= size), 0) if size else 0

@@ -1,0 +1,179 @@
+"""What attention is told besides its tensors: shapes of a step, shared prefixes, formats of the cache, workspaces."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.ops import paged_attention as attention
+from ridgeline.ops.paged_attention import AttentionWork, KVFormat, OlderKV, ScaleLayout, paged_attention
+from ridgeline.ops.registry import TRITON_INTERPRETED
+
+SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 4, "window": None, "softcap": None}
+E4M3 = torch.float8_e4m3fn
+
+
+def inputs(rows: list[tuple[int, int]], dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(7)
+    return paged_attention.inputs(generator, dtype, "cpu", rows=tuple(rows), **{**SIZES, **changes})
+
+
+def test_the_definition_needs_no_host_lists_and_writes_where_it_is_told() -> None:
+    args, options = inputs([(1, 9), (1, 0), (3, 12)], scattered=True)
+    expected = paged_attention(*args, **options)
+    assert not expected[1].any()
+    out = torch.full_like(expected, torch.nan)
+    options |= {"query_start_host": None, "kv_len_host": None, "out": out}
+    assert attention.paged_attention_reference(*args, **options) is out
+    torch.testing.assert_close(out, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_older_positions_may_have_another_format(window: int | None) -> None:
+    """A row whose first blocks are in a cache of their own equals the row with all of them in one."""
+    lengths = [8, 0, 4]
+    form = KVFormat(E4M3, E4M3, "token", "block")
+    args, options = inputs([(1, 11), (1, 6), (3, 9)], window=window)
+    q, k_cache, v_cache, table, query_start, kv_len = args
+    k_cache, v_cache = k_cache.nan_to_num(), v_cache.nan_to_num()
+    scales = [torch.rand(attention.scale_shape(layout, *k_cache.shape)) for layout in ("token", "block")]
+    old = [(cache * 50).to(torch.float32).to(E4M3) for cache in (k_cache, v_cache)]
+    plain = [
+        cache.double() * attention._scale_per_value(scale.double(), layout)
+        for cache, scale, layout in zip(old, scales, (form.k_scale, form.v_scale), strict=True)
+    ]
+    # The same block ids in both caches: the first blocks of each row mean the old one, the others the new one.
+    both = [torch.cat((new, stored)) for new, stored in zip((k_cache, v_cache), plain, strict=True)]
+    is_old = torch.arange(table.shape[1]) < torch.tensor(lengths).unsqueeze(1) // SIZES["block_size"]
+    expected = paged_attention(
+        q, *both, torch.where(is_old, table + len(k_cache), table), query_start, kv_len, **options
+    )
+    older = OlderKV(
+        *old, torch.where(is_old, table, 0), torch.tensor(lengths, dtype=torch.int32), form, scales[0], scales[1]
+    )
+    actual = paged_attention(
+        q, k_cache, v_cache, torch.where(is_old, 0, table), query_start, kv_len, **options, older=older
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "head", "token", "channel", "block"])
+def test_what_is_written_is_what_is_read(layout: ScaleLayout) -> None:
+    """New tokens, quantised for a cache, come back within half a step of e4m3: 2^-4 of their size, or of the smallest."""
+    values = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(1))
+    largest = torch.finfo(E4M3).max
+    whole = values.abs().amax() / largest
+    scale = {
+        "tensor": whole.view(1), "head": values.abs().amax(dim=(0, 2)) / largest,
+        "channel": values.abs().amax(dim=0) / largest, "token": attention.token_scales(values, E4M3),
+        "block": attention.token_scales(values, E4M3).amax(dim=0).expand(6, 2),
+    }[layout]  # fmt: skip
+    stored = attention.quantise_kv(values, scale, layout, E4M3)
+    assert stored.dtype == E4M3
+    cache_scale = scale.unsqueeze(0) if layout == "token" else scale[:1] if layout == "block" else scale
+    read = stored.unsqueeze(0).float() * attention._scale_per_value(cache_scale, layout)
+    torch.testing.assert_close(read[0], values, rtol=2**-4, atol=float(cache_scale.max()) * 2**-10)
+    beyond = attention.quantise_kv(100 * values, scale, layout, E4M3)
+    assert beyond.float().abs().max() == largest
+
+
+def test_zeros_have_a_scale() -> None:
+    scales = attention.token_scales(torch.zeros(1, 2, 4), E4M3)
+    assert torch.equal(scales, torch.ones(1, 2))
+
+
+def test_rows_of_a_prefix_are_cut_into_tiles() -> None:
+    size = attention.prefix_tile_rows(40)
+    assert size == 3
+    prefix = attention.shared_prefix([([5, 1, 2, 7], 32), ([0], 16)], 9, 40, table_rows=list(range(10, 19)), tiles=4)
+    assert prefix.tile_row.tolist() == [15, 17, 10, 0]
+    assert prefix.tile_len.tolist() == [32, 32, 16, 0]
+    assert prefix.tile_first.tolist() == [0, 3, 4, 0]
+    assert prefix.tile_count.tolist() == [3, 1, 1, 0]
+    assert prefix.members.tolist() == [5, 1, 2, 7, 0, 0, 0, 0, 0]
+    assert prefix.prefix_len.tolist() == [16, 32, 32, 0, 0, 32, 0, 32, 0]
+
+
+def test_a_workspace_is_large_enough_for_every_number_of_rows() -> None:
+    floats = attention.workspace_floats(300, 32, 8, 128, multiprocessors=132, prefix_tiles=12)
+    for rows in range(1, 301):
+        slots = rows * (attention.decode_shares(rows, 8, 132) + attention.prefix_shares(12, 8, 132))
+        assert slots * 32 * (128 + 2) <= floats
+    assert floats * 4 < 1 << 30
+    fixed = attention.workspace_floats(16, 32, 8, 128, multiprocessors=132, deterministic=True)
+    assert fixed >= 16 * attention.DETERMINISTIC_SHARES * 32 * (128 + 2)
+
+
+# ── the Triton kernels, in the interpreter ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.skipif(TRITON_INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, "-k", "kernel_"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert run.stdout.count("PASSED ") == 3
+
+
+kernels_run = pytest.mark.skipif(not (TRITON_INTERPRETED or torch.cuda.is_available()), reason="no Triton kernels here")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(rows: list[tuple[int, int]], **changes: Any) -> tuple[Any, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(7)
+    return paged_attention.inputs(generator, torch.float32, DEVICE, rows=tuple(rows), **{**SIZES, **changes})
+
+
+@kernels_run
+def test_kernel_deterministic_rows_do_not_depend_on_their_batch() -> None:
+    (q, k, v, table, starts, kv_len), options = on_device([(1, 600), (1, 9), (1, 40)], block_size=16)
+    options = {"scale": options["scale"]}
+    together = attention.paged_attention_triton(
+        q, k, v, table, starts, kv_len, work=AttentionWork(3, 0, deterministic=True), **options
+    )
+    for row in range(3):
+        one = slice(row, row + 1)
+        alone = attention.paged_attention_triton(
+            q[one], k, v, table[one], starts[:2], kv_len[one], work=AttentionWork(1, 0, deterministic=True), **options
+        )
+        assert torch.equal(alone[0], together[row])
+
+
+@kernels_run
+def test_kernel_workspace_serves_one_launch_after_another() -> None:
+    """Partials of other launches, NaN among them, never show, and the counters are at zero again."""
+    (q, k, v, table, starts, kv_len), options = on_device([(1, 200), (1, 0), (1, 130)], block_size=16)
+    options = {"scale": options["scale"]}
+    expected = attention.paged_attention_reference(q, k, v, table, starts, kv_len, **options)
+    workspace = attention.make_workspace(
+        attention.workspace_floats(3, 4, 2, 16, multiprocessors=132), 3, 2, torch.device(DEVICE)
+    )
+    workspace.partials.fill_(torch.nan)
+    for _ in range(2):
+        out = torch.full_like(q, torch.nan)
+        returned = attention.paged_attention_triton(
+            q, k, v, table, starts, kv_len, work=AttentionWork(3, 0), workspace=workspace, out=out, **options
+        )
+        assert returned is out
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        assert not workspace.arrived.any()
+
+
+@kernels_run
+def test_kernel_prefix_tiles_may_all_be_unused() -> None:
+    (q, k, v, table, starts, kv_len), options = on_device([(1, 20), (1, 7)])
+    options = {"scale": options["scale"]}
+    expected = attention.paged_attention_reference(q, k, v, table, starts, kv_len, **options)
+    prefix = attention.shared_prefix([], 2, 2, tiles=2, device=DEVICE)
+    actual = attention.paged_attention_triton(
+        q, k, v, table, starts, kv_len, work=AttentionWork(2, 0), prefix=prefix, **options
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
