@@ -254,11 +254,12 @@ PAGED_ATTENTION_CASES = (
         Case(f"fp8-{k}-{v}", _attention(
             [(1, 12), (1, 70), (3, 8)], kv_format=(E4M3, k, E4M3, v), scattered=k == "head",
             shared=(((0, 1), 8),) if k == "token" else (),
-        ))
+        ), dtypes=("float64", "bfloat16"))
         for k, v in (("tensor", "head"), ("head", "tensor"), ("token", "block"), ("block", "token"),
                      ("channel", "channel"), ("channel", "token"))
     ),
-    Case("fp8-values", _attention([(1, 12), (3, 8)], kv_format=("bfloat16", "none", E4M3, "head"))),
+    Case("fp8-values", _attention([(1, 12), (3, 8)], kv_format=("bfloat16", "none", E4M3, "head")),
+         dtypes=("float64", "bfloat16")),
     Case("decode-1", _attention([(1, 256)], **_SMOLLM2), timed=True),
     Case("decode-8", _attention([(1, 250 + row) for row in range(8)], **_SMOLLM2), timed=True),
     Case("decode-32", _attention([(1, 240 + row) for row in range(32)], **_SMOLLM2), timed=True),

@@ -6,12 +6,14 @@ Knows options, the model's shape and the machine's facts; allocates nothing and 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline import embedded, ledger
 from ridgeline.config import EngineConfig
-from ridgeline.costs import DTYPE_BYTES
+from ridgeline.costs import DTYPE_BYTES, sampling_bytes
 from ridgeline.errors import ConfigError
 from ridgeline.graph_shapes import PROMPT_TOKENS
 from ridgeline.kv_spec import KVGroupSpec, blocks_for
@@ -138,7 +140,8 @@ class Memory:
     weights: int                     # rotation tables included
     runtime: int
     per_block: int
-    per_row_kept: int                # a row's block tables, sampling state, and logits that a graph leaves behind
+    vocab: int
+    per_row_kept: int                # a row's block tables, and logits that a graph leaves behind
     per_row_step: int                # a row's logits while a step computes them, eagerly and in a graph
     graph_tokens: int                # of the longest recorded prompts; activations in graphs have memory of their own
     per_token: int                   # a token's activations in one layer, the widest
@@ -156,7 +159,6 @@ class Memory:
         room = device.memory // ranks if device.kind == "cpu" else int(device.memory * share)
         size = DTYPE_BYTES[dtype]
         tables = len(groups) * -(-longest // config.cache.block_size) * 4
-        sampling = model.vocab_size * (4 + max(4, size))             # counts; logits as edited
         logits = model.vocab_size * size
         width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         per_token = (width + 3 * model.intermediate_size) * size
@@ -166,12 +168,18 @@ class Memory:
             weights=weight_bytes(model, dtype, device.kind, ranks) + rotation,
             runtime=device.runtime,
             per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
-            per_row_kept=tables + sampling + (logits if graphs else 0),
+            vocab=model.vocab_size,
+            per_row_kept=tables + (logits if graphs else 0),
             per_row_step=logits * (2 if graphs else 1),
             graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
         )  # fmt: skip
+
+    def rows(self, max_num_seqs: int) -> int:
+        size, on_gpu = DTYPE_BYTES[self.dtype], self.kind != "cpu"
+        sampling = sampling_bytes(rows=max_num_seqs, vocab=self.vocab, element_bytes=size, on_gpu=on_gpu)
+        return max_num_seqs * self.per_row_kept + sampling
 
     def steps(self, max_num_seqs: int, budget: int) -> int:
         graph_tokens = max(max_num_seqs, self.graph_tokens) if self.graph_tokens else 0
@@ -185,7 +193,7 @@ class Memory:
         return {
             ledger.WEIGHTS: self.weights,
             ledger.KV: num_blocks * self.per_block,
-            ledger.ROWS: max_num_seqs * self.per_row_kept,
+            ledger.ROWS: self.rows(max_num_seqs),
             ledger.STEPS: self.steps(max_num_seqs, budget),
             ledger.RUNTIME: self.runtime,
         }
@@ -198,21 +206,23 @@ class Memory:
                 f"{(self.room - self.runtime) / GIB:.2f} GiB of "
                 f"{self.kind} memory are there; take a smaller model, a smaller dtype or more tensor_parallel_size"
             )
-        beyond_rows = max(0, self.graph_tokens - max_num_seqs)
-        free = self.room - self.weights - self.runtime - beyond_rows * self.per_token
-        per_row = self.per_row_kept + self.per_row_step + (self.per_token if self.graph_tokens else 0)
-        parts = [("max_num_seqs", max_num_seqs, per_row), ("max_num_batched_tokens", budget, self.per_token)]
-        if self.kv_option == "kv_cache_memory_bytes":
-            parts.append((self.kv_option, num_blocks * self.per_block, 1))
-        else:
-            parts.append((self.kv_option, num_blocks, self.per_block))
-        for name, count, each in parts:
-            if count * each > free:
+        free = self.room - self.weights - self.runtime
+        per_kv, kv = (1, num_blocks * self.per_block) if self.kv_option == "kv_cache_memory_bytes" else (
+            self.per_block, num_blocks
+        )
+        parts: list[tuple[str, int, Callable[[int], int]]] = [
+            ("max_num_seqs", max_num_seqs, lambda count: self.rows(count) + self.steps(count, 0)),
+            ("max_num_batched_tokens", budget, lambda count: count * self.per_token),
+            (self.kv_option, kv, lambda count: count * per_kv),
+        ]
+        for name, count, needs in parts:
+            if needs(count) > free:
+                largest = bisect_right(range(count), free, key=needs) - 1
                 raise ConfigError(
-                    f"{name} {count} needs {count * each / GIB:.3f} GiB, {free / GIB:.3f} GiB of {self.kind} memory are "
-                    f"left for it; the largest that fits is {free // each}"
+                    f"{name} {count} needs {needs(count) / GIB:.3f} GiB, {free / GIB:.3f} GiB of {self.kind} memory are "
+                    f"left for it; the largest that fits is {largest}"
                 )
-            free -= count * each
+            free -= needs(count)
 
 
 def _step_seconds(config: EngineConfig, device: DeviceFacts) -> float:

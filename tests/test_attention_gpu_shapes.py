@@ -103,7 +103,7 @@ def test_rows_of_a_prefix_are_cut_into_tiles() -> None:
 def test_a_workspace_is_large_enough_for_every_number_of_rows() -> None:
     floats = attention.workspace_floats(300, 32, 8, 128, multiprocessors=132, prefix_tiles=12)
     for rows in range(1, 301):
-        slots = rows * (attention.decode_shares(rows, 8, 132) + attention.prefix_shares(12, 8, 132))
+        slots = rows * (attention.decode_shares(rows, 8, 132) + attention.prefix_shares(rows, 4, 8, 132))
         assert slots * 32 * (128 + 2) <= floats
     assert floats * 4 < 1 << 30
     fixed = attention.workspace_floats(16, 32, 8, 128, multiprocessors=132, deterministic=True)
@@ -120,7 +120,7 @@ def test_kernels_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert run.stdout.count("PASSED ") == 3
+    assert run.stdout.count("PASSED ") == 6
 
 
 kernels_run = pytest.mark.skipif(not (TRITON_INTERPRETED or torch.cuda.is_available()), reason="no Triton kernels here")
@@ -168,6 +168,27 @@ def test_kernel_workspace_serves_one_launch_after_another() -> None:
 
 
 @kernels_run
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_long_rows_among_short_ones_are_cut(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "decode_shares", lambda rows, kv_heads, multiprocessors: 1)
+    monkeypatch.setattr(attention, "UNEVEN_MINIMUM", 64)
+    (q, k, v, table, starts, kv_len), options = on_device([(1, 300), (1, 20), (1, 0)], block_size=16)
+    options = {"scale": options["scale"]}
+    expected = attention.paged_attention_reference(q, k, v, table, starts, kv_len, **options)
+    workspace = attention.make_workspace(
+        attention.workspace_floats(3, 4, 2, 16, multiprocessors=8), 3, 2, torch.device(DEVICE)
+    )
+    workspace.partials.fill_(torch.nan)
+    actual = attention.paged_attention_triton(
+        *(tensor.to(dtype) for tensor in (q, k, v)), table, starts, kv_len,
+        work=AttentionWork(3, 0, uneven=True), workspace=workspace, **options,
+    )  # fmt: skip
+    assert not workspace.partials.isnan().all()          # partial results were left there
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@kernels_run
 def test_kernel_prefix_tiles_may_all_be_unused() -> None:
     (q, k, v, table, starts, kv_len), options = on_device([(1, 20), (1, 7)])
     options = {"scale": options["scale"]}
@@ -177,3 +198,17 @@ def test_kernel_prefix_tiles_may_all_be_unused() -> None:
         q, k, v, table, starts, kv_len, work=AttentionWork(2, 0), prefix=prefix, **options
     )
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@kernels_run
+def test_kernel_prefix_is_merged_by_the_only_program_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "decode_shares", lambda rows, kv_heads, multiprocessors: 1)
+    monkeypatch.setattr(attention, "prefix_shares", lambda rows, group, kv_heads, multiprocessors: 3)
+    monkeypatch.setattr(attention, "PREFIX_MINIMUM", 32)
+    args, options = on_device(
+        [(1, 150), (1, 9), (1, 141), (1, 0)], shared=(((0, 2), 136),), softcap=3.0, scattered=True
+    )
+    expected = attention.paged_attention_reference(*args, **options)
+    torch.testing.assert_close(
+        attention.paged_attention_triton(*args, **options), expected, rtol=1e-5, atol=1e-5
+    )

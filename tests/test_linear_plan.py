@@ -37,6 +37,8 @@ def test_the_measured_shapes_get_what_won() -> None:
     ]  # fmt: skip
     assert plan(128, 14336, 4096, True) == GemmPlan(128, 128, 64, 8, 4, 1, 112)
     assert plan(128, 4096, 4096) is None and plan(129, 14336, 4096, True) is None
+    assert plan(128, 8192, 2048, True) is None and plan(128, 7168, 8192, True) is None       # narrow tiles lost
+    assert plan(64, 8192, 2048, True) is not None
 
 
 @pytest.mark.parametrize("rows", ROWS)

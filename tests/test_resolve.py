@@ -34,7 +34,7 @@ def resolved(model: Path, memory: int = 64 * MIB, kind: str = "cpu", **options: 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize(("name", "others"), [
     ("num_gpu_blocks_override", {}),
-    ("kv_cache_memory_bytes", {"max_num_seqs": 10**4}),
+    ("kv_cache_memory_bytes", {"max_num_seqs": 10**3}),
     ("max_num_seqs", {"num_gpu_blocks_override": 32}),
     ("max_num_batched_tokens", {"num_gpu_blocks_override": 32}),
 ])

@@ -163,7 +163,7 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         ("decode_kernel", "bf16", "bf16", {}),
         ("decode_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "channel", "SOFTCAP": True, "WINDOW": 4096}),
         ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 80, "TILE_KEYS": 32, "HAS_PREFIX": False}),
-        ("merge_kernel", "bf16", "bf16", {}),
+        ("decode_kernel", "bf16", "bf16", {"SHARES": 1}),
         ("prefill_kernel", "bf16", "bf16", {}),
         ("prefill_kernel", "bf16", "fp8e4nv", {"K_SCALE": "head", "V_SCALE": "key", "SOFTCAP": True, "WINDOW": 4096}),
         ("prefix_kernel", "bf16", "bf16", {}),
@@ -177,15 +177,14 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
         "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "SHARES": 16, "MINIMUM_SHARE": 64,
         "PREFIX_SHARES": 2, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": 128 if many else 16,
         "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128, "TILE_GROUP": 4, "TILE_SLOTS": 16,
-        "ALL_SLOTS": 32, "MERGE": True, "FETCH": True, "DEPENDENT": True, "UPCAST": False,
+        "ALL_SLOTS": 32, "DEPENDENT": True, "UPCAST": False,
         "K_NARROW": kv_dtype == "fp8e4nv", "V_NARROW": kv_dtype == "fp8e4nv", **changes,
     }  # fmt: skip
     names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
     assert set(constants) == {name for name in names if name.isupper()}
     ptx = compile_for_h100(module, kernel, attention_types(names, dtype, kv_dtype), constants, num_warps=8 if many else 4)
-    if kernel != "merge_kernel":
-        assert ("mma" in ptx) == (dtype == "bf16")       # float32 must stay IEEE, never tf32 tensor cores
+    assert ("mma" in ptx) == (dtype == "bf16")           # float32 must stay IEEE, never tf32 tensor cores
 
 
 # ── sampling and the small ops of a layer ────────────────────────────────────────────────────────────────────────────

@@ -131,3 +131,12 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         return self.comm.all_reduce(self.scheme.apply(self, x, batch))
+
+    def onto(self, residual: Tensor, x: Tensor, batch: Batch | None) -> tuple[Tensor, Tensor | None]:
+        """The product and the residual it is to be added to, or their sum alone where one kernel makes it.
+
+        That one writes over the residual: nobody else may need it.
+        """
+        if self.comm.size == 1 and self.scheme.adds(self, x):
+            return self.scheme.apply_onto(self, residual, x), None
+        return self(x, batch), residual

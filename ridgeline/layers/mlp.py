@@ -16,7 +16,6 @@ class GatedMLP(nn.Module):
         self.gate_up = GateUpLinear(hidden_size, intermediate, bias, place)
         self.down = RowLinear(self.gate_up.rows["gate"], hidden_size, bias, place)
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(the MLP of norm(x + residual), x + residual)"""
-        x, residual = self.gate_up.normed_gated(x, residual, norm, self.activation, batch)
-        return self.down(x, batch), residual
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(activation(gate) * up of norm(x + residual), x + residual): all but the last product."""
+        return self.gate_up.normed_gated(x, residual, norm, self.activation, batch)

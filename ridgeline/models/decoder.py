@@ -15,7 +15,7 @@ from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.embedding import LMHead, VocabEmbedding
 from ridgeline.layers.kv import LayerKV
-from ridgeline.layers.linear import Linear, Placement
+from ridgeline.layers.linear import Linear, Placement, RowLinear
 from ridgeline.layers.mlp import GatedMLP
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.rotary import rotation_table
@@ -42,8 +42,8 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, kv: LayerKV, sampled: Batch | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`residual` is None before the first layer: there x is the whole stream.
+    ) -> tuple[Tensor, Tensor | None]:
+        """x is what is to be added to the residual, or without one the whole stream; so is what comes back.
 
         `sampled`: nobody reads more of the result than these rows' last tokens, so only those attend and go on.
         """
@@ -52,15 +52,21 @@ class DecoderLayer(nn.Module):
         if sampled is not None:
             q, residual = q.index_select(0, batch.logits_index), residual.index_select(0, batch.logits_index)
             if not len(q):
-                return residual, residual
+                return residual, None
             batch = sampled
-        x = self.attention.output(self.attention.read(q, batch, kv), batch)
-        if self.post_attention_norm is not None:
-            x = self.post_attention_norm(x)
-        x, residual = self.mlp(x, residual, self.mlp_norm, batch)
-        if self.post_mlp_norm is not None:
-            x = self.post_mlp_norm(x)
-        return x, residual
+        out = self.attention.read(q, batch, kv)
+        x, stream = self._onto(residual, self.attention.output, out, self.post_attention_norm, batch)
+        out, stream = self.mlp(x, stream, self.mlp_norm, batch)
+        return self._onto(stream, self.mlp.down, out, self.post_mlp_norm, batch)
+
+    @staticmethod
+    def _onto(
+        residual: Tensor, linear: RowLinear, x: Tensor, post_norm: RMSNorm | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """(what is to be added to the stream, the stream); the stream and None where it has been added already."""
+        if post_norm is None:
+            return linear.onto(residual, x, batch)
+        return post_norm(linear(x, batch)), residual
 
 
 class Decoder(nn.Module):
@@ -97,7 +103,7 @@ class Decoder(nn.Module):
             x, residual = layer(x, residual, batch, cache)
         layer, cache = last
         x, residual = layer(x, residual, batch, cache, batch.sampled)
-        return self.norm.add(x, residual)[0]
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

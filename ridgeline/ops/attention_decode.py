@@ -257,7 +257,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     SHARES: tl.constexpr, MINIMUM_SHARE: tl.constexpr, PREFIX_SHARES: tl.constexpr, MINIMUM_PREFIX: tl.constexpr,
     TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
     TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr, ALL_SLOTS: tl.constexpr,
-    MERGE: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
+    DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: one share of one row's keys for one KV head. KV heads are the fastest index: programs that run at
     the same time then read neighbouring bytes of the same pages."""
@@ -303,10 +303,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     v_scale_ptr += kv_head * v_scale_head_stride
     block = first_blocks(table_ptr, begin, end, BLOCK_SIZE, TILE_KEYS)
     if DEPENDENT:
-        if FETCH:
-            slot = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1) % BLOCK_SIZE
-            fetch_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM)
-            fetch_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM)
+        slot = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1) % BLOCK_SIZE
+        fetch_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM)
+        fetch_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if K_SCALE == "head":
@@ -326,22 +325,36 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
 
+    pair = row * KV_HEADS + kv_head
+    first_slot = pair.to(tl.int64) * (PREFIX_SHARES + SHARES)
+    mine = member < GROUP
+    if HAS_PREFIX:
+        if SHARES == 1:                                  # nobody else to wait for: the prefix is there already
+            for slot in range(used_prefix):
+                statistics = statistics_ptr + (first_slot + slot) * (2 * GROUP) + member
+                their_maximum = tl.load(statistics, mask=mine, other=-1e30, cache_modifier=".cg")
+                their_total = tl.load(statistics + GROUP, mask=mine, other=0.0, cache_modifier=".cg")
+                place = ((first_slot + slot) * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
+                theirs = tl.load(accumulated_ptr + place, mask=mine[:, None], other=0.0, cache_modifier=".cg")
+                new_maximum = tl.maximum(maximum, their_maximum)
+                decay = tl.exp2(maximum - new_maximum)
+                their_decay = tl.exp2(their_maximum - new_maximum)
+                total = total * decay + their_total * their_decay
+                accumulated = accumulated * decay[:, None] + theirs * their_decay[:, None]
+                maximum = new_maximum
+            used_prefix = 0
     if used + used_prefix == 1:
         out = accumulated / total[:, None]
         tl.store(
             out_ptr + member[:, None] * out_head_stride + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=live
         )
         return
-    pair = row * KV_HEADS + kv_head
-    first_slot = pair.to(tl.int64) * (PREFIX_SHARES + SHARES)
-    slot = first_slot + PREFIX_SHARES + share
-    mine = member < GROUP
-    tl.store(statistics_ptr + slot * (2 * GROUP) + member, maximum, mask=mine)
-    tl.store(statistics_ptr + slot * (2 * GROUP) + GROUP + member, total, mask=mine)
-    tl.store(
-        accumulated_ptr + (slot * GROUP + member)[:, None] * TILE_DIM + dim[None, :], accumulated, mask=mine[:, None]
-    )
-    if MERGE:
+    if SHARES > 1:
+        slot = first_slot + PREFIX_SHARES + share
+        tl.store(statistics_ptr + slot * (2 * GROUP) + member, maximum, mask=mine)
+        tl.store(statistics_ptr + slot * (2 * GROUP) + GROUP + member, total, mask=mine)
+        place = (slot * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
+        tl.store(accumulated_ptr + place, accumulated, mask=mine[:, None])
         tl.debug_barrier()                               # all threads have stored before one of them says so
         arrived = tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel")
         if arrived == used - 1:
@@ -350,34 +363,3 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 accumulated_ptr, statistics_ptr, out_ptr, first_slot, used_prefix, used, out_head_stride,
                 GROUP, HEAD_DIM, PREFIX_SHARES, SHARES, TILE_GROUP, TILE_DIM, TILE_SLOTS, ALL_SLOTS,
             )  # fmt: skip
-
-
-@triton_kernel()
-def merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, kv_len_ptr, prefix_len_ptr, accumulated_ptr, statistics_ptr, out_token_stride, out_head_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_PREFIX: tl.constexpr, SHARES: tl.constexpr, MINIMUM_SHARE: tl.constexpr,
-    PREFIX_SHARES: tl.constexpr, MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr,
-    TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,
-):  # fmt: skip
-    """The merge as a launch of its own: one program per (row, KV head)."""
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1)
-    kv_len = tl.load(kv_len_ptr + row)
-    first = 0
-    used_prefix = 0
-    if HAS_PREFIX:
-        first = tl.load(prefix_len_ptr + row)
-        used_prefix = tl.cdiv(first, share_of(first, PREFIX_SHARES, MINIMUM_PREFIX, TILE_PREFIX))
-    if WINDOW > 0:
-        first = tl.maximum(kv_len - WINDOW, 0)
-    span = kv_len - first
-    used = tl.cdiv(span, share_of(span, SHARES, MINIMUM_SHARE, TILE_KEYS))
-    if used + used_prefix > 1:
-        first_slot = (row * KV_HEADS + kv_head).to(tl.int64) * (PREFIX_SHARES + SHARES)
-        merge_shares(
-            accumulated_ptr, statistics_ptr, out_ptr + row.to(tl.int64) * out_token_stride
-            + kv_head * GROUP * out_head_stride, first_slot, used_prefix, used, out_head_stride,
-            GROUP, HEAD_DIM, PREFIX_SHARES, SHARES, TILE_GROUP, TILE_DIM, TILE_SLOTS, ALL_SLOTS,
-        )  # fmt: skip

@@ -1,9 +1,9 @@
 """One row times a weight matrix, with the norm before it and the gated activation behind it.
 
 Nothing but reading the weight takes time here, so the kernel is arranged around never stopping to read: a program keeps
-the whole row in registers and streams blocks of the weight's rows through, the next block on its way while one is
-multiplied, and the first one before the predecessor's result is waited for. The norm costs no pass of its own: its scale
-is a factor of the whole row and is applied to the sums.
+the whole row in registers and streams blocks of the weight's rows through, and its first block is on its way before the
+predecessor's result is waited for. Several programs share a multiprocessor: one reads while another multiplies. The norm
+costs no pass of its own: its scale is a factor of the whole row and is applied to the sums.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
         factor = tl.rsqrt(tl.sum(x * x, axis=0) / inputs + eps)
         x = x * scale
     for block in range(first, outputs, step):
-        # The next block is on its way while this one is multiplied.
+        # Asked for as early as registers allow.
         following = block + step
         source = weight_ptr + following.to(tl.int64) * weight_stride
         there = (following + row < outputs)[:, None]

@@ -1,8 +1,9 @@
 """How a chain of kernels is launched: programmatic dependent launch, where the device has it.
 
 A kernel launched so may start while its predecessor drains. It must call `gdc_wait` before it reads what a predecessor
-wrote and before it writes anything; what it may do earlier is fetch weights. Every kernel of a chain waits, so that the
-end of one is also the end of all before it.
+wrote and before it writes anything; what it may do earlier is fetch weights, which therefore must have been written long
+before: loading ends with a synchronisation. Every kernel of a chain waits, so that the end of one is also the end of all
+before it.
 """
 
 from __future__ import annotations

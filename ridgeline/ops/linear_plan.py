@@ -71,10 +71,12 @@ def _block_rows(rows: int) -> int:
     return next(size for size in (16, 32, 64, 128) if rows <= size)
 
 
-def _gated_plan(rows: int, outputs: int) -> GemmPlan:
+def _gated_plan(rows: int, outputs: int) -> GemmPlan | None:
     block_rows = _block_rows(rows)
     if block_rows == 128:
-        return GemmPlan(128, 128, 64, 8, 4, step=_even_step(outputs, 128, MULTIPROCESSORS))
+        step = _even_step(outputs, 128, MULTIPROCESSORS)
+        # Narrow tiles read x too often.
+        return GemmPlan(128, 128, 64, 8, 4, step=step) if step >= 96 else None
     block_inputs, stages = {16: (128, 3), 32: (64, 5), 64: (64, 4)}[block_rows]
     step = _even_step(outputs, 64, 2 * MULTIPROCESSORS)
     if step < 48:                    # too few outputs for two tiles per multiprocessor: one, with twice the depth
@@ -87,7 +89,7 @@ def _plain_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:
     if outputs >= 256 * MULTIPROCESSORS:                 # a head: many rounds in any case
         block_inputs, stages = {16: (128, 3), 32: (128, 3), 64: (64, 4)}[block_rows]
         return GemmPlan(block_rows, 128, block_inputs, 4, stages)
-    block_inputs, stages = {16: (256, 5), 32: (256, 4), 64: (128, 4)}[block_rows]
+    block_inputs, stages = {16: (256, 5), 32: (256, 4), 64: (128, 6)}[block_rows]
     splits = even_splits(outputs, inputs)
     return GemmPlan(
         block_rows, 64, block_inputs, 4, stages, splits, _even_step(outputs, 64, MULTIPROCESSORS // splits)

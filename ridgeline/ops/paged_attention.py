@@ -48,6 +48,7 @@ class AttentionWork:
     num_decodes: int                 # leading rows that have exactly one query each; padding among them has kv_len 0
     longest_query: int               # no later row has more queries than this; 0: there are none
     deterministic: bool = False      # a row's result depends on that row alone, to the last bit
+    uneven: bool = False             # a few decodes are far longer than the others: worth programs that mostly idle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -384,10 +385,13 @@ def _attend(
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+Launch = dict[str, int]              # Triton's options of a launch
 LOG2E = math.log2(math.e)
 MAX_SHARES = 64
 PREFIX_MINIMUM = 256                 # keys of a prefix that are worth a program
 MINIMUM_SHARE = 64                   # keys that are worth a program
+UNEVEN_SHARES = 8                    # of long rows among many short ones; of at least so many keys:
+UNEVEN_MINIMUM = 1024
 DETERMINISTIC_SHARES = 8             # of a row's keys, whatever else is in the batch; of at least so many keys:
 DETERMINISTIC_MINIMUM = 512
 
@@ -406,12 +410,14 @@ def workspace_floats(
     deterministic: bool = False,
 ) -> int:  # fmt: skip
     """Most float32 partials that a launch with up to `max_rows` decodes leaves behind."""
-    prefix = prefix_shares(prefix_tiles, kv_heads, multiprocessors) if prefix_tiles else 0
-    slots = 0
+    slots = prefix = 0
     for rows in range(1, max_rows + 1):
         shares = decode_shares(rows, kv_heads, multiprocessors)
+        if prefix_tiles:
+            prefix = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors)
         if shares > 1 or prefix:
             slots = max(slots, rows * (shares + prefix))
+    slots = max(slots, min(max_rows, 256) * UNEVEN_SHARES)
     if deterministic:
         slots = max(slots, max_rows * DETERMINISTIC_SHARES)
     return _partial_floats(slots, heads, head_dim)
@@ -433,30 +439,46 @@ def tile_dim(head_dim: int) -> int:
 
 
 def decode_shares(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Into how many shares a row's keys are cut at most: as many as it takes to give every multiprocessor two."""
-    return max(1, min(MAX_SHARES, 2 * multiprocessors // (rows * kv_heads)))
+    """Into how many shares a row's keys are cut at most: four programs for every multiprocessor, no more than run at
+    once. A single row takes one for each: what more of them would read faster, the merge would lose."""
+    pairs = rows * kv_heads
+    return max(1, min(MAX_SHARES, 4 * multiprocessors // pairs, max(16, multiprocessors // pairs)))
 
 
-def prefix_shares(tiles: int, kv_heads: int, multiprocessors: int) -> int:
-    return max(1, min(16, -(-2 * multiprocessors // (tiles * kv_heads))))
+def prefix_shares(rows: int, group: int, kv_heads: int, multiprocessors: int) -> int:
+    """Into how many shares a prefix of so many rows is cut at most: one program fills a multiprocessor."""
+    tiles = -(-rows // prefix_tile_rows(group))
+    return max(1, min(16, multiprocessors // (tiles * kv_heads)))
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int]:
-    """(keys per tile, warps, stages)"""
+def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, programs: int, multiprocessors: int) -> tuple[int, Launch]:
+    """(keys per tile, launch options), as measured on an H200."""
     if dtype == torch.float32:
         # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
-        return 32, 4, 2
-    return (64, 4, 3) if head_dim <= 128 else (32, 4, 3)
+        return 32, {"num_warps": 4, "num_stages": 2}
+    if narrow:
+        return 128, {"num_warps": 4, "num_stages": 2}
+    if programs <= multiprocessors:
+        return (64, {"num_warps": 2, "num_stages": 3}) if head_dim <= 128 else (32, {"num_warps": 2, "num_stages": 3})
+    if programs > 40 * multiprocessors and head_dim <= 128:
+        return 64, {"num_warps": 4, "num_stages": 3}
+    if programs > 6 * multiprocessors:
+        # Small enough for eight on a multiprocessor: rows of equal length are then all under way at once, where two
+        # waves of them would both begin and both end without anything to stream.
+        return 32, {"num_warps": 2, "num_stages": 2}
+    return 32, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
 
 
-def prefill_tiles(dtype: torch.dtype, head_dim: int, pairs: int) -> tuple[int, int, int, int]:
-    """(query pairs per tile, keys per tile, warps, stages) for rows of up to so many pairs."""
+def prefill_tiles(dtype: torch.dtype, head_dim: int, pairs: int) -> tuple[int, int, Launch]:
+    """(query pairs per tile, keys per tile, launch options) for rows of up to so many pairs."""
     if dtype == torch.float32:
-        return 32, 32, 4, 2
+        return 32, 32, {"num_warps": 4, "num_stages": 2}
     queries = max(16, min(128, 1 << (pairs - 1).bit_length()))
     if head_dim > 128:
-        return min(queries, 64), 32, 4, 2
-    return queries, 64, 8 if queries == 128 else 4, 3
+        return min(queries, 64), 32, {"num_warps": 4, "num_stages": 2}
+    if queries < 128:
+        return queries, 64, {"num_warps": 4, "num_stages": 2}
+    return 128, 128, {"num_warps": 8, "num_stages": 2, "maxnreg": 232}
 
 
 def paged_attention_triton(
@@ -498,18 +520,26 @@ def paged_attention_triton(
     if decodes:
         if window is not None or work.deterministic:
             prefix = None
-        processors = multiprocessors(q.device)
+        processors = 8 if TRITON_INTERPRETED else multiprocessors(q.device)      # it runs one program after another
         shares, minimum = decode_shares(decodes, kv_heads, processors), MINIMUM_SHARE
-        tile_keys, warps, stages = decode_tiles(q.dtype, head_dim)
-        if work.deterministic:
-            shares, minimum = DETERMINISTIC_SHARES, DETERMINISTIC_MINIMUM
+        programs = decodes * kv_heads * shares
         tiles = 0 if prefix is None else prefix.tile_row.shape[0]
-        prefix_cut = prefix_shares(tiles, kv_heads, processors) if tiles else 0
+        prefix_cut = prefix_shares(decodes, group, kv_heads, processors) if tiles else 0
+        if work.uneven and workspace is not None:
+            room = workspace.partials.shape[0] // _partial_floats(decodes, heads, head_dim) - prefix_cut
+            if min(UNEVEN_SHARES, room) > shares:
+                shares, minimum = min(UNEVEN_SHARES, room), UNEVEN_MINIMUM
+        if work.deterministic:
+            shares, minimum, programs = DETERMINISTIC_SHARES, DETERMINISTIC_MINIMUM, 0
+        narrow = _is_narrow(k_cache, q) or _is_narrow(v_cache, q)
+        tile_keys, launch = decode_tiles(q.dtype, head_dim, narrow, programs, processors)
         slots = decodes * (shares + prefix_cut)
         if workspace is None:
             workspace = make_workspace(_partial_floats(slots, heads, head_dim), decodes, kv_heads, q.device)
+        elif shares + prefix_cut > 1 and workspace.partials.shape[0] < _partial_floats(slots, heads, head_dim):
+            raise ValueError(f"the attention workspace was made for fewer than {decodes} decodes, or without prefixes")
         accumulated, statistics = workspace.partials, workspace.partials[slots * heads * tile_dim(head_dim) :]
-        _, prefix_keys, prefix_warps, prefix_stages = prefill_tiles(q.dtype, head_dim, PREFIX_QUERIES)
+        _, prefix_keys, prefix_launch = prefill_tiles(q.dtype, head_dim, PREFIX_QUERIES)
         if prefix is not None and tiles:
             attention_prefill.prefix_kernel[tiles, kv_heads, prefix_cut](
                 q, k_cache, v_cache, block_table, prefix.tile_row, prefix.tile_len, prefix.tile_first,
@@ -517,7 +547,7 @@ def paged_attention_triton(
                 score_scale, cap, block_table.stride(0), *strides[:2], *strides[4:], **constants,
                 KV_HEADS=kv_heads, SHARES=shares, PREFIX_SHARES=prefix_cut, MINIMUM_PREFIX=PREFIX_MINIMUM,
                 TILE_QUERIES=PREFIX_QUERIES, TILE_KEYS=prefix_keys,
-                num_warps=prefix_warps, num_stages=prefix_stages, **dependent_launch(q.device),
+                **prefix_launch, **dependent_launch(q.device),
             )  # fmt: skip
         tile_group = 1 << (group - 1).bit_length()
         all_slots = 1 << (shares + prefix_cut - 1).bit_length()
@@ -530,19 +560,20 @@ def paged_attention_triton(
             SHARES=shares, MINIMUM_SHARE=minimum, PREFIX_SHARES=prefix_cut, MINIMUM_PREFIX=PREFIX_MINIMUM,
             TILE_PREFIX=prefix_keys, TILE_QUERIES=max(16, tile_group), TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
             TILE_SLOTS=max(1, min(all_slots, 8192 // (tile_group * tile_dim(head_dim)))), ALL_SLOTS=all_slots,
-            MERGE=True, FETCH=True, num_warps=warps, num_stages=stages, **dependent_launch(q.device),
+            **launch, **dependent_launch(q.device),
         )  # fmt: skip
 
     rows = kv_len.shape[0] - decodes
     if rows and work.longest_query:
-        tile_queries, tile_keys, warps, stages = prefill_tiles(q.dtype, head_dim, work.longest_query * group)
+        pairs = PREFIX_QUERIES if work.deterministic else work.longest_query * group
+        tile_queries, tile_keys, launch = prefill_tiles(q.dtype, head_dim, pairs)
         tile_queries = max(tile_queries, 1 << (group - 1).bit_length())
         tile_tokens = tile_queries // group
         attention_prefill.prefill_kernel[(tokens - decodes) // tile_tokens + rows, kv_heads](
             q, k_cache, v_cache, out, block_table, kv_len if table_rows is None else table_rows, query_start, kv_len,
             k_scale, v_scale, rows, decodes, score_scale, cap, block_table.stride(0), *strides, **constants,
             WINDOW=window or 0, HAS_TABLE_ROWS=table_rows is not None, TILE_ROWS=256, TILE_TOKENS=tile_tokens,
-            TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, num_warps=warps, num_stages=stages,
+            TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, **launch,
         )  # fmt: skip
     return out
 

@@ -4,6 +4,8 @@
     finish        after loading: whatever layout the product wants
     apply         the product; `batch` is there for schemes that depend on the step's rows
     apply_normed  the product between the norm before it and, with a gate, the gated activation behind it
+    apply_onto    the product added to a residual, in place, where `adds` says that this is faster than leaving the sum to
+                  the next norm
     extra_bytes   what the linear occupies after `finish` beside its parameters
     read_bytes    what a product with that many rows reads of the weight
 
@@ -54,6 +56,10 @@ class Scheme(Protocol):
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
+    def adds(self, linear: nn.Module, x: Tensor) -> bool: ...
+
+    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor) -> Tensor: ...
+
     def extra_bytes(self, linear: nn.Module) -> int: ...
 
     def read_bytes(self, linear: nn.Module, rows: int) -> int: ...
@@ -75,6 +81,12 @@ class Composed:
             normed, stream = norm.add(x, residual)
         out = self.apply(linear, normed, batch)
         return (out if gate is None else gated_activation(out, gate)), stream
+
+    def adds(self, linear: nn.Module, x: Tensor) -> bool:
+        return False
+
+    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 class Unquantised(Composed):
@@ -104,7 +116,16 @@ class Unquantised(Composed):
 
 
 class Fused(Unquantised):
-    """On a GPU: for few rows a product is one kernel with the norm before it and the activation behind it."""
+    """On a GPU: for few rows a product is one kernel with the norm before it and the activation behind it; for many the
+    library adds the residual while it computes, and the norm behind it has half as much to read and to write."""
+
+    MANY_ROWS = 1024
+
+    def adds(self, linear: nn.Module, x: Tensor) -> bool:
+        return x.shape[0] >= self.MANY_ROWS and linear.bias is None
+
+    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.addmm_(x, linear.weight.t())
 
     def finish(self, linear: nn.Module) -> None:
         prepare(linear.weight.device)
