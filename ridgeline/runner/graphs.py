@@ -46,7 +46,7 @@ class _Seen:
     uses: int = 0
 
 
-_Key = tuple[Shape, bool, bool]      # shape, greedy, with a shared prefix
+_Key = tuple[Shape, bool, bool, bool]        # shape, greedy, with a shared prefix, with rows of uneven length
 
 
 class GraphForward:
@@ -74,7 +74,8 @@ class GraphForward:
     def run(self, batch: Batch, greedy: bool) -> Computed:
         if self._shape is None:
             return self._eager.run(batch, greedy)
-        key = (self._shape, greedy, any(group.prefix is not None for group in batch.groups))
+        uneven = batch.work is not None and batch.work.uneven
+        key = (self._shape, greedy, any(group.prefix is not None for group in batch.groups), uneven)
         recorded = self._recorded.get(key)
         if recorded is None:
             seen = self._waiting.setdefault(key, _Seen(batch))
@@ -99,7 +100,7 @@ class GraphForward:
 
     def _record(self, key: _Key, batch: Batch) -> _Recorded:
         """Launch the step into a graph instead of onto the device. The values in the batch do not matter."""
-        shape, greedy, _ = key
+        shape, greedy, *_ = key
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -31,6 +31,8 @@ from ridgeline.ops.paged_attention import (
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.staging import Staging
 
+UNEVEN_LENGTH, UNEVEN_RATIO = 2048, 4        # of the longest row, and to the average
+
 
 @dataclass(slots=True)
 class _Layout:
@@ -44,6 +46,12 @@ class _Layout:
     num_decodes: int                 # leading rows with one token
     num_tokens: int                  # padding included
     longest: int                     # bound of the tokens of a later row
+
+
+def _uneven(kv_len: np.ndarray) -> bool:
+    """Is one row so much longer than the others that it alone would be at work for most of the time?"""
+    longest = int(kv_len.max(initial=0))
+    return longest >= UNEVEN_LENGTH and longest * np.count_nonzero(kv_len) > UNEVEN_RATIO * int(kv_len.sum())
 
 
 def leading_ones(counts: np.ndarray) -> int:
@@ -169,7 +177,9 @@ class DeviceRows:
         kv_len[live] = ends[live]
         last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
         on_cpu = self.device.type == "cpu"
-        work = None if on_cpu else AttentionWork(layout.num_decodes, layout.longest, self._deterministic)
+        work = None if on_cpu else AttentionWork(
+            layout.num_decodes, layout.longest, self._deterministic, _uneven(kv_len[: layout.num_decodes])
+        )
         goes_on = None if layout.num_tokens == len(rows) else self._goes_on(plan, layout)
 
         changes = self._changes()
