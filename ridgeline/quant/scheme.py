@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.block_linear import KINDS, block_linear
+from ridgeline.ops.invariant_gemm import invariant_linear
 from ridgeline.ops.linear import linear as product
 from ridgeline.ops.linear import normed_linear
 from ridgeline.ops.small_gemm import prepare
@@ -138,6 +139,17 @@ class Fused(Unquantised):
         )
 
 
+class Invariant(Unquantised):
+    """On a GPU, for results that do not depend on the batch: one order of additions for any number of rows. What a library
+    chooses by the number of rows, and so differs by it, is left alone."""
+
+    def finish(self, linear: nn.Module) -> None:
+        prepare(linear.weight.device)
+
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
+        return invariant_linear(x, linear.weight, linear.bias)
+
+
 class PackedFloat32(Unquantised):
     """float32 on a CPU: the weight as it is for few rows, and for more a second copy in oneDNN's blocked layout, kept by
     linears that gain from it. Either alone would lose at one end (`layout.py` says which).
@@ -198,8 +210,10 @@ class StoredBlocks(PackedFloat32):
         return super().read_bytes(linear, rows)
 
 
-def unquantised_scheme(device: torch.device, dtype: torch.dtype) -> Scheme:
+def unquantised_scheme(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> Scheme:
     """The scheme for weights that keep their dtype, by what the device is good at."""
+    if deterministic and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        return Invariant()
     if device.type == "cpu" and dtype == torch.float32 and PackedFloat32.available():
         stored = native.library() is not None
         return StoredBlocks(fewest_outputs()) if stored else PackedFloat32(fewest_outputs())

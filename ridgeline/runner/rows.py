@@ -51,7 +51,7 @@ class _Layout:
 def _uneven(kv_len: np.ndarray) -> bool:
     """Is one row so much longer than the others that it alone would be at work for most of the time?"""
     longest = int(kv_len.max(initial=0))
-    return longest >= UNEVEN_LENGTH and longest * np.count_nonzero(kv_len) > UNEVEN_RATIO * int(kv_len.sum())
+    return longest >= UNEVEN_LENGTH and longest * int(np.count_nonzero(kv_len)) > UNEVEN_RATIO * int(kv_len.sum())
 
 
 def leading_ones(counts: np.ndarray) -> int:

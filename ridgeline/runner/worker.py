@@ -15,6 +15,7 @@ from ridgeline.log import get_logger
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
+from ridgeline.quant.scheme import unquantised_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
 from ridgeline.runner.forward import EagerForward, Forward
 from ridgeline.runner.graphs import GraphForward
@@ -56,8 +57,11 @@ def make_runner(
     meter = MemoryMeter(device)
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
-        model = Decoder(model_config, comm, dtype, device, config.max_model_len)
+        scheme = unquantised_scheme(device, dtype, options.execution.deterministic)
+        model = Decoder(model_config, comm, dtype, device, config.max_model_len, scheme)
         load_weights(model, config.model_path, model_config, options.model.load_format, progress, options.model.seed)
+        if device.type == "cuda":
+            torch.cuda.synchronize()                     # kernels may fetch weights before they wait for anything
     with phase("KV cache"), meter.part(ledger.KV):
         buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
     with phase("rows"), meter.part(ledger.ROWS):
