@@ -133,7 +133,7 @@ def test_shares_of_a_floor_are_one_at_it() -> None:
 def tiny_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny = [
         Preset("latency_b1", 1, 24, 6), Preset("prefix", 4, 8, 3, shared=64),
-        Preset("throughput", 5, Lengths(2.0, 0.5, 4, 20), Lengths(1.5, 0.5, 2, 8), warm_up_out=2),
+        Preset("throughput", 5, Lengths(2.0, 0.5, 4, 20), Lengths(1.5, 0.5, 2, 8)),
         Preset("prefill_8k", 1, 40, 1),
     ]  # fmt: skip
     for preset in tiny:

@@ -94,6 +94,11 @@ class Engine:
         self.core.add(Request(request_id, prompt, SamplingParams(**params), cache_salt=salt))
         return request_id
 
+    def settle(self) -> None:
+        """Do now what a server does in a quiet moment: record the graphs that the last requests would have had use for."""
+        while self.core.prepare():
+            pass
+
     def close(self) -> None:
         """End it and give its memory back, so that another engine finds the device empty."""
         self.core.close()

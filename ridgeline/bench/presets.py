@@ -169,15 +169,13 @@ def measure_preset(
 ) -> dict[str, Any]:
     """One row: runs, medians, floors and what the device did meanwhile."""
     vocab = engine.config.model.vocab_size
-    warm = preset.requests(workloads.WARM_UP, vocab)
-    if preset.warm_up_out is not None:
-        warm = [(prompt, min(tokens_out, preset.warm_up_out)) for prompt, tokens_out in warm]
-    engine.serve(warm, _salt())
+    engine.serve(preset.requests(workloads.WARM_UP, vocab), _salt())
     ones = [(prompt, 1) for prompt, _ in preset.requests(workloads.FIRST_TOKENS, vocab)]
     asked = preset.requests(workloads.TIMED, vocab)
     decodes = preset.uniform and preset.longest() > len(asked[0][0]) + 1
     if decodes:
         engine.serve(ones, _salt())                      # its shapes are warm too
+    engine.settle()
     if engine.config.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     runs = []

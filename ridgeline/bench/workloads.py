@@ -56,7 +56,6 @@ class Preset:
     tokens_in: int | Lengths         # of each prompt, without what is shared
     tokens_out: int | Lengths
     shared: int = 0                  # tokens that every prompt begins with
-    warm_up_out: int | None = None   # shorter answers while warming up, where the whole would take long
 
     @property
     def uniform(self) -> bool:
@@ -92,7 +91,7 @@ GPU_PRESETS = {
     for preset in (
         Preset("latency_b1", 1, 512, 256),
         Preset("batch128", 128, 512, 256),
-        Preset("throughput", 1000, Lengths(5.2, 1.0, 16, 2048), Lengths(5.1, 0.8, 16, 1024), warm_up_out=64),
+        Preset("throughput", 1000, Lengths(5.2, 1.0, 16, 2048), Lengths(5.1, 0.8, 16, 1024)),
         Preset("prefix", 512, 64, 64, shared=2000),
         Preset("prefill_8k", 1, 8192, 1),
         Preset("prefill_16k", 1, 16384, 1),
