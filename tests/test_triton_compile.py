@@ -228,17 +228,21 @@ def test_sampling_compiles(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPa
             "RANDOM": filtered, "FILTERED": filtered, "LOWEST": sample_triton.LOWEST,
         },
         "select": {
-            "TILES": 16, "GROUPS": 2048, "GROUP": 64, "CANDIDATES": 1024, "FEW": 128, "PAIRS": 4096, "AT_ONCE": 16, "TILES_ROUND": 16,
-            "GROUPS_ROUND": 2048, "LOWEST": sample_triton.LOWEST,
+            "TILES": 16, "GROUPS": 2048, "GROUP": 64, "CANDIDATES": 1024, "FEW": 128, "PAIRS": 4096, "AT_ONCE": 16,
+            "TILES_ROUND": 16, "GROUPS_ROUND": 2048, "LOWEST": sample_triton.LOWEST,
         },
         "race": {"TILE": 1024, "SPAN": 8, "PROGRAMS": 128},
         "finish": {"TILE": 4096, "SCAN": 16384},
     }[kernel.split("-")[0]]  # fmt: skip
     types = SAMPLING_TYPES | {"logits_ptr": f"*{dtype}"}
-    helpers = ("_larger", "ordered_key", "ordered_value", "_noise", "_race_tile", "_lower_bound", "_race_few", "_race_many", "_highest_key", "_before")
+    helpers = (
+        "_larger", "ordered_key", "ordered_value", "_noise", "_race_tile", "_lower_bound", "_race_few", "_race_many",
+        "_highest_key", "_before",
+    )  # fmt: skip
     name = f"_{kernel.split('-')[0]}_kernel"
     constants["DEPENDENT"] = True
-    ptx = compile_with_helpers(monkeypatch, sample_triton, name, types, constants, helpers, num_warps=16 if kernel == "finish" else 4)
+    warps = 16 if kernel == "finish" else 4
+    ptx = compile_with_helpers(monkeypatch, sample_triton, name, types, constants, helpers, num_warps=warps)
     assert "griddepcontrol.wait" in ptx
     if kernel == "race":
         assert "div.rn.f32" in ptx                       # or different logits would be equal at other places

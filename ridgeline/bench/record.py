@@ -77,9 +77,12 @@ def _version(package: str) -> str:
 @functools.cache
 def commit() -> str:
     """The commit; a copy of the tree without its history is told by RIDGELINE_COMMIT."""
+    """RIDGELINE_COMMIT says it where the tree was copied without its history, or with another."""
+    if given := os.environ.get("RIDGELINE_COMMIT", ""):
+        return given
     root = PACKAGE.parent
     if not (root / ".git").exists():
-        return os.environ.get("RIDGELINE_COMMIT", "")
+        return ""
     done = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True, text=True, check=False,
