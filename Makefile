@@ -7,9 +7,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 # What needs a GPU to mean anything: kernels on the device, greedy tokens and laws on it, memory, sampling.
 GPU_TESTS := tests/test_ops.py tests/test_sampler.py tests/test_families.py tests/test_laws.py \
-    tests/test_linear_kernels.py tests/test_shared_prefix.py
+    tests/test_linear_kernels.py tests/test_attention_gpu_shapes.py tests/test_shared_prefix.py
 
-.PHONY: install serve test test-gpu lint clean
+.PHONY: install serve test test-all test-gpu lint clean
 
 install: $(VENV)/.run-ready
 
@@ -43,6 +43,10 @@ lint: $(VENV)/.test-ready
 test: lint
 	$(BIN)/ridgeline build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/ridgeline build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ""
 
 # With the Python that is there and nothing installed: a machine with a GPU brings its own torch.
 test-gpu:
