@@ -7,11 +7,14 @@ what a recorded graph needs. On the CPU host and device are the same memory, and
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 _ALIGN = 16
+_MOST_PLACES = 4096
 _KINDS = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
@@ -22,6 +25,8 @@ class Staging:
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if on_device else None
         self._read = [torch.cuda.Event() if on_device else None for _ in self._host]
         self._views = [host.numpy() for host in self._host]
+        # Tensors at places of the buffers. Steps of one shape use the same ones, and making them takes longer than filling.
+        self._places: dict[tuple[int, int, np.dtype[Any], tuple[int, ...]], Tensor] = {}
         self._turn = 0
         self._used = 0
 
@@ -38,8 +43,14 @@ class Staging:
         start, end = self._used, self._used + values.nbytes
         self._used = -(-end // _ALIGN) * _ALIGN
         self._views[self._turn][start:end].view(values.dtype)[:] = values.ravel()
-        memory = self._host[self._turn] if self._device is None else self._device
-        return memory[start:end].view(_KINDS[values.dtype]).view(values.shape)
+        place = (self._turn if self._device is None else 0, start, values.dtype, values.shape)
+        tensor = self._places.get(place)
+        if tensor is None:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            memory = self._host[self._turn] if self._device is None else self._device
+            tensor = self._places[place] = memory[start:end].view(_KINDS[values.dtype]).view(values.shape)
+        return tensor
 
     def send(self) -> None:
         event = self._read[self._turn]

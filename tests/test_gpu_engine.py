@@ -1,0 +1,113 @@
+"""The engine on a GPU: what only a device can show. Skipped where there is none; `make test-gpu` runs it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, save_checkpoint
+
+from ridgeline import ledger
+from ridgeline.config import EngineConfig
+from ridgeline.engine.core import EngineCore
+from ridgeline.engine.executor import LocalExecutor
+from ridgeline.messages import Request
+from ridgeline.runner import shared_prefix
+from ridgeline.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+Answers = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("qwen3", tmp_path_factory.mktemp("gpu"), tie_word_embeddings=False)
+
+
+def start(model: Path, **options: Any) -> EngineCore:
+    sizes = {"max_num_seqs": 16, "num_gpu_blocks_override": 400, "device": "cuda", "dtype": "bfloat16"}
+    return EngineCore.start(EngineConfig.of(model=str(model), **sizes | options))
+
+
+def prompts(count: int, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(3, VOCAB) for _ in range(40)]
+    return [
+        shared[: rng.choice([0, 17, 40])] + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, longest))]
+        for _ in range(count)
+    ]
+
+
+def answer(core: EngineCore, asked: list[list[int]], tokens: int = 24, logprobs: int | None = None, **params: Any) -> Answers:
+    answers: Answers = {}
+    said = SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": logprobs} | params)
+    for number, prompt in enumerate(asked):
+        core.add(Request(str(number), prompt, said))
+        answers[str(number)] = []
+    while core.has_work:
+        for delta in core.step():
+            assert not delta.error
+            answers[delta.request_id] += delta.token_ids
+    return answers
+
+
+def test_nothing_is_allocated_after_ready(model: Path) -> None:
+    """Full batches, mixed steps, recorded and replayed graphs, sampling and log-probabilities."""
+    core = start(model)
+    before = torch.cuda.memory_reserved()
+    for _ in range(3):
+        answer(core, prompts(40))
+        answer(core, prompts(16), logprobs=3)
+        answer(core, prompts(16), temperature=0.8, top_p=0.9, top_k=20, seed=1)
+    while core.prepare():
+        pass
+    answer(core, prompts(40))
+    assert torch.cuda.memory_reserved() == before
+    core.close()
+
+
+def test_the_ledger_is_right(model: Path) -> None:
+    """Of what is large enough to count: the rest of a tiny model drowns in what the driver takes."""
+    core = start(model, num_gpu_blocks_override=None, gpu_memory_utilization=0.5)
+    assert isinstance(core.executor, LocalExecutor)
+    measured = core.executor.runner.memory
+    assert abs(ledger.error(core.config.memory, measured)) < 0.02, ledger.table(core.config.memory, measured)
+    core.close()
+
+
+def test_deterministic_answers_do_not_depend_on_the_batch(model: Path) -> None:
+    asked = prompts(24)
+    core = start(model, deterministic=True)
+    together = answer(core, asked)
+    alone = {str(number): answer(core, [prompt])["0"] for number, prompt in enumerate(asked)}
+    core.close()
+    assert together == alone
+
+
+def test_graphs_and_shared_prefixes_change_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
+    asked = prompts(24)
+    plain = start(model, dtype="float32", enforce_eager=True, shared_prefix_attention=False, async_scheduling=False)
+    expected = answer(plain, asked)
+    plain.close()
+    core = start(model, dtype="float32")
+    for _ in range(3):                                   # eager, recorded, replayed
+        assert answer(core, asked) == expected
+    assert isinstance(core.executor, LocalExecutor)
+    assert core.executor.runner.forward.replays > 0
+    core.close()
+
+
+def test_fp8_kv_stays_close(model: Path) -> None:
+    """A random model is no judge of quality, but most of its tokens survive if scales and pages are right."""
+    asked = prompts(24)
+    exact, narrow = start(model, dtype="float32"), start(model, dtype="float32", kv_cache_dtype="fp8")
+    expected, found = answer(exact, asked, 4), answer(narrow, asked, 4)
+    same = sum(a == b for key in expected for a, b in zip(expected[key], found[key], strict=True))
+    assert same >= 0.6 * 4 * len(asked)
+    exact.close()
+    narrow.close()
