@@ -563,6 +563,9 @@ class FaultyCore:
     def abort(self, request_id: str, index: int | None) -> bool:
         return False
 
+    def prepare(self) -> bool:
+        return False
+
     def step(self) -> list[Any]:
         if self.fault == "dead":
             raise EngineDead("rank 1 ended with code 1")
