@@ -39,10 +39,10 @@ lint: $(VENV)/.test-ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tiny models on few cores: threads would only wait for each other.
+# Tiny models on few cores: threads would only wait for each other, so every core has a process of its own.
 test: lint
 	$(BIN)/ridgeline build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: lint
 	$(BIN)/ridgeline build

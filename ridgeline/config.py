@@ -73,7 +73,10 @@ class SchedulerOptions:
 class ExecutionOptions:
     enforce_eager: bool = option(False, "launch every kernel by itself, never a recorded CUDA graph")
     shared_prefix_attention: bool = option(True, "read a prefix that running requests share once for all of them (GPU)")
-    deterministic: bool = option(False, "results that do not depend on what else is in the batch, to the bit (GPU)")
+    deterministic: bool = option(
+        False, "sums in one order, whatever else is in the batch (GPU); a prompt that is cut, preempted or partly cached "
+        "may still differ in the last bit"
+    )
     nvtx: bool = option(False, "mark every op for a profiler")
 
 

@@ -30,7 +30,15 @@ class Unsupported(RequestError):
 
 
 class Overloaded(RequestError):
-    """No room now; the same request may succeed later (HTTP 429)."""
+    """No room now; the same request may succeed later, in about `retry_after` seconds if that is known (HTTP 429)."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class TimedOut(RequestError):
+    """The request took longer than it may (HTTP 504)."""
 
 
 class EngineDead(RidgelineError):

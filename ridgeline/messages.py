@@ -29,6 +29,9 @@ class Request:
     priority: int = 0                # lower runs earlier
     cache_salt: str = ""             # requests with different salts never share cached blocks
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    prefix_caching: bool = True      # may it use what was computed for others?
+    # Of a request that an earlier engine began: the tokens it had produced, by answer. Answers not named have ended.
+    resumed: dict[int, list[int]] | None = None
 
 
 class Want(IntFlag):
@@ -39,6 +42,7 @@ class Want(IntFlag):
     LOGPROBS = 2                     # its log-probability and the top-k beside it
     PROMPT_LOGPROBS = 4              # log-probabilities of the prompt tokens in this chunk
     HIDDEN = 8                       # the last position's hidden state (pooling)
+    HIDDEN_SUM = 16                  # the sum of the prompt tokens' hidden states in this chunk
 
 
 @dataclass(slots=True)
@@ -105,7 +109,7 @@ class StepResult:
     lengths: np.ndarray              # int32 [R]: tokens of the row that now have their KV
     logprobs: dict[int, Logprobs] = field(default_factory=dict)          # by place in the batch
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    hidden: dict[int, np.ndarray] = field(default_factory=dict)
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)          # float [hidden], for either way of pooling
     failed: dict[int, str] = field(default_factory=dict)                 # rows that failed alone, and why
     useful: int = 0                  # token counts: what the step computed for the first time …
     recomputed: int = 0              # … again, after a preemption …
@@ -127,6 +131,8 @@ class TokenDelta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str = ""
+    grammar_ended: bool = False      # it stops because its grammar is complete: its last token is text, not an end token
+    hidden: np.ndarray | None = None # float32 [hidden]: the prompt, pooled, with the first token
 
 
 @dataclass(slots=True)

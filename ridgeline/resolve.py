@@ -31,6 +31,7 @@ class DeviceFacts:
     memory: int                      # bytes that may be used, the weights included
     fast_dtypes: tuple[str, ...]
     runtime: int = 0                 # bytes that the driver and libraries take of it
+    free: int = 0                    # bytes that nobody has yet; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,11 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     if "fp8 KV" in off:
         raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
     graphs = not config.execution.enforce_eager and "recorded graphs" not in off
+    if graphs and not _has_kernels(config, model, dtype):
+        graphs = False
+        reasons["enforce_eager"] = "on: definitions in plain torch ask the device for numbers, which no graph can"
+    if config.execution.deterministic and device.kind == "cuda":
+        _check_deterministic(config, dtype)
 
     memory = Memory.of(config, device, model, dtype, groups, longest, graphs, budget)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
@@ -157,9 +163,15 @@ class Memory:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
         # Ranks on the CPU share one memory; each GPU has its own.
         room = device.memory // ranks if device.kind == "cpu" else int(device.memory * share)
+        if device.free:                                  # others may be on the GPU; what we have taken already is ours
+            room = min(room, device.free + device.runtime)
         size = DTYPE_BYTES[dtype]
         tables = len(groups) * -(-longest // config.cache.block_size) * 4
         logits = model.vocab_size * size
+        if model.final_softcap is not None:
+            logits = model.vocab_size * max(4, size)     # capped in float32
+        # Partial results of attention, in fixed splits.
+        partials = 8 * model.num_heads * (model.head_dim + 2) * 4 // ranks if config.execution.deterministic else 0
         width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         per_token = (width + 3 * model.intermediate_size) * size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
@@ -169,7 +181,7 @@ class Memory:
             runtime=device.runtime,
             per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
             vocab=model.vocab_size,
-            per_row_kept=tables + (logits if graphs else 0),
+            per_row_kept=tables + (logits if graphs else 0) + partials,
             per_row_step=logits * (2 if graphs else 1),
             graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,
@@ -223,6 +235,18 @@ class Memory:
                     f"left for it; the largest that fits is {largest}"
                 )
             free -= needs(count)
+
+
+def _has_kernels(config: EngineConfig, model: ModelConfig, dtype: str) -> bool:
+    """Is there a kernel for everything on a GPU?"""
+    return config.model.kernels == "auto" and dtype != "float64" and model.head_dim <= 256
+
+
+def _check_deterministic(config: EngineConfig, dtype: str) -> None:
+    if dtype not in ("bfloat16", "float16"):
+        raise ConfigError(f"deterministic has no kernels for {dtype}; use dtype bfloat16 or float16")
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError("deterministic needs tensor_parallel_size 1: the order of sums over ranks is the library's")
 
 
 def _step_seconds(config: EngineConfig, device: DeviceFacts) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,17 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_LOGIT_BIASES = 1_024
 MAX_TOKEN_ID = 2**31 - 1             # ids travel as int32; which of them the model has, the engine says
+MAX_GRAMMAR_BYTES = 64 * 1024        # of a schema, a grammar, a structural tag, or all choices together
+MAX_SCHEMA_DEPTH = 64
+MAX_ENUM_VALUES = 1_000
+MAX_PROPERTIES = 1_000               # of one object; every one more makes each mask slower
+MAX_REGEX_BYTES = 4 * 1024
+MAX_CHOICES = 1_000
 
 # vLLM's names for what is not done here -> the values that ask for nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "guided_decoding": (),
-    "structured_outputs": (),
     "extra_args": ({},),
 }
 
@@ -37,6 +43,59 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0                   # everything so far
     DELTA = 1                        # what is new
     FINAL_ONLY = 2                   # nothing before the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """The language an answer must be in: exactly one of these. Fields and names follow vLLM's.
+
+    Sizes and shapes are checked here; whether it is a grammar at all is found out by compiling it (engine/grammar_check).
+    A schema or a structural tag given as an object is kept as its JSON text, so that equal ones are equal.
+    """
+
+    json: str | dict[str, Any] | None = None                 # a JSON Schema
+    json_object: bool = False                                # any JSON object
+    regex: str | None = None                                 # of the whole answer, as Rust's regex crate writes them
+    choice: list[str] | None = None                          # one of these texts
+    grammar: str | None = None                               # Lark as llguidance takes it, or GBNF
+    structural_tag: str | dict[str, Any] | None = None       # free text; after a trigger, a tag whose body has a schema
+    disable_any_whitespace: bool = False                     # JSON without blanks between its parts
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequest(f"structured_outputs.{name} must be true or false, got {shown(getattr(self, name))}")
+        kinds = ("json", "regex", "choice", "grammar", "structural_tag")
+        given = [name for name in kinds if getattr(self, name) is not None] + ["json_object"] * self.json_object
+        if len(given) != 1:
+            names = "json, json_object, regex, choice, grammar or structural_tag"
+            raise BadRequest(f"structured_outputs needs exactly one of {names}, got {' and '.join(given) or 'none'}")
+        if self.disable_any_whitespace and given[0] not in ("json", "json_object"):
+            raise BadRequest("structured_outputs.disable_any_whitespace goes with json or json_object only")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text("structured_outputs.json", self.json))
+        elif self.structural_tag is not None:
+            name = "structured_outputs.structural_tag"
+            object.__setattr__(self, "structural_tag", _schema_text(name, self.structural_tag))
+        elif self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        elif self.regex is not None:
+            _grammar_text("structured_outputs.regex", self.regex, MAX_REGEX_BYTES)
+        elif self.grammar is not None:
+            _grammar_text("structured_outputs.grammar", self.grammar, MAX_GRAMMAR_BYTES)
+
+    @property
+    def kind(self) -> str:
+        """The name of the one field that is set."""
+        kinds = ("json", "regex", "choice", "grammar", "structural_tag")
+        return next((name for name in kinds if getattr(self, name) is not None), "json_object")
+
+    @property
+    def key(self) -> str:
+        """Equal for equal languages: what compiled grammars are remembered by."""
+        value = getattr(self, self.kind)
+        text = json.dumps(value) if isinstance(value, list) else str(value)
+        return f"{self.kind}{'-' if self.disable_any_whitespace else ':'}{text}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,10 +125,11 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None                # keep only so many of the prompt's last tokens
+    pooling: str | None = None       # "last" or "mean": also give the prompt's hidden states as one vector
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Any = None
     guided_decoding: Any = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | None = None      # a mapping with its fields is accepted too
     extra_args: Any = None
 
     def __post_init__(self) -> None:
@@ -81,6 +141,7 @@ class SamplingParams:
             self.allowed_token_ids = self._list("allowed_token_ids")
         if self.logit_bias is not None:
             self.logit_bias = self._biases()
+        self.structured_outputs = _structured_outputs(self.structured_outputs)
         if self.top_k == -1:
             self.top_k = 0
         if self.seed == -1:
@@ -114,6 +175,10 @@ class SamplingParams:
                 self._integer(name, 0, MAX_LOGPROBS)
         if self.truncate_prompt_tokens is not None:
             self._integer("truncate_prompt_tokens", 1, 2**31 - 1)
+        if self.pooling not in (None, "last", "mean"):
+            raise BadRequest(f"pooling must be 'last' or 'mean', got {shown(self.pooling)}")
+        if self.pooling is not None and (self.n, self.max_tokens) != (1, 1):
+            raise BadRequest("pooling needs n and max_tokens to be 1: its answer is the prompt's vector")
         for name in (
             "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
             "include_stop_str_in_output",
@@ -195,6 +260,86 @@ class SamplingParams:
             interval = f"greater than {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
             raise BadRequest(f"{name} must be a number {interval}, got {shown(value)}")
         setattr(self, name, float(value))
+
+
+def _structured_outputs(given: Any) -> StructuredOutputs | None:
+    if given is None or isinstance(given, StructuredOutputs):
+        return given
+    if not isinstance(given, Mapping):
+        raise BadRequest(f"structured_outputs must be an object, got {shown(given)}")
+    known = StructuredOutputs.__dataclass_fields__
+    for name in given:
+        if name not in known:
+            raise BadRequest(f"structured_outputs has no field {shown(name)}; it has {', '.join(known)}")
+    return StructuredOutputs(**given)
+
+
+def _schema_text(name: str, given: Any) -> str:
+    """A schema as compact JSON text, its size and shape checked. The order of properties is kept: answers follow it."""
+    if isinstance(given, str):
+        _grammar_text(name, given, MAX_GRAMMAR_BYTES)
+    elif not isinstance(given, Mapping):
+        raise BadRequest(f"{name} must be an object or its JSON text, got {shown(given)}")
+    try:
+        value = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(value, Mapping):
+            raise BadRequest(f"{name} must be a JSON object, got {shown(value)}")
+        _check_shape(name, value)
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise BadRequest(f"{name} is nested more than {MAX_SCHEMA_DEPTH} deep") from None
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"{name} is not JSON: {shown(str(error))}") from None
+    _grammar_text(name, text, MAX_GRAMMAR_BYTES)
+    return text
+
+
+def _check_shape(name: str, value: Any) -> None:
+    """Level by level, so that depth costs no stack; what holds itself ends at the greatest depth."""
+    level = [value]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, Mapping):
+                enum, properties = each.get("enum"), each.get("properties")
+                if isinstance(enum, list) and len(enum) > MAX_ENUM_VALUES:
+                    raise BadRequest(f"{name} has an enum of {len(enum)} values; at most {MAX_ENUM_VALUES} are allowed")
+                if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
+                    raise BadRequest(
+                        f"{name} has an object of {len(properties)} properties; at most {MAX_PROPERTIES} are allowed"
+                    )
+                below += [child for child in each.values() if isinstance(child, (Mapping, list, tuple))]
+            else:
+                below += [child for child in each if isinstance(child, (Mapping, list, tuple))]
+        if len(below) > MAX_GRAMMAR_BYTES:
+            raise BadRequest(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes")
+        if not below:
+            return
+        level = below
+    raise BadRequest(f"{name} is nested more than {MAX_SCHEMA_DEPTH} deep")
+
+
+def _choices(given: Any) -> list[str]:
+    name = "structured_outputs.choice"
+    if not isinstance(given, (list, tuple)) or not given:
+        raise BadRequest(f"{name} must be a list of texts, got {shown(given)}")
+    if len(given) > MAX_CHOICES:
+        raise BadRequest(f"{name} has {len(given)} entries; at most {MAX_CHOICES} are allowed")
+    for text in given:
+        _grammar_text(name, text, MAX_GRAMMAR_BYTES)
+    if sum(len(text.encode()) for text in given) > MAX_GRAMMAR_BYTES:
+        raise BadRequest(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes")
+    return list(given)
+
+
+def _grammar_text(name: str, text: Any, most: int) -> None:
+    if not isinstance(text, str) or not text.strip():
+        raise BadRequest(f"{name} must be a text that is not blank, got {shown(text)}")
+    if not is_unicode(text):
+        raise BadRequest(f"{name} must be valid Unicode, got {shown(text)}")
+    size = len(text.encode())
+    if size > most:
+        raise BadRequest(f"{name} has {size} bytes; at most {most} are allowed")
 
 
 def plain_token_ids(name: str, tokens: Sequence[Any], most: int | None = None) -> list[int]:

@@ -26,6 +26,7 @@ from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, ModelError
 from ridgeline.messages import Request
 from ridgeline.sampling_params import RequestOutputKind
+from ridgeline.scheduler.scheduler import SchedulerCounters
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "num_gpu_blocks_override": 600, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -551,7 +552,9 @@ class FaultyCore:
     def __init__(self, fault: str) -> None:
         self.fault = fault
         self.has_work = self.closed = False
-        self.scheduler = SimpleNamespace(num_running=0, manager=SimpleNamespace(num_free=5))
+        self.scheduler = SimpleNamespace(
+            num_running=0, num_waiting=0, counters=SchedulerCounters(), manager=SimpleNamespace(num_free=5)
+        )
 
     def add(self, request: Request) -> None:
         if self.fault == "add":

@@ -64,8 +64,10 @@ def test_help_is_fast() -> None:
     assert seconds("-m", "ridgeline", "--help") - seconds("-c", "pass") < 0.05
 
 
-COMMAND_NAMES = ["serve", "chat", "generate", "pull", "build", "bench offline", "bench host", "bench ops",
-                 "bench idle", "bench startup", "bench studies"]
+COMMAND_NAMES = [
+    "serve", "chat", "generate", "admin", "pull", "build", "bench offline", "bench host", "bench grammar", "bench ops",
+    "bench frontend", "bench idle", "bench startup", "bench studies",
+]  # fmt: skip
 
 
 def test_the_commands() -> None:
@@ -98,7 +100,7 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
     [
         (["serv"], "unknown command 'serv'; did you mean 'serve'?"),
         (["dance"], "unknown command 'dance'; there are serve"),
-        (["bench"], "bench needs one of: offline, host, ops, idle, startup, studies"),
+        (["bench"], "bench needs one of: offline, host, grammar, ops, frontend, idle, startup, studies"),
         (["build", "all"], "unexpected argument 'all'"),
         (["serve", "--max-modl-len", "5"], "unknown option --max-modl-len; did you mean --max-model-len?"),
         (["serve", "--max_modl_len=5"], "unknown option --max-modl-len; did you mean --max-model-len?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -32,12 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))        # short: a socket's path has 107 characters
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = set(psutil.Process().children())
     yield
     assert set(psutil.Process().children()) <= before, "a rank is left"
-    assert not list(tmp_path.glob("ridgeline-*")), "the sockets' directory is left"
+    assert not list(folder.glob("ridgeline-*")), "the sockets' directory is left"
+    shutil.rmtree(folder)
     assert not dist.is_initialized()
 
 

@@ -28,6 +28,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint("qwen3", tmp_path_factory.mktemp("gpu"), tie_word_embeddings=False)
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide enough for the kernels of few rows."""
+    return save_checkpoint(
+        "llama", tmp_path_factory.mktemp("wide"), tie_word_embeddings=False, hidden_size=512, intermediate_size=1024,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+
+
 def start(model: Path, **options: Any) -> EngineCore:
     sizes = {"max_num_seqs": 16, "num_gpu_blocks_override": 400, "device": "cuda", "dtype": "bfloat16"}
     return EngineCore.start(EngineConfig.of(model=str(model), **sizes | options))
@@ -99,6 +108,18 @@ def test_graphs_and_shared_prefixes_change_nothing(model: Path, monkeypatch: pyt
         assert answer(core, asked) == expected
     assert isinstance(core.executor, LocalExecutor)
     assert core.executor.runner.forward.replays > 0
+    core.close()
+
+
+def test_graphs_give_what_eager_steps_give(wide: Path) -> None:
+    """The same kernels on the same rows: the same bits, in bf16 too. One request is one row in both."""
+    asked = prompts(6)
+    eager, core = start(wide, enforce_eager=True), start(wide)
+    for prompt in asked:
+        expected = answer(eager, [prompt])
+        for _ in range(3):
+            assert answer(core, [prompt]) == expected
+    eager.close()
     core.close()
 
 

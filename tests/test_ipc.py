@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import stat
+import tempfile
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from ridgeline.engine import ipc
 from ridgeline.messages import Logprobs, Request, RowAdded, StepPlan, TokenDelta
+from ridgeline.metrics import EngineStats
 from ridgeline.sampling_params import SamplingParams
 
 CODECS = {"to engine": ipc.TO_ENGINE, "from engine": ipc.FROM_ENGINE, "plan": ipc.PLAN}
@@ -43,13 +46,16 @@ def messages() -> list[tuple[str, object]]:
         ("to engine", ipc.Add(request)),
         ("to engine", ipc.Abort("1", 0)),
         ("to engine", ipc.ForgetPrefixes()),
+        ("to engine", ipc.Switch("overlap", False)),
         ("to engine", ipc.Shutdown()),
         ("from engine", ipc.Ready("m", 8, 2, 3, "float32", "cpu", 4, 16, 0.5)),
         ("from engine", ipc.Loading(1, 2)),
         ("from engine", ipc.Failed("why", config=True)),
         ("from engine", ipc.Refused("1", "why")),
         ("from engine", ipc.PrefixesForgotten(True)),
-        ("from engine", ipc.Deltas([delta], 3, 4)),
+        ("from engine", ipc.Deltas([delta], 3, 4, 1.5, 2.5, ["1"])),
+        ("from engine", ipc.Stats(EngineStats(1, 2, 3, {"steps": 4}, {"unknown": 1}, step_seconds_sum=0.5))),
+        ("from engine", ipc.Switched("overlap", ["paged KV"], "why")),
         ("plan", plan()),
     ]
 
@@ -172,3 +178,11 @@ def test_the_socket_directory_is_private_and_goes_away() -> None:
         each.close()
         assert not each.path.exists()
         each.close()
+
+
+def test_sockets_fit_whatever_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long TMPDIR is common on clusters, and a socket's path has 107 characters."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
+    sockets = ipc.SocketDir()
+    assert len(sockets.address("rank-1024").removeprefix("ipc://")) <= 107
+    sockets.close()

@@ -535,8 +535,9 @@ def test_allowed_ids_and_bias() -> None:
 def test_masks(temperature: float) -> None:
     vocab, rows = 70, 40
     sampler = Sampler(rows, vocab, EOS, "cpu", torch.float32)
+    some = params(temperature=temperature, structured_outputs={"json_object": True})
     for row in range(rows):
-        sampler.add_row(row, Row(params(temperature=temperature), seed=row).added(row))
+        sampler.add_row(row, Row(some, seed=row).added(row))
     generator = torch.Generator().manual_seed(5)
     allowed = torch.rand(rows, vocab, generator=generator) < 0.1
     allowed[:, 69] = True
@@ -553,7 +554,7 @@ def test_masks(temperature: float) -> None:
     if temperature == 0:
         assert torch.equal(first.tokens[1:], expected.argmax(-1)[1:])
     for row in range(rows):
-        sampler.add_row(row, Row(params(temperature=temperature), seed=row).added(row))
+        sampler.add_row(row, Row(some, seed=row).added(row))
     again = sampler.sample(logits, np.arange(rows), packed)
     assert torch.equal(again.tokens, first.tokens) and torch.equal(again.failed, first.failed)
 

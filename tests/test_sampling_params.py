@@ -166,7 +166,7 @@ def test_a_clone_shares_nothing() -> None:
     ("name", "neutral", "other"),
     [
         ("logits_processors", [], [lambda ids, logits: logits]), ("guided_decoding", None, {"json": {}}),
-        ("structured_outputs", None, object()), ("extra_args", {}, {"x": 1}),
+        ("extra_args", {}, {"x": 1}),
     ],
 )  # fmt: skip
 def test_what_is_not_done_is_taken_only_when_it_asks_for_nothing(name: str, neutral: Any, other: Any) -> None:

@@ -683,6 +683,20 @@ def test_a_step_of_an_earlier_stay_commits_nothing() -> None:
     assert scheduler.counters.preemptions == 1 and scheduler.counters.wasted_tokens == 16
 
 
+@pytest.mark.parametrize("leave", ["abort", "preempt"])
+def test_blocks_of_a_step_that_may_have_failed_are_not_found(leave: str) -> None:
+    """Whoever leaves while its prompt is being computed takes what was published of it along."""
+    simulation = Simulation(replace(ROOMY, max_step_tokens=32, depth=1))
+    simulation.ask("a", prompt(20, 1), 3)
+    plan = simulation.scheduler.schedule()
+    assert len(simulation.manager.cache) == 5
+    if leave == "abort":
+        simulation.scheduler.abort("a")
+    else:
+        simulation.scheduler._preempt(sequence_of(simulation, "a"))
+    assert len(plan.rows) == 1 and not simulation.manager.cache._owner
+
+
 def test_answers_wait_until_their_prompt_is_computed() -> None:
     """The n answers share the first one's blocks whole: the last of a chunk may be half full."""
     simulation = Simulation(replace(ROOMY, prefix_caching=False, max_step_tokens=10))

@@ -287,7 +287,6 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": "a", "best_of": 2}, "best_of", "best_of"),
     ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
     ("completions", {"prompt": "a", "priority": 1}, "priority", "--scheduling-policy"),
-    ("completions", {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ("completions", {"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "usage", "stream_options"),
     ("completions", {"prompt": "a", "tempereture": 1}, "tempereture", "did you mean 'temperature'"),
@@ -299,10 +298,10 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat/completions", {"messages": [{"content": "a"}]}, "messages", "role"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image_url"),
     ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool_calls"),
-    ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported"),
-    ("chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice", "not supported"),
-    ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    ("chat/completions", CHAT | {"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools", "tools[0] must be an object"),
+    ("chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ("chat/completions", CHAT | {"response_format": {"type": "yaml"}}, "response_format", "json_schema"),
+    ("chat/completions", CHAT | {"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
     ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
     ("chat/completions", CHAT | {"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differ"),
@@ -385,7 +384,7 @@ def test_why_an_engine_died_is_not_told_to_clients() -> None:
 
 def test_requests_wait_for_the_whole_start() -> None:
     """An engine that is up is not enough: the queue must be open too."""
-    llm: Any = SimpleNamespace(is_alive=True, ready=SimpleNamespace(max_num_seqs=2))
+    llm: Any = SimpleNamespace(state="ok", ready=SimpleNamespace(max_num_seqs=2), predicted_wait=None)
     service = Service(llm, ServerOptions(), "m")
     assert service.state == "loading"
     with pytest.raises(Unavailable, match="the engine is not ready"):
@@ -393,7 +392,7 @@ def test_requests_wait_for_the_whole_start() -> None:
     service.open()
     service.require_ready()
     assert service.state == "ok" and service.slots.limit == 8
-    llm.is_alive = False
+    llm.state = "dead"
     assert service.state == "dead"
     service.stopping = True
     with pytest.raises(Unavailable, match="the server is stopping"):
@@ -523,7 +522,7 @@ def events_of(url: str, got: list[str], begun: threading.Event) -> None:
 
 
 def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
-    server = ServerProcess(str(model), *OPTIONS)
+    server = ServerProcess(str(model), *OPTIONS, "--max-engine-restarts", "0")
     url = server.wait_ready()
     family = family_of(server)
     folders = socket_folders(family)

@@ -162,7 +162,7 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
     [
         ("decode_kernel", "bf16", "bf16", {}),
         ("decode_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "channel", "SOFTCAP": True, "WINDOW": 4096}),
-        ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 80, "TILE_KEYS": 32, "HAS_PREFIX": False}),
+        ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 96, "TILE_KEYS": 32, "HAS_PREFIX": False}),
         ("decode_kernel", "bf16", "bf16", {"SHARES": 1}),
         ("prefill_kernel", "bf16", "bf16", {}),
         ("prefill_kernel", "bf16", "fp8e4nv", {"K_SCALE": "head", "V_SCALE": "key", "SOFTCAP": True, "WINDOW": 4096}),

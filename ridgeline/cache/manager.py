@@ -270,10 +270,11 @@ class KVManager:
             self.pool.release([block for block in reversed(table) if block])
             table.clear()
 
-    def distrust(self, blocks: SequenceBlocks) -> None:
-        """What is in these blocks is in doubt: nobody may find it again. Whoever shares them keeps them."""
+    def distrust(self, blocks: SequenceBlocks, first: int = 0) -> None:
+        """What is in these blocks, from the first-th on, is in doubt: nobody may find it again. Whoever shares them
+        keeps them."""
         for table in blocks.tables:
-            for block in table:
+            for block in table[first:]:
                 if self.pool.unindex(block):
                     self.cache.evict(block)
 

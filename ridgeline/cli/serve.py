@@ -14,9 +14,11 @@ from ridgeline.cli.options import add_engine_options, add_model, add_options, en
 from ridgeline.cli.terminal import require_model
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.progress import progress_bar
+from ridgeline.engine.watchdog import Supervision
 from ridgeline.log import get_logger
 from ridgeline.server.app import Service, model_name
 from ridgeline.server.app import run as run_server
+from ridgeline.server.keys import VARIABLE, load_keys
 from ridgeline.server.limits import ServerOptions
 from ridgeline.version import __version__
 
@@ -35,8 +37,10 @@ def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))        # until the server has its own handler
     config, options = engine_config(args), options_of(ServerOptions, args)
     require_model(config)
-    llm = AsyncLLM(**config.flat())
-    if not options.host.startswith(_LOOPBACK):
+    keys = load_keys(options)
+    supervision = Supervision(max_restarts=options.max_engine_restarts, silence=float(options.engine_timeout))
+    llm = AsyncLLM(**config.flat(), supervision=supervision)
+    if not options.host.startswith(_LOOPBACK) and not len(keys):
         logger.warning("listening on %s without authentication: everybody who reaches it can use it", options.host)
     with ExitStack() as until_ready:
         tick = until_ready.enter_context(progress_bar(f"loading {model_name(llm, options)}", in_bytes=True))
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
             until_ready.close()
             print(welcome(service, address), flush=True)
 
-        run_server(llm, options, tick, on_ready)
+        run_server(llm, options, tick, on_ready, keys)
 
 
 def welcome(service: Service, address: str) -> str:
@@ -76,4 +80,5 @@ def example(service: Service, address: str) -> str:
         path = "chat/completions"
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     data = shlex.quote(json.dumps(body))
-    return f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d {data}"
+    key = f' -H "Authorization: Bearer ${VARIABLE}"' if len(service.keys) else ""
+    return f"curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d {data}"

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
 from ridgeline.engine.executor import Executor, make_executor
+from ridgeline.engine.grammar_check import vocabulary_of
+from ridgeline.engine.grammars import Grammars
+from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, EngineDead, one_line
+from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.log import get_logger
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.resolve import ResolvedConfig, resolve
@@ -22,12 +27,15 @@ from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel
 
 logger = get_logger("engine")
 
+_GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a grammar before others get a turn
+
 
 class EngineCore:
     def __init__(self, config: ResolvedConfig, executor: Executor) -> None:
         self.config = config
         self.executor = executor
         self.scheduler = make_scheduler(config)
+        self.grammars = Grammars(lambda: grammar_vocabulary(config))
         self._dead = ""                                  # why, once a step has failed
 
     @classmethod
@@ -43,6 +51,8 @@ class EngineCore:
         self._check_alive()
         check_token_ids(request, self.config.model.vocab_size)
         self.scheduler.add(request)
+        if request.params.structured_outputs is not None:
+            self.grammars.prepare(request)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Forget a request, or one of its answers. Unknown ids are no error: it may have finished meanwhile."""
@@ -71,15 +81,41 @@ class EngineCore:
 
     def _step(self) -> list[TokenDelta]:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
+        deltas = self._take_grammars() if self.grammars.num_pending else []
         plan = self.scheduler.schedule()
         if len(plan.rows):
             self.executor.submit(plan)
-            self.executor.sample()
+            if self.scheduler.num_constrained:
+                deltas += self._sample_constrained()
+            else:
+                self.executor.sample()
             if self.scheduler.num_in_flight <= self.config.depth:
-                return []
+                return deltas
         elif not self.scheduler.num_in_flight:
-            return []
-        return self.scheduler.update(self.executor.collect())
+            return deltas + self._take_grammars(_GRAMMAR_SECONDS)
+        return deltas + self.scheduler.update(self.executor.collect())
+
+    def _sample_constrained(self) -> list[TokenDelta]:
+        """Sample the newest step, some of whose rows have a grammar: what they may say depends on what they said last.
+
+        So the steps before it are taken in first, and masks are filled while its forward pass runs.
+        """
+        deltas: list[TokenDelta] = []
+        while self.scheduler.num_in_flight > 1:
+            deltas += self.scheduler.update(self.executor.collect())
+        wanted, num_sampled = self.scheduler.constrained()
+        self.executor.sample(self.grammars.masks.fill(wanted, num_sampled) if wanted else None)
+        return deltas + self.scheduler.fail_constrained()
+
+    def _take_grammars(self, wait_seconds: float = 0.0) -> list[TokenDelta]:
+        """Requests whose grammar is compiled may run from now on; those whose is none end here."""
+        deltas: list[TokenDelta] = []
+        for request, matchers, error in self.grammars.take(wait_seconds):
+            if error:
+                deltas += self.scheduler.fail_request(request, error)
+            else:
+                self.scheduler.set_matchers(request, matchers)
+        return deltas
 
     def prepare(self) -> bool:
         """Use a moment without work to make later steps faster. False: nothing is left to do."""
@@ -90,6 +126,7 @@ class EngineCore:
             raise EngineDead(f"the engine has stopped: {self._dead}")
 
     def close(self) -> None:
+        self.grammars.close()
         self.executor.close()
 
 
@@ -119,6 +156,13 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
     )
 
 
+def grammar_vocabulary(config: ResolvedConfig) -> GrammarVocabulary:
+    """Loads the tokenizer, which takes a moment: asked for in a thread, when the first grammar arrives."""
+    given = config.options.model.tokenizer
+    tokenizer = Tokenizer.load(Path(given) if given else config.model_path)
+    return vocabulary_of(tokenizer, config.model.vocab_size, frozenset(config.model.eos_token_ids))
+
+
 def check_token_ids(request: Request, vocab_size: int) -> None:
     """Every id that enters the model is checked: on the device a wrong one reads somebody else's memory."""
     params = request.params
@@ -128,6 +172,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "allowed_token_ids": params.allowed_token_ids or [],
         "logit_bias": list(params.logit_bias or {}),
         "bad_words": [token for word in request.bad_words_token_ids for token in word],
+        "resumed": [token for produced in (request.resumed or {}).values() for token in produced],
     }
     for name, tokens in lists.items():
         if tokens and not (0 <= min(tokens) and max(tokens) < vocab_size):

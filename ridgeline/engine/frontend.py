@@ -13,6 +13,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from ridgeline.config import ModelOptions
+from ridgeline.engine.grammar_check import GrammarChecker
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ class Frontend:
     def __init__(self, tokenizer: Tokenizer | None, sampling_defaults: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
+        self.grammars = GrammarChecker(tokenizer) if tokenizer is not None else None
         self._numbers = itertools.count()
 
     @classmethod
@@ -106,6 +108,10 @@ class Frontend:
             cache_salt = prompt.get("cache_salt") or cache_salt
         if params.stop:
             self._require_tokenizer("stop")
+        if params.structured_outputs is not None:
+            self._require_tokenizer("structured_outputs")
+            assert self.grammars is not None
+            self.grammars.check(params.structured_outputs)
         request = Request(
             request_id=request_id or self.new_id(),
             prompt_token_ids=tokens,
@@ -203,6 +209,8 @@ class RequestState:
             raise RequestError(delta.error)
         if delta.index == 0:                             # the others find what the first has just computed
             self.output.num_cached_tokens = delta.num_cached_tokens
+        if delta.hidden is not None:
+            self.output.hidden = delta.hidden
         if delta.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *self._readable(delta.prompt_logprobs)]
         token_ids, text, finish, reason = delta.token_ids, "", delta.finish_reason, delta.stop_reason
@@ -210,7 +218,7 @@ class RequestState:
         stop_here = False
         if stream is not None:
             before = stream.num_tokens
-            text = stream.feed(token_ids, ends_with_stop_token=finish == "stop")
+            text = stream.feed(token_ids, ends_with_stop_token=finish == "stop" and not delta.grammar_ended)
             if finish and stream.stopped_by is None:
                 text += stream.finish()
             token_ids = token_ids[: max(0, stream.num_tokens - before)]

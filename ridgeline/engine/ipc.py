@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,8 +19,10 @@ import numpy as np
 
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import Request, StepPlan, TokenDelta
+from ridgeline.metrics import EngineStats
 
 MAX_FRAME = 256 * 2**20
+SHOW_STACKS = signal.SIGUSR1         # an engine's process that gets it writes the stacks of its threads to stderr
 _DTYPES = {"int8": np.int8, "int32": np.int32, "int64": np.int64, "float32": np.float32, "float64": np.float64}
 
 T = TypeVar("T")
@@ -90,6 +93,13 @@ class ForgetPrefixes(msgspec.Struct, tag=True):
     """Empty the prefix cache; answered by PrefixesForgotten."""
 
 
+class Switch(msgspec.Struct, tag=True):
+    """Leave a technique out from now on, or take it in again; answered by Switched."""
+
+    technique: str
+    on: bool
+
+
 class Shutdown(msgspec.Struct, tag=True):
     pass
 
@@ -106,6 +116,8 @@ class Ready(msgspec.Struct, tag=True):
     num_blocks: int                  # KV blocks that requests can have, all of them free now
     block_size: int
     seconds: float
+    kv_dtype: str = ""
+    techniques: list[str] = []       # that are on, by their names in `techniques`
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -131,16 +143,38 @@ class PrefixesForgotten(msgspec.Struct, tag=True):
     done: bool                       # not while requests hold part of the KV cache
 
 
+class Switched(msgspec.Struct, tag=True):
+    technique: str
+    active: list[str]                # the techniques that are on now
+    refused: str = ""                # why it was not done
+
+
 class Deltas(msgspec.Struct, tag=True):
     """What one step brought, and how full the engine is after it."""
 
     deltas: list[TokenDelta]
     running: int                     # sequences that have a row
     free_blocks: int                 # KV blocks that nobody holds; the prefix cache may still know their contents
+    began: float = 0.0               # the step, by the clock that all processes of a machine share …
+    ended: float = 0.0
+    started: list[str] = []          # … and the requests of which it is the first
 
 
-ToEngine = Add | Abort | ForgetPrefixes | Shutdown
-FromEngine = Ready | Loading | Failed | Refused | PrefixesForgotten | Deltas
+class Stats(msgspec.Struct, tag=True):
+    """What the engine has counted, some ten times a second while it works and once when it stops."""
+
+    stats: EngineStats
+
+
+class Alive(msgspec.Struct, tag=True):
+    """Nothing else is to be told, but the loop turns: it is idle, or its steps bring no tokens yet."""
+
+    steps: int                       # so far
+    busy: bool                       # has work: then only more steps are progress
+
+
+ToEngine = Add | Abort | ForgetPrefixes | Switch | Shutdown
+FromEngine = Ready | Loading | Failed | Refused | PrefixesForgotten | Switched | Deltas | Stats | Alive
 TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
 FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)
 
@@ -149,11 +183,17 @@ FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)
 PLAN: Codec[StepPlan] = Codec(StepPlan)
 
 
+_LONGEST_FOLDER = 50
+
+
 class SocketDir:
     """A private directory for ipc sockets; gone with close()."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"ridgeline-{secrets.token_hex(8)}-"))
+        # The path of a socket has 107 characters; a long TMPDIR would leave none for its name.
+        folder = tempfile.gettempdir()
+        short = folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
+        self.path = Path(tempfile.mkdtemp(prefix=f"ridgeline-{secrets.token_hex(8)}-", dir=short))
         os.chmod(self.path, 0o700)
 
     def address(self, name: str) -> str:

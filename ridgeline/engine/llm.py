@@ -134,6 +134,8 @@ class LLM:
             after_step()
 
     def close(self) -> None:
+        if self._frontend.grammars is not None:
+            self._frontend.grammars.close()
         self.core.close()
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from ridgeline.metrics import RequestTimes
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -45,7 +49,8 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[LogprobsAt | None] | None = None
     num_cached_tokens: int = 0
-    metrics: Any = None                                          # always None: nothing is measured per request
+    hidden: np.ndarray | None = None                             # the prompt as a vector, with SamplingParams.pooling
+    metrics: RequestTimes | None = None                          # of an AsyncLLM's; LLM measures nothing per request
     lora_request: Any = None
 
 

@@ -7,99 +7,44 @@ front end is gone this process ends too, and takes the directory of their socket
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
-import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
-import zmq
-
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.ipc import (
-    FROM_ENGINE,
-    TO_ENGINE,
+    SHOW_STACKS,
     Abort,
     Add,
-    DecodeError,
+    Alive,
     Deltas,
     Failed,
     ForgetPrefixes,
-    FromEngine,
     Loading,
     PrefixesForgotten,
     Ready,
     Refused,
     Shutdown,
-    ToEngine,
+    Stats,
+    Switch,
+    Switched,
 )
+from ridgeline.engine.link import FrontEndGone, FrontEndLink
+from ridgeline.engine.stats import StatsKeeper, active_techniques
+from ridgeline.engine.switches import Switches
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.log import get_logger
 from ridgeline.messages import TokenDelta
 
 logger = get_logger("engine")
 
-_IDLE_MS = 500                       # how often an idle engine looks whether its front end is still there
-_FRAMES_PER_STEP = 1024              # a flood of requests must not keep the running ones from their next step
+_ALIVE_SECONDS = 0.4                 # with nothing else to tell, at least so often the front end hears that the loop turns
 _LOADING_SECONDS = 0.1               # between two reports of progress
-
-
-class FrontEndGone(Exception):
-    pass
-
-
-class FrontEndLink:
-    """The two sockets to the front end, and the knowledge whether it lives."""
-
-    def __init__(self, folder: Path, parent: int) -> None:
-        self.bad_frames = 0
-        self._folder = folder
-        self._parent = parent
-        self._context = zmq.Context()
-        self._from_front = self._context.socket(zmq.PULL)
-        self._from_front.connect(f"ipc://{folder / 'to-engine'}")
-        self._to_front = self._context.socket(zmq.PUSH)
-        self._to_front.setsockopt(zmq.SNDTIMEO, _IDLE_MS)
-        self._to_front.connect(f"ipc://{folder / 'from-engine'}")
-
-    def check(self) -> None:
-        if os.getppid() != self._parent:
-            raise FrontEndGone
-
-    def send(self, message: FromEngine) -> None:
-        """Waits while the front end does not keep up, for as long as there is one."""
-        frame = FROM_ENGINE.encode(message)
-        while True:
-            try:
-                self._to_front.send(frame)
-                return
-            except zmq.Again:
-                self.check()
-
-    def receive(self, wait: bool) -> list[ToEngine]:
-        """What has arrived; with `wait`, as soon as something has or the idle time is over."""
-        messages: list[ToEngine] = []
-        timeout = _IDLE_MS if wait else 0
-        while len(messages) < _FRAMES_PER_STEP and self._from_front.poll(timeout):
-            timeout = 0
-            try:
-                messages.append(TO_ENGINE.decode(self._from_front.recv()))
-            except DecodeError as error:
-                self.bad_frames += 1
-                logger.warning("dropped a frame from the front end (%d so far): %s", self.bad_frames, error)
-        return messages
-
-    def close(self) -> None:
-        self._context.destroy(linger=2000)               # a last word still leaves
-
-    def abandon(self) -> None:
-        """There is nobody to talk to, and nobody else to clean up."""
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class EngineLoop:
@@ -107,26 +52,42 @@ class EngineLoop:
         self._core = core
         self._link = link
         self._told = self._fullness()                    # what the front end knows of how full we are
+        self._spoke = time.monotonic()
+        self._stats = StatsKeeper(core)
+        self._switches: Switches | None = None           # nobody has switched anything yet
 
     def run(self) -> None:
         """Until the front end says Shutdown."""
-        core, link = self._core, self._link
+        core, link, stats = self._core, self._link, self._stats
         while True:
             link.check()
             busy = core.has_work or core.prepare()
+            if not core.has_work:
+                stats.idle()
             for message in link.receive(wait=not busy):
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)
-            deltas = core.step() if core.has_work else []
-            self._tell(deltas)
+            began = time.monotonic()
+            deltas: list[TokenDelta] = []
+            started: list[str] = []
+            if core.has_work:
+                deltas, started = core.step(), core.scheduler.started
+                stats.stepped(began, time.monotonic())
+            self._tell(deltas, began, started)
+            now = time.monotonic()
+            if stats.due(now):
+                link.send(Stats(stats.report(now)))
 
-    def _obey(self, message: Add | Abort | ForgetPrefixes) -> None:
+    def _obey(self, message: Add | Abort | ForgetPrefixes | Switch) -> None:
         if isinstance(message, Abort):
             self._core.abort(message.request_id, message.index)
             return
         if isinstance(message, ForgetPrefixes):
             self._link.send(PrefixesForgotten(self._core.scheduler.manager.forget_prefixes()))
+            return
+        if isinstance(message, Switch):
+            self._switch(message)
             return
         try:
             self._core.add(message.request)
@@ -136,12 +97,29 @@ class EngineLoop:
             logger.exception("request %s could not be added", message.request.request_id)
             self._link.send(Refused(message.request.request_id, "the engine could not take this request"))
 
-    def _tell(self, deltas: list[TokenDelta]) -> None:
+    def _switch(self, message: Switch) -> None:
+        if self._switches is None:
+            self._switches = Switches(self._core)
+        refused, began = "", time.monotonic()
+        try:
+            deltas = self._switches.set(message.technique, message.on)
+            if deltas:
+                self._tell(deltas, began, [])
+        except RequestError as error:
+            refused = str(error)
+        self._link.send(Switched(message.technique, self._switches.active, refused))
+
+    def _tell(self, deltas: list[TokenDelta], began: float, started: list[str]) -> None:
         """One message per step, and one when only the fullness changed (after an abort, say)."""
         fullness = self._fullness()
-        if deltas or fullness != self._told:
+        now = time.monotonic()
+        if deltas or started or fullness != self._told:
             self._told = fullness
-            self._link.send(Deltas(deltas, *fullness))
+            self._spoke = now
+            self._link.send(Deltas(deltas, *fullness, began, now, started))
+        elif now - self._spoke > _ALIVE_SECONDS:
+            self._spoke = now
+            self._link.send(Alive(self._core.scheduler.counters.steps, self._core.has_work))
 
     def _fullness(self) -> tuple[int, int]:
         scheduler = self._core.scheduler
@@ -171,6 +149,8 @@ def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
         num_blocks=core.scheduler.manager.num_free,
         block_size=config.options.cache.block_size,
         seconds=time.monotonic() - started,
+        kv_dtype=config.kv_dtype,
+        techniques=active_techniques(config),
     )
     # What lives now lives for ever: the collector need not look at it again in the middle of a step.
     gc.collect()
@@ -201,6 +181,8 @@ def run(options: dict[str, object], link: FrontEndLink) -> int:
 
 def main(settings: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the front end's to handle
+    faulthandler.enable()
+    faulthandler.register(SHOW_STACKS, all_threads=True) # works in the middle of a kernel or a lock, too
     given = json.loads(settings)
     link = FrontEndLink(Path(given["folder"]), given["parent"])
     try:

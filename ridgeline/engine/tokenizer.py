@@ -173,6 +173,11 @@ class Tokenizer:
     # --- chat ---
 
     @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """All of them by name; most models have a "default" only."""
+        return self._chat.templates
+
+    @property
     def chat_template(self) -> str | None:
         return self._chat.templates.get("default")
 

@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         cap = self.config.final_softcap
         if logits.dtype not in (torch.float32, torch.float64) and (logits.is_cpu or cap is not None):
             logits = logits.float()
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def finish(self) -> None:
         """After the last weight is filled: every linear takes the layout its product wants, one at a time."""

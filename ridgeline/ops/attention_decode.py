@@ -167,8 +167,9 @@ def fetch_tile(  # type: ignore[no-untyped-def]
     """Have a tile of keys or values brought into L2, without waiting for it."""
     LINE: tl.constexpr = 128 // (ptr.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = HEAD_DIM // LINE
+    ROUND: tl.constexpr = 1 if LINES <= 1 else 2 if LINES == 2 else 4 if LINES <= 4 else 8
     if LINES > 0:
-        line = tl.arange(0, LINES) * LINE
+        line = tl.minimum(tl.arange(0, ROUND), LINES - 1) * LINE
         offset = block.to(tl.int64) * block_stride + slot * slot_stride
         address = (ptr + offset[:, None] + line[None, :]).to(tl.int64)
         tl.inline_asm_elementwise(

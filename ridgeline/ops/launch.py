@@ -29,3 +29,11 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132                                       # the interpreter's: as many as the devices the rules are for
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have of it."""
+    if device.type != "cuda":
+        return 232_448                                   # the interpreter's, likewise
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

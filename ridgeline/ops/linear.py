@@ -16,6 +16,7 @@ from ridgeline.costs import LINEAR_CASES, NORMED_LINEAR_CASES, linear_cost, norm
 from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation, gated_activation_reference
 from ridgeline.ops.gemv import gemv
+from ridgeline.ops.launch import shared_memory
 from ridgeline.ops.linear_plan import MOST_ROWS, GemmPlan, GemvPlan, Plan, plan
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
@@ -54,7 +55,10 @@ def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan:
         return None
     if not weight.is_contiguous():
         return None
-    return plan(rows, weight.shape[0] // 2 if gated else weight.shape[0], inputs, gated)
+    chosen = plan(rows, weight.shape[0] // 2 if gated else weight.shape[0], inputs, gated)
+    if isinstance(chosen, GemmPlan) and chosen.shared_bytes(gated) > shared_memory(x.device):
+        return None                                      # a smaller GPU than the one it was measured on
+    return chosen
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -35,6 +35,12 @@ class GemmPlan:
     splits: int = 1                  # of the inputs
     step: int = 0                    # outputs from a tile to the next, fewer than it has room for; 0: as many
 
+    def shared_bytes(self, gated: bool) -> int:
+        """What the blocks of 16 bit numbers on their way take of a multiprocessor's shared memory."""
+        width = self.block_rows + self.block_outputs * (2 if gated else 1)
+        return width * self.block_inputs * 2 * self.stages
+
+
 
 Plan = GemvPlan | GemmPlan | None    # None: the library
 

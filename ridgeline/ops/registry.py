@@ -24,6 +24,7 @@ from ridgeline import platform
 from ridgeline.costs import DTYPE_BYTES, Case, Cost
 from ridgeline.errors import ConfigError
 from ridgeline.log import get_logger
+from ridgeline.metrics import HAPPENED
 
 logger = get_logger("ops")
 
@@ -49,6 +50,7 @@ def log_compilations() -> None:
 
     def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         if not cache_hit:
+            HAPPENED["kernel_compile"] += 1
             logger.info("compiled %s, which was not in the kernel cache", getattr(src, "name", "a kernel"))
 
     if HAS_TRITON and hasattr(triton, "knobs"):

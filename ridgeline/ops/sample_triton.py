@@ -512,6 +512,7 @@ class Workspace:
 
 
 _workspaces: dict[tuple[torch.device, int], Workspace] = {}
+_outgrown: list[Workspace] = []      # kept: graphs of an engine that is still there may hold their addresses
 
 
 def workspace(device: torch.device, rows: int, vocab: int) -> Workspace:
@@ -519,6 +520,8 @@ def workspace(device: torch.device, rows: int, vocab: int) -> Workspace:
     records graphs asks for the most at start."""
     found = _workspaces.get((device, vocab))
     if found is None or found.keys.shape[0] < rows:
+        if found is not None:
+            _outgrown.append(found)
         tiles = triton.cdiv(vocab, BEST_TILE)
         groups = tiles * (BEST_TILE // GROUP)
         race_tiles = triton.next_power_of_2(triton.cdiv(vocab, RACE_TILE))

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ridgeline.errors import ConfigError
 from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.block_linear import KINDS, block_linear
@@ -144,6 +145,10 @@ class Invariant(Unquantised):
     chooses by the number of rows, and so differs by it, is left alone."""
 
     def finish(self, linear: nn.Module) -> None:
+        if linear.weight.shape[1] % 8:
+            raise ConfigError(
+                f"deterministic needs linears whose inputs are a multiple of 8, here are {linear.weight.shape[1]}"
+            )
         prepare(linear.weight.device)
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from ridgeline.graph_shapes import GraphShapes, Shape
 from ridgeline.layers.batch import Batch
 from ridgeline.log import get_logger
 from ridgeline.messages import StepPlan, Want
+from ridgeline.metrics import HAPPENED
 from ridgeline.runner.forward import Computed, EagerForward
 from ridgeline.runner.rows import leading_ones
 
@@ -46,7 +48,7 @@ class _Seen:
     uses: int = 0
 
 
-_Key = tuple[Shape, bool, bool, bool]        # shape, greedy, with a shared prefix, with rows of uneven length
+_Key = tuple[Shape, bool, tuple[bool, ...], bool]        # shape, greedy, groups with a shared prefix, uneven lengths
 
 
 class GraphForward:
@@ -66,7 +68,7 @@ class GraphForward:
 
     def shape(self, plan: StepPlan) -> Shape | None:
         self._shape = None
-        if not (plan.want & np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN)).any():
+        if not (plan.want & np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)).any():
             decodes = leading_ones(plan.num_tokens)
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
         return self._shape
@@ -75,7 +77,7 @@ class GraphForward:
         if self._shape is None:
             return self._eager.run(batch, greedy)
         uneven = batch.work is not None and batch.work.uneven
-        key = (self._shape, greedy, any(group.prefix is not None for group in batch.groups), uneven)
+        key = (self._shape, greedy, tuple(group.prefix is not None for group in batch.groups), uneven)
         recorded = self._recorded.get(key)
         if recorded is None:
             seen = self._waiting.setdefault(key, _Seen(batch))
@@ -84,25 +86,31 @@ class GraphForward:
                 self._waiting.move_to_end(key)
                 return self._eager.run(batch, greedy)
             recorded = self._record(key, batch)
+            if recorded is None:
+                return self._eager.run(batch, greedy)
         self._recorded.move_to_end(key)
         recorded.graph.replay()
         self.replays += 1
         return dataclasses.replace(recorded.computed)
 
     def prepare(self) -> bool:
-        """Record what was used last."""
-        if not self._waiting:
+        """Record what was used last, while there is room: what makes room on its own accord is what is used now."""
+        if not self._waiting or len(self._recorded) >= MOST_GRAPHS:
             return False
         key, seen = next(reversed(self._waiting.items()))
         with torch.inference_mode():
             self._record(key, seen.batch)
         return True
 
-    def _record(self, key: _Key, batch: Batch) -> _Recorded:
-        """Launch the step into a graph instead of onto the device. The values in the batch do not matter."""
+    def _record(self, key: _Key, batch: Batch) -> _Recorded | None:
+        """Launch the step into a graph instead of onto the device. The values in the batch do not matter.
+
+        None: the memory does not suffice, and the step has to run as it is.
+        """
         shape, greedy, *_ = key
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
+        del self._waiting[key]
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -110,12 +118,18 @@ class GraphForward:
                 if computed.logits is not None:          # its memory is the pool's: the next recording reuses it
                     computed.logits = self._logits[: len(batch.logits_index)].copy_(computed.logits)
                 computed.hidden = None
-            finally:
-                graph.capture_end()
-        del self._waiting[key]
+            except BaseException as error:
+                with suppress(RuntimeError):             # that a recording broke off says less than why it did
+                    graph.capture_end()
+                if not isinstance(error, torch.OutOfMemoryError):
+                    raise
+                logger.warning("no memory to record %s; such steps are launched kernel by kernel", shape)
+                return None
+            graph.capture_end()
         if len(self._recorded) == MOST_GRAPHS:
             torch.cuda.synchronize()                     # it may be running
             self._recorded.popitem(last=False)
         self._recorded[key] = _Recorded(graph, computed)
+        HAPPENED["graph_recording"] += 1
         logger.debug("recorded %s, %s", shape, "greedy" if greedy else "logits")
         return self._recorded[key]

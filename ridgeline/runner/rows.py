@@ -256,7 +256,7 @@ class DeviceRows:
 
     def _goes_on(self, plan: StepPlan, layout: _Layout) -> np.ndarray | None:
         """The rows that the last layer has to go on with, where it is not with every token."""
-        if (plan.want & np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN)).any():
+        if (plan.want & np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)).any():
             return None
         return self._arange[: len(layout.rows)][layout.sampled]
 

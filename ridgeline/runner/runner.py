@@ -18,6 +18,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.logits import logprobs as token_logprobs
+from ridgeline.ops.sample import to_device
 from ridgeline.runner.fetch import Clock, Fetched
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
@@ -39,6 +40,7 @@ class _Step:
     places: np.ndarray               # places in the batch that sample
     clock: Clock
     prompt_logprobs: dict[int, Fetched]
+    hidden: dict[int, Fetched]
     tokens: Fetched | None = None    # sampled tokens, and which rows failed
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
@@ -76,7 +78,8 @@ class Runner:
         computed = self.forward.run(batch, self._is_greedy(plan, places))
         lengths = self.rows.length[plan.rows].astype(np.int32)
         prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
-        self._steps.append(_Step(plan, batch, computed, lengths, places, clock, prompt_logprobs))
+        pooled = self._pooled(plan, starts, computed.hidden)
+        self._steps.append(_Step(plan, batch, computed, lengths, places, clock, prompt_logprobs, pooled))
 
     def remove(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
@@ -123,9 +126,28 @@ class Runner:
             found[place] = Fetched(targets, *(torch.cat(parts) for parts in zip(*chunks, strict=True)))
         return found
 
+    def _pooled(self, plan: StepPlan, starts: np.ndarray, hidden: Tensor | None) -> dict[int, Fetched]:
+        """Hidden states after the last norm: the sum over this chunk's prompt tokens, or the last token's."""
+        found: dict[int, Fetched] = {}
+        if hidden is None:
+            return found
+        ends = np.cumsum(plan.num_tokens)
+        for place in np.nonzero(plan.want & np.int8(Want.HIDDEN | Want.HIDDEN_SUM))[0].tolist():
+            first, end = int(ends[place] - plan.num_tokens[place]), int(ends[place])
+            if plan.want[place] & Want.HIDDEN_SUM:
+                of_prompt = int(self.rows.num_prompt[plan.rows[place]] - starts[place])
+                found[place] = Fetched(hidden[first : min(end, first + of_prompt)].sum(0, dtype=torch.float32))
+            else:
+                found[place] = Fetched(hidden[end - 1].float())
+        return found
+
     @torch.inference_mode()
-    def sample(self, masks: Tensor | None = None) -> None:
-        """Sample the newest submitted step. Rank 0 decides; everybody learns the tokens."""
+    def sample(self, masks: np.ndarray | None = None) -> None:
+        """Sample the newest submitted step. Rank 0 decides; everybody learns the tokens.
+
+        `masks` are what grammars allow, for each row that samples; see Sampler.sample. A step with such rows is never a
+        greedy one: the sampler counts them among those that change their logits.
+        """
         step = self._steps[-1]
         computed, batch, rows = step.computed, step.batch, step.plan.rows[step.places]
         if computed.tokens is not None and computed.failed is not None:
@@ -136,7 +158,8 @@ class Runner:
             if len(logits) > len(rows):                  # the others are padding, or nobody's wish
                 logits = logits.index_select(0, batch.device_picks)
                 sample_rows = sample_rows.index_select(0, batch.device_picks)
-            sampled = self._sampler.sample(logits, rows, masks)
+            allowed = None if masks is None else to_device(masks, logits.device)
+            sampled = self._sampler.sample(logits, rows, allowed)
             tokens = self._comm.broadcast(sampled.tokens)
             self.rows.last_token.index_copy_(0, sample_rows, tokens)
             step.tokens = Fetched(tokens, sampled.failed)
@@ -179,6 +202,7 @@ class Runner:
             lengths=step.lengths,
             logprobs=logprobs,
             prompt_logprobs={place: _as_logprobs(fetched) for place, fetched in step.prompt_logprobs.items()},
+            hidden={place: fetched.arrays()[0] for place, fetched in step.hidden.items()},
             failed=failed,
             useful=plan.total_tokens - plan.recomputed,
             recomputed=plan.recomputed,

@@ -26,7 +26,7 @@ GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best i
 
 # What a row does to its logits before a token is chosen.
 _EDIT = np.dtype([
-    ("edited", np.bool_),            # any of the next four
+    ("edited", np.bool_),            # any of the next four, or a grammar
     ("allowed", np.bool_), ("bad_words", np.bool_), ("biased", np.bool_), ("penalized", np.bool_),
     ("min_tokens", np.int64),
     ("repetition", np.float64), ("presence", np.float64), ("frequency", np.float64),
@@ -132,7 +132,10 @@ class Sampler:
         )
         remembers = flags[3] or any(len(word) > 1 for word in added.bad_words_token_ids)
         num_known = self._remember(row, added, penalized=flags[3]) if remembers else 0
-        self._edit[row] = (any(flags), *flags, params.min_tokens, *penalties, remembers, num_known)
+        # With a grammar, masks also keep an answer from ending early: they alone know whether it can go on.
+        constrained = params.structured_outputs is not None
+        min_tokens = 0 if constrained else params.min_tokens
+        self._edit[row] = (constrained or any(flags), *flags, min_tokens, *penalties, remembers, num_known)
 
     def remove_row(self, row: int) -> None:
         for lists in (self._allowed, self._bad_words, self._stops, self._biases):
@@ -171,16 +174,16 @@ class Sampler:
         """One token for each of the (distinct) rows, from logits [S, V], which are left as they are.
 
         `masks` are the ids a grammar allows, bool [S, V] or packed int32 [S, ceil(V / 32)] with the lowest id in the
-        lowest bit.
+        lowest bit. They count for rows with structured_outputs.
         """
         rows = rows.astype(np.int64)
         how, edit = self._choice[rows], self._edit[rows]
         too_early = how["index"] < edit["min_tokens"]
         edited = edit["edited"] | too_early
-        if masks is None and not edited.any():
+        if not edited.any():
             tokens, failed = sample(logits, how)
         else:
-            who = np.flatnonzero(edited) if masks is None else np.arange(len(rows))
+            who = np.flatnonzero(edited)
             others = how.copy()
             others["temperature"][who] = 0
             tokens, failed = sample(logits, others)          # of those that are edited, only whether they are broken

@@ -2,7 +2,8 @@
 
 Rows without blocks write to block 0, which belongs to nobody, so this needs no room in the KV cache. First the largest
 step of all, with every row sampling, then the largest decode and the largest prompt that are recorded as graphs, each
-twice, because the second time they are. Later graphs fit into the memory of these.
+twice, because the second time they are. Later graphs fit into the memory of these. Last, random sampling and
+log-probabilities, whose kernels greedy steps do not need.
 """
 
 from __future__ import annotations
@@ -19,20 +20,30 @@ _NONE = np.zeros(0, np.int32)
 
 def warm_up(runner: Runner, num_groups: int, max_rows: int, max_step_tokens: int, max_model_len: int) -> None:
     num_rows = min(max_rows, max_step_tokens)
-    each = min(max_step_tokens // num_rows, max_model_len - 1)
+    each, more = divmod(min(max_step_tokens, num_rows * (max_model_len - 1)), num_rows)
+    largest = np.full(num_rows, each, np.int32)
+    largest[:more] += 1
     prompts = [size for size in GraphShapes(max_rows, max_step_tokens).prompt_tokens if size < max_model_len]
-    longest = max(prompts, default=1)
-    for rows, tokens in [(num_rows, each), (num_rows, 1), (num_rows, 1), (1, longest), (1, longest)]:
-        _run(runner, num_groups, rows, tokens)
+    longest = np.array([max(prompts, default=1)], np.int32)
+    ones = np.ones(num_rows, np.int32)
+    greedy = SamplingParams(temperature=0)
+    for counts, params in [
+        (largest, greedy), (ones, greedy), (ones, greedy), (longest, greedy), (longest, greedy),
+        (ones, SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)),
+        (ones, SamplingParams(temperature=1.0)),
+    ]:  # fmt: skip
+        _run(runner, num_groups, counts, params)
     runner.remove(np.arange(num_rows))
 
 
-def _run(runner: Runner, num_groups: int, num_rows: int, tokens: int) -> None:
+def _run(runner: Runner, num_groups: int, counts: np.ndarray, params: SamplingParams) -> None:
     """A step of new rows with so many tokens each."""
-    rows = np.arange(num_rows, dtype=np.int32)
-    params, prompt = SamplingParams(temperature=0), np.zeros(tokens, np.int32)
-    added = [RowAdded(row, prompt, tokens, 0, [_NONE] * num_groups, params, 0) for row in rows.tolist()]
-    counts, wanted = np.full(num_rows, tokens, np.int32), np.full(num_rows, Want.TOKEN, np.int8)
-    runner.submit(StepPlan(0, rows, added, _NONE.reshape(0, 4), rows, counts, wanted))
+    rows = np.arange(len(counts), dtype=np.int32)
+    added = [
+        RowAdded(row, np.zeros(tokens, np.int32), tokens, 0, [_NONE] * num_groups, params, 0)
+        for row, tokens in enumerate(counts.tolist())
+    ]
+    want = Want.TOKEN if params.logprobs is None else Want.TOKEN | Want.LOGPROBS
+    runner.submit(StepPlan(0, rows, added, _NONE.reshape(0, 4), rows, counts, np.full(len(rows), want, np.int8)))
     runner.sample()
     runner.collect()

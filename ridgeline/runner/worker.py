@@ -14,6 +14,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.log import get_logger
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.paged_attention import PREFIX_QUERIES
 from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
 from ridgeline.quant.scheme import unquantised_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
@@ -41,7 +42,8 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
         return DeviceFacts("cpu", platform.available_memory(), platform.cpu_fast_dtypes())
     if not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no GPU here; use device=cpu")
-    return DeviceFacts("cuda", torch.cuda.mem_get_info()[1], ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES)
+    free, total = torch.cuda.mem_get_info()
+    return DeviceFacts("cuda", total, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free)
 
 
 def make_runner(
@@ -65,18 +67,22 @@ def make_runner(
     with phase("KV cache"), meter.part(ledger.KV):
         buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
     with phase("rows"), meter.part(ledger.ROWS):
+        heads = model.layers[0].attention.qkv.num_heads
+        shares = config.shared_prefixes and heads // config.groups[0].num_kv_heads <= PREFIX_QUERIES
         rows = DeviceRows(
             config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.depth, device,
-            model.layers[0].attention.qkv.num_heads, config.shared_prefixes, options.execution.deterministic,
+            heads, shares, options.execution.deterministic,
         )
         sampler = Sampler(
             config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype
         )
         forward: Forward = (eager := EagerForward(model, buffers.layers(), rows.last_token))
         if config.graphs:
+            capped = model_config.final_softcap is not None
             forward = GraphForward(
-                eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size, dtype, device
-            )
+                eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
+                torch.float32 if capped else dtype, device,
+            )  # fmt: skip
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("kernels and graphs"):

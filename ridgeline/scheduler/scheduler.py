@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,8 +34,11 @@ from ridgeline.scheduler.rows import Rows
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import NoTimeModel, StepTimeModel
 
+if TYPE_CHECKING:
+    from ridgeline.grammar.matcher import Matcher
+
 _SAMPLED = np.int8(Want.TOKEN | Want.LOGPROBS | Want.HIDDEN)     # what comes with the last known token
-_PROMPT = np.int8(Want.PROMPT_LOGPROBS)                          # what comes with every prompt token
+_PROMPT = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN_SUM)        # what comes with every prompt token
 _NONE = np.zeros(0, np.int32)
 _NOTHING: tuple = (_NONE, [], _NONE.reshape(0, 4), _NONE, _NONE, _NONE.astype(np.int8))
 
@@ -50,9 +55,12 @@ class SchedulerLimits:
 @dataclass(slots=True)
 class SchedulerCounters:
     steps: int = 0
-    computed_tokens: int = 0         # planned; the next two are what steps reported, once they were taken in
+    computed_tokens: int = 0         # planned; what follows is what steps reported, once they were taken in
     useful_tokens: int = 0
     wasted_tokens: int = 0           # computed twice because of preemptions
+    padded_tokens: int = 0           # computed to fill up a recorded shape
+    rejected_tokens: int = 0         # computed in vain, as drafts
+    prompt_tokens: int = 0           # of rows that computed more than one; like the four above, of steps taken in
     chunks: int = 0                  # partial prefills
     joins: int = 0                   # sequences admitted in the place of one that had left, while others were running
     preemptions: int = 0
@@ -73,6 +81,7 @@ class _InFlight:
     sequences: list[Sequence]
     num_decodes: int                 # rows that compute one token …
     num_prompt_tokens: int           # … and what the others compute together
+    constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
 
 
 @dataclass(slots=True)
@@ -99,8 +108,10 @@ class Scheduler:
         self.limits = limits
         self.manager = manager
         self.counters = SchedulerCounters()
+        self.started: list[str] = []                                     # requests whose first stay began with the newest plan
         self._eos = eos_token_ids
-        self._admission = admission or ContinuousBatching()
+        self.admission: Admission = admission or ContinuousBatching()
+        self.finds_prefixes = True
         self._time_model = time_model or NoTimeModel()
         self._use_priorities = use_priorities
         self._seed = seed
@@ -133,15 +144,28 @@ class Scheduler:
             limit = min(limit, num_prompt + params.max_tokens)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         sequences: list[Sequence] = []
+        resumed = request.resumed
+        if resumed is not None and not _can_resume(resumed, params.n, limit - num_prompt):
+            raise BadRequest("resumed must hold unfinished answers of this request, at least one")
         for index in range(params.n):
             self._arrivals += 1
+            if resumed is not None and index not in resumed:
+                continue                                         # it had ended
             sequence = Sequence(request, index, self._arrivals, limit, self._noise_key(request, index), stop_ids)
+            if resumed is not None:
+                self._resume(sequence, resumed[index], any(resumed.values()) or 0 not in resumed)
             sequence.priority = request.priority if self._use_priorities else 0
             sequence.leader = sequences[0] if sequences else None
             sequence.arrived_at = self._step
             sequences.append(sequence)
             heapq.heappush(self._waiting, (rank(sequence), sequence))
         self._live[request.request_id] = sequences
+
+    def _resume(self, sequence: Sequence, produced: list[int], begun: bool) -> None:
+        """It goes on where an earlier engine stopped, as after a preemption: what it knew is computed again."""
+        sequence.tokens.extend(produced)
+        sequence.lost_tokens = len(sequence.tokens) - 1 if begun else 0
+        sequence.prompt_logprobs_sent = begun                    # they came with the first token
 
     def _noise_key(self, request: Request, index: int) -> int:
         """Equal seeds give equal noise; the n answers of one request differ; without a seed every request differs."""
@@ -156,6 +180,38 @@ class Scheduler:
         for sequence in wanted:
             self._end(sequence)
         return bool(wanted)
+
+    def set_matchers(self, request: Request, matchers: Mapping[int, Matcher]) -> None:
+        """The grammar of a request is there, with a matcher for each answer. No error when the request has gone."""
+        for sequence in self._live.get(request.request_id, []):
+            if sequence.request is request:              # and not a later one of the same name
+                sequence.matcher = matchers[sequence.index]
+
+    def fail_request(self, request: Request, reason: str) -> list[TokenDelta]:
+        """It cannot run; its answers end with an error."""
+        sequences = [each for each in self._live.get(request.request_id, []) if each.request is request]
+        return [self.fail(sequence, reason) for sequence in sequences]
+
+    def fail(self, sequence: Sequence, reason: str) -> TokenDelta:
+        """One answer ends with an error that does not cast doubt on its KV. Its token in flight will be dropped."""
+        self._end(sequence)
+        return TokenDelta(sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason)
+
+    @property
+    def num_constrained(self) -> int:
+        """Rows with a grammar that sample in the newest step in flight."""
+        return len(self._flights[-1].constrained)
+
+    def constrained(self) -> tuple[list[tuple[int, Matcher]], int]:
+        """Of the rows that sample in the newest step, those with a grammar whose answer goes on; and how many sample."""
+        flight = self._flights[-1]
+        listed = [(place, sequence.matcher) for place, sequence in flight.constrained if not sequence.finished]
+        return [(place, matcher) for place, matcher in listed if matcher is not None], int(flight.sampled.sum())
+
+    def fail_constrained(self) -> list[TokenDelta]:
+        """End those of them whose matcher has failed meanwhile."""
+        listed = [sequence for _, sequence in self._flights[-1].constrained if not sequence.finished]
+        return [self.fail(each, each.matcher.error) for each in listed if each.matcher is not None and each.matcher.error]
 
     @property
     def num_waiting(self) -> int:
@@ -189,8 +245,9 @@ class Scheduler:
 
         Such a plan is not booked: it brings no result, and what it would tell the device goes with the next one.
         """
+        self.started = []
         rows, tokens, budget, short = self._give_to_running()
-        if not short and budget > 0 and self._waiting and self._admission.open(len(self._rows)):
+        if not short and budget > 0 and self._waiting and self.admission.open(len(self._rows)):
             joined, joined_tokens = self._admit(budget)
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
@@ -286,6 +343,7 @@ class Scheduler:
         sequence.lost_tokens = max(sequence.lost_tokens, int(self._rows.computed[sequence.row]))
         sequence.prompt_done = False
         sequence.prompt_logprobs = []                            # they will be computed again, too
+        sequence.hidden = None
         self._leave_row(sequence)
         heapq.heappush(self._waiting, (rank(sequence), sequence))
 
@@ -330,6 +388,7 @@ class Scheduler:
             table.committed[row] = blocks.committed
             if sequence.lost_tokens == 0 and sequence.leader is None:
                 sequence.num_cached = hit.num_tokens
+                self.started.append(sequence.request.request_id)
             self._delta.added.append(self._row_added(sequence, hit.num_tokens))
             self._publish(row, count)
             rows.append(row)
@@ -338,7 +397,7 @@ class Scheduler:
         for entry in unready:
             heapq.heappush(self._waiting, entry)
         self._tidy_queue()
-        self._admission.admitted(len(table), full or table.full or not self.num_waiting)
+        self.admission.admitted(len(table), full or table.full or not self.num_waiting)
         return rows, tokens
 
     def _promote_aged(self) -> None:
@@ -357,9 +416,9 @@ class Scheduler:
     def _hit(self, sequence: Sequence) -> Hit:
         """What need not be computed: the last known token always is, to have logits to sample from."""
         salt, limit = sequence.request.cache_salt, len(sequence.tokens) - 1
-        if self._want(sequence) & Want.PROMPT_LOGPROBS:
-            limit = 0                                            # every prompt position needs its logits
-        hit = self.manager.lookup(sequence.tokens, salt, limit)
+        if self._want(sequence) & _PROMPT:
+            limit = 0                                            # every prompt position needs its logits or hidden state
+        hit = self.manager.lookup(sequence.tokens, salt, limit if self.finds_prefixes and sequence.request.prefix_caching else 0)
         leader = sequence.leader
         if leader is not None and leader.blocks is not None:
             forked = self.manager.fork(leader.blocks, salt, min(limit, leader.num_prompt))
@@ -388,6 +447,8 @@ class Scheduler:
         # The n answers have one prompt: the first tells of it.
         if params.prompt_logprobs is not None and sequence.leader is None and not sequence.prompt_logprobs_sent:
             want |= Want.PROMPT_LOGPROBS
+        if params.pooling is not None:
+            want |= Want.HIDDEN if params.pooling == "last" else Want.HIDDEN_SUM
         return int(want)
 
     def _row_added(self, sequence: Sequence, num_computed: int) -> RowAdded:
@@ -416,10 +477,15 @@ class Scheduler:
         recomputed = np.minimum(ends, table.lost[rows]) - starts
         table.computed[rows] = ends
         table.known[rows[sampled]] += 1
+        constrained: list[tuple[int, Sequence]] = []
+        num_sampled = 0
         for sequence, samples in zip(sequences, sampled.tolist(), strict=True):
             if samples:
                 sequence.num_promised += 1
                 sequence.prompt_done = True
+                if sequence.matcher is not None:
+                    constrained.append((num_sampled, sequence))
+                num_sampled += 1
         plan = StepPlan(
             step=self._step,
             removed=np.array(delta.removed, np.int32),
@@ -433,7 +499,7 @@ class Scheduler:
         self._delta = _Delta()
         num_decodes = int(np.count_nonzero(tokens == 1))
         self._flights.append(_InFlight(
-            self._step, rows, ends, sampled, sequences, num_decodes, int(tokens.sum()) - num_decodes
+            self._step, rows, ends, sampled, sequences, num_decodes, int(tokens.sum()) - num_decodes, constrained
         ))
         self.manager.pool.submitted(self._step)
         counters = self.counters
@@ -457,6 +523,9 @@ class Scheduler:
             raise AssertionError(f"step {flight.step} computed or sampled something else than was planned")
         self.counters.useful_tokens += result.useful
         self.counters.wasted_tokens += result.recomputed
+        self.counters.padded_tokens += result.padded
+        self.counters.rejected_tokens += result.rejected
+        self.counters.prompt_tokens += flight.num_prompt_tokens
         self._time_model.observe(flight.num_decodes, flight.num_prompt_tokens, result.device_seconds)
         self.manager.pool.retired(flight.step)
         self._commit(flight, result.failed)
@@ -473,6 +542,9 @@ class Scheduler:
                 continue
             if place in result.prompt_logprobs and _still_there(sequence, flight):
                 sequence.prompt_logprobs.append(result.prompt_logprobs[place])
+            if place in result.hidden and _still_there(sequence, flight):
+                chunk = result.hidden[place]
+                sequence.hidden = chunk if sequence.hidden is None else sequence.hidden + chunk
             if not samples:
                 continue
             sequence.tokens.append(token)
@@ -485,9 +557,18 @@ class Scheduler:
                 delta.prompt_logprobs = _joined(sequence.prompt_logprobs)
                 sequence.prompt_logprobs = []
                 sequence.prompt_logprobs_sent = True
+            if sequence.hidden is not None:
+                mean = sequence.request.params.pooling == "mean"
+                delta.hidden = sequence.hidden / np.float32(sequence.num_prompt) if mean else sequence.hidden
+                sequence.hidden = None
             if token in sequence.stop_ids:
                 delta.finish_reason = "stop"
                 delta.stop_reason = token if token in sequence.request.params.stop_token_ids else None
+            elif sequence.matcher is not None and not sequence.matcher.accept(token):
+                deltas.append(self.fail(sequence, sequence.matcher.error))
+                continue
+            elif sequence.matcher is not None and sequence.matcher.ended:
+                delta.finish_reason, delta.grammar_ended = "stop", True
             elif len(sequence.tokens) >= sequence.limit:
                 delta.finish_reason = "length"
             if delta.finish_reason:
@@ -537,11 +618,18 @@ class Scheduler:
 
     def _leave_row(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None
+        if self._flights:
+            # Published when their step was planned; whether it went well nobody will look at once the sequence is gone.
+            self.manager.distrust(sequence.blocks, int(self._rows.committed[sequence.row]))
         self.manager.free(sequence.blocks)
         sequence.blocks = None
         row = self._rows.remove(sequence)
         self._delta.removed.append(row)
         self._delta.appended = [entry for entry in self._delta.appended if entry[1] != row]
+
+
+def _can_resume(resumed: dict[int, list[int]], n: int, most: int) -> bool:
+    return bool(resumed) and all(0 <= index < n and len(produced) < most for index, produced in resumed.items())
 
 
 def _still_there(sequence: Sequence, flight: _InFlight) -> bool:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ridgeline.cache.manager import SequenceBlocks
 from ridgeline.messages import Logprobs, Request
+
+if TYPE_CHECKING:                    # the library behind it is imported only where there are grammars
+    from ridgeline.grammar.matcher import Matcher
 
 
 class Sequence:
@@ -16,8 +22,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_at", "arrived_at", "blocks", "finished", "index", "leader", "limit", "lost_tokens", "num_cached",
-        "num_promised", "num_prompt", "order", "priority", "prompt_done", "prompt_logprobs", "prompt_logprobs_sent",
+        "admitted_at", "arrived_at", "blocks", "finished", "hidden", "index", "leader", "limit", "lost_tokens", "matcher",
+        "num_cached", "num_promised", "num_prompt", "order", "priority", "prompt_done", "prompt_logprobs", "prompt_logprobs_sent",
         "request", "row", "seed", "stop_ids", "tokens",
     )  # fmt: skip
 
@@ -43,10 +49,15 @@ class Sequence:
         self.lost_tokens = 0                             # tokens that were computed before a preemption
         self.arrived_at = 0                              # the step it arrived after; preemption makes nobody younger
         self.admitted_at = 0                             # the step it took its row after; later steps belong to this stay
+        self.matcher: Matcher | None = None              # of a request with a grammar, once that is compiled
         self.prompt_logprobs: list[Logprobs] = []        # chunks that have arrived
         self.prompt_logprobs_sent = False
+        self.hidden: np.ndarray | None = None            # pooled so far
 
     @property
     def ready(self) -> bool:
-        """May it be admitted? Not while a token is in flight, nor before the prompt it shares is computed."""
+        """May it be admitted? Not while a token is in flight, before its grammar is there, or before the prompt it shares is
+        computed."""
+        if self.matcher is None and self.request.params.structured_outputs is not None:
+            return False
         return self.num_promised == 0 and (self.leader is None or self.leader.prompt_done or self.leader.finished)

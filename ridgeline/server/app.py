@@ -11,17 +11,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import random
 import resource
 import secrets
 import signal
 import socket
+import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import uvicorn
@@ -35,10 +39,16 @@ from ridgeline import embedded
 from ridgeline.engine.async_llm import AnswerStream, AsyncLLM
 from ridgeline.engine.frontend import Prompt
 from ridgeline.engine.tokenizer import Tokenizer
-from ridgeline.errors import BadRequest, ConfigError, Overloaded, RequestError, RidgelineError, Unsupported
+from ridgeline.errors import BadRequest, ConfigError, Overloaded, RequestError, RidgelineError, TimedOut, Unsupported
 from ridgeline.log import get_logger
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.server import admin, anthropic, metrics, openapi, responses
+from ridgeline.server.body import parse_body
+from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.gate import Gate
+from ridgeline.server.generation import FIT
 from ridgeline.server.hosts import HostGuard
+from ridgeline.server.keys import Keys
 from ridgeline.server.limits import ServerOptions, Slots, error_body, limited_protocol
 from ridgeline.server.protocol import (
     ChatRequest,
@@ -61,6 +71,8 @@ from ridgeline.server.stream import (
     send_json,
     while_connected,
 )
+from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from ridgeline.server.tools import reading
 from ridgeline.version import __version__
 
 try:
@@ -74,6 +86,13 @@ LONG_BODY = 64 * 1024                # bytes; a longer body is parsed and checke
 KEEP_ALIVE_SECONDS = 30
 GOODBYE_SECONDS = 1.0                # for the last words to clients whose requests are cut short
 STOPPED = "the engine has stopped"
+NOT_READY = {
+    "stopping": "the server is stopping",
+    "loading": "the engine is not ready",
+    "stalled": "the engine does not answer",
+    "restarting": "the engine is being started again",
+    "dead": STOPPED,
+}
 DEAD_SECONDS = 2.0                   # how long health answers 503 after the engine's death, before the server leaves
 
 
@@ -96,15 +115,19 @@ class Service:
     llm: AsyncLLM
     options: ServerOptions
     name: str                        # of the model
+    keys: Keys = field(default_factory=Keys)
     slots: Slots = field(default_factory=Slots)
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check(self, request: GenerationRequest) -> None:
         """What the request's type alone cannot know."""
-        if request.model is not None:
-            self.check_name(request.model)
-        if request.priority and self.llm.config.scheduler.scheduling_policy != "priority":
+        self.check_routing(request.model, request.priority)
+
+    def check_routing(self, model: str | None, priority: int | None) -> None:
+        if model is not None:
+            self.check_name(model)
+        if priority and self.llm.config.scheduler.scheduling_policy != "priority":
             raise BadRequest("priority needs a server started with --scheduling-policy priority")
 
     def check_name(self, name: str) -> None:
@@ -114,21 +137,21 @@ class Service:
     def open(self) -> None:
         """The engine is ready: requests are taken from now on."""
         assert self.llm.ready is not None
+        self.slots.predicted_wait = self.llm.predicted_wait
+        self.llm.max_queued_tokens = self.options.max_queued_tokens
         self.slots.limit = self.options.max_queued_requests or 4 * self.llm.ready.max_num_seqs
 
     @property
     def state(self) -> str:
+        """ok; or why no requests are taken: stopping, loading, stalled, restarting or dead."""
         if self.stopping:
             return "stopping"
-        if not self.slots.limit:
-            return "loading"
-        return "ok" if self.llm.is_alive else "dead"
+        return self.llm.state if self.slots.limit else "loading"
 
     def require_ready(self) -> None:
-        if self.state != "ok":
-            raise Unavailable(
-                {"stopping": "the server is stopping", "loading": "the engine is not ready", "dead": STOPPED}[self.state]
-            )
+        state = self.state
+        if state != "ok":
+            raise Unavailable(NOT_READY[state])
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -146,7 +169,7 @@ def model_name(llm: AsyncLLM, options: ServerOptions) -> str:
 
 def describe(error: Exception) -> tuple[int, bytes, Headers]:
     """(status, body, headers). What clients read is our own words; the rest goes to the log, under a number."""
-    retry = [(b"retry-after", str(random.randint(1, 5)).encode())]
+    retry = [(b"retry-after", retry_after(error))]
     message = str(error)
     match error:
         case ModelNotFound():
@@ -155,6 +178,8 @@ def describe(error: Exception) -> tuple[int, bytes, Headers]:
             return 415, error_body(message, "invalid_request_error"), []
         case Overloaded():
             return 429, error_body(message, "overloaded_error", code="overloaded"), retry
+        case TimedOut():
+            return 504, error_body(message, "timeout_error", code="request_timeout"), []
         case BadRequest() | Unsupported():
             return 400, error_body(message, "invalid_request_error", param_of(message)), []
         case RequestError():
@@ -166,6 +191,13 @@ def describe(error: Exception) -> tuple[int, bytes, Headers]:
     number = secrets.token_hex(4)
     logger.error("error %s in a request", number, exc_info=error)
     return 500, error_body(f"internal error {number}; the server's log has its cause", "server_error"), []
+
+
+def retry_after(error: Exception) -> bytes:
+    """Whole seconds, from 1 to 60: the predicted wait, or a few; spread, so that not all come back at once."""
+    wait = error.retry_after if isinstance(error, Overloaded) else None
+    seconds = random.uniform(1, 5) if wait is None else wait * random.uniform(1.0, 1.25)
+    return str(min(60, max(1, math.ceil(seconds)))).encode()
 
 
 async def http_error(request: Request, error: Exception) -> Response:
@@ -190,41 +222,186 @@ class Job:
     headers: Headers
 
 
-T = TypeVar("T", ChatRequest, CompletionRequest)
+class Dialect:
+    """How an endpoint tells errors and events, where it is not OpenAI's way for chat."""
+
+    framed = False                   # the writer's events are whole, with a name each
+
+    def error(self, status: int, body: bytes) -> bytes:
+        """The body of an error, from what `describe` wrote."""
+        return body
+
+    def error_event(self, writer: Any, status: int, body: bytes) -> bytes:
+        """The same as the last event of a stream."""
+        return body
 
 
-async def understand(service: Service, kind: type[T], body: bytes) -> tuple[T, SamplingParams]:
-    """The request and how it wants to be sampled, both checked."""
+class NamedEvents(Dialect):
+    framed = True
 
-    def work() -> tuple[T, SamplingParams]:
-        request = parse(kind, body)
-        service.check(request)
-        return request, request.params(service.llm.sampling_defaults)
+    def error_event(self, writer: Any, status: int, body: bytes) -> bytes:
+        return bytes(writer.error_event(status, body))
 
+
+class AnthropicDialect(NamedEvents):
+    def error(self, status: int, body: bytes) -> bytes:
+        return anthropic.error_body(status, body)
+
+
+CHAT, RESPONSES, ANTHROPIC = Dialect(), NamedEvents(), AnthropicDialect()
+
+T = TypeVar("T")
+
+
+async def away_if_long(body: bytes, work: Callable[[], T]) -> T:
+    """Do `work`, which reads `body`; a long one away from the event loop."""
     return await asyncio.to_thread(work) if len(body) > LONG_BODY else work()
 
 
-async def prepare_chat(service: Service, body: bytes) -> Job:
-    request, params = await understand(service, ChatRequest, body)
+async def chat_job(
+    service: Service, request: ChatRequest, params: SamplingParams, prefix: str, writer: Callable[..., ChatWriter]
+) -> Job:
+    """What every dialect of chat runs."""
+    read = reading(request.tool_use(), params, service.options, service.tokenizer)
     tokens = await service.llm.chat_tokens(request.conversation(), **request.template())
-    request_id = f"chatcmpl-{secrets.token_hex(12)}"
-    writer = ChatWriter(request, params, request_id, service.name, service.tokenizer)
-    return Job(request, params, [tokens], writer, [(b"x-request-id", request_id.encode())])
+    fit(service, request, params)
+    if service.tokenizer is not None:
+        read.follow(tokens, params, service.tokenizer)
+    request_id = f"{prefix}{secrets.token_hex(12)}"
+    made = writer(request, params, request_id, service.name, service.tokenizer, read)
+    return Job(request, params, [tokens], made, [(b"x-request-id", request_id.encode())])
+
+
+async def prepare_chat(service: Service, body: bytes) -> Job:
+    def work() -> tuple[ChatRequest, SamplingParams]:
+        request = parse(ChatRequest, body)
+        service.check(request)
+        return request, request.params(service.llm.sampling_defaults)
+
+    request, params = await away_if_long(body, work)
+    return await chat_job(service, request, params, "chatcmpl-", ChatWriter)
 
 
 async def prepare_completion(service: Service, body: bytes) -> Job:
-    request, params = await understand(service, CompletionRequest, body)
+    def work() -> tuple[CompletionRequest, SamplingParams]:
+        request = parse(CompletionRequest, body)
+        service.check(request)
+        return request, request.params(service.llm.sampling_defaults)
+
+    request, params = await away_if_long(body, work)
     request_id = f"cmpl-{secrets.token_hex(12)}"
     writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
-    return Job(request, params, list(request.prompts()), writer, [(b"x-request-id", request_id.encode())])
+    prompts: list[Prompt] = list(request.prompts())
+    if request.add_special_tokens is False:
+        prompts = [
+            {"prompt": each, "prompt_token_ids": await service.llm.text_tokens(each, False)} if isinstance(each, str) else each
+            for each in prompts
+        ]
+    fit(service, request, params)
+    return Job(request, params, prompts, writer, [(b"x-request-id", request_id.encode())])
 
 
-class Generation:
-    """An endpoint that generates, as a raw ASGI application."""
+def fit(service: Service, request: GenerationRequest, params: SamplingParams) -> None:
+    """truncate_prompt_tokens -1: as many of the prompt's last tokens as leave room for the answer that is asked for."""
+    if request.truncate_prompt_tokens == FIT:
+        assert service.llm.ready is not None
+        params.truncate_prompt_tokens = max(1, service.llm.ready.max_model_len - (params.max_tokens or 1))
 
-    def __init__(self, service: Service, prepare: Callable[[Service, bytes], Awaitable[Job]]) -> None:
+
+class ChatLike(Protocol):
+    def chat(self) -> dict[str, Any]:
+        """The same as a chat request, as plain data."""
+
+
+def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingParams]:
+    """A request in another dialect as one of chat, checked like one that came as such."""
+    try:
+        plain = msgspec.json.encode(asked.chat())
+    except (OverflowError, RecursionError):
+        raise BadRequest("the body holds numbers of more than 64 bits, or is nested too deep") from None
+    request = parse(ChatRequest, plain)
+    service.check(request)
+    return request, request.params(service.llm.sampling_defaults)
+
+
+async def prepare_messages(service: Service, body: bytes) -> Job:
+    def work() -> tuple[ChatRequest, SamplingParams]:
+        return as_chat(service, parse_body(anthropic.MessagesRequest, body))
+
+    request, params = await away_if_long(body, work)
+    job = await chat_job(service, request, params, "msg_", anthropic.MessagesWriter)
+    job.headers.append((b"request-id", job.headers[0][1]))       # where Anthropic's clients look for it
+    return job
+
+
+async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
+    def work() -> ChatRequest:
+        return as_chat(service, parse_body(anthropic.CountRequest, body))[0]
+
+    request = await away_if_long(body, work)
+    return anthropic.TokenCount(len(await service.llm.chat_tokens(request.conversation(), **request.template())))
+
+
+async def prepare_response(service: Service, body: bytes) -> Job:
+    def work() -> tuple[responses.ResponsesRequest, ChatRequest, SamplingParams]:
+        asked = parse_body(responses.ResponsesRequest, body)
+        return asked, *as_chat(service, asked)
+
+    asked, request, params = await away_if_long(body, work)
+    return await chat_job(service, request, params, "resp_", partial(responses.ResponsesWriter, asked))
+
+
+async def tokenize(service: Service, body: bytes) -> TokenizeReply:
+    def work() -> tuple[TokenizeRequest, ChatRequest | None]:
+        request = parse_body(TokenizeRequest, body)
+        if request.model is not None:
+            service.check_name(request.model)
+        return request, as_chat(service, request)[0] if request.messages is not None else None
+
+    request, chat = await away_if_long(body, work)
+    if chat is not None:
+        tokens = await service.llm.chat_tokens(chat.conversation(), **chat.template())
+    else:
+        tokens = await service.llm.text_tokens(request.prompt or "", request.add_special_tokens is not False)
+    assert service.llm.ready is not None
+    longest, tokenizer = service.llm.ready.max_model_len, service.llm.get_tokenizer()
+    return TokenizeReply.of(tokens, longest, tokenizer, bool(request.return_token_strs))
+
+
+async def detokenize(service: Service, body: bytes) -> DetokenizeReply:
+    def work() -> DetokenizeReply:
+        request = parse_body(DetokenizeRequest, body)
+        if request.model is not None:
+            service.check_name(request.model)
+        return DetokenizeReply.of(request.tokens, service.llm.get_tokenizer())
+
+    return await away_if_long(body, work)
+
+
+async def embed(service: Service, body: bytes) -> EmbeddingReply:
+    def work() -> tuple[EmbeddingRequest, SamplingParams]:
+        request = parse_body(EmbeddingRequest, body)
+        service.check_routing(request.model, request.priority)
+        return request, request.params()
+
+    request, params = await away_if_long(body, work)
+    prompts: list[Prompt] = list(request.prompts())
+    with service.slots.taking(len(prompts), already=1):
+        stream = await service.llm.stream(
+            prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=metrics.arrived()
+        )
+        try:
+            return EmbeddingReply.of(await stream.complete(), service.name, request.encoding_format)
+        finally:
+            stream.close()
+
+
+class Endpoint(ABC):
+    """A POST with a JSON body, as a raw ASGI application: the watch over its client, and its errors."""
+
+    def __init__(self, service: Service, dialect: Dialect = CHAT) -> None:
         self._service = service
-        self._prepare = prepare
+        self._dialect = dialect
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         try:
@@ -232,42 +409,78 @@ class Generation:
             with self._service.slots.taking(1):          # before a byte of the body is looked at
                 check_media_type(scope)
                 body = await read_body(receive)
+                metrics.note_arrival(scope)
                 await while_connected(receive, self._answer(body, send))
         except ClientGone:
             pass
         except Exception as error:
-            await send_json(send, *describe(error))
+            status, told, headers = describe(error)
+            await send_json(send, status, self._dialect.error(status, told), headers)
+
+    @abstractmethod
+    async def _answer(self, body: bytes, send: Send) -> None: ...
+
+
+class Question(Endpoint):
+    """An endpoint whose whole answer is one struct."""
+
+    def __init__(
+        self, service: Service, answer: Callable[[Service, bytes], Awaitable[Any]], dialect: Dialect = CHAT
+    ) -> None:
+        super().__init__(service, dialect)
+        self._make = answer
+
+    async def _answer(self, body: bytes, send: Send) -> None:
+        await send_json(send, 200, msgspec.json.encode(await self._make(self._service, body)))
+
+
+class Generation(Endpoint):
+    """An endpoint that generates."""
+
+    def __init__(
+        self, service: Service, prepare: Callable[[Service, bytes], Awaitable[Job]], dialect: Dialect = CHAT
+    ) -> None:
+        super().__init__(service, dialect)
+        self._prepare = prepare
 
     async def _answer(self, body: bytes, send: Send) -> None:
         job = await self._prepare(self._service, body)
+        metrics.switch(self._service.llm, job.request.techniques)
         count = len(job.prompts) * job.params.n
         with self._service.slots.taking(count, already=1):
             stream = await self._service.llm.stream(
-                job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or ""
-            )
+                job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
+                arrived=metrics.arrived(),
+            )  # fmt: skip
             try:
                 if job.request.stream:
-                    await send_events(stream, job, send)
+                    await self._send_events(stream, job, send)
                 else:
-                    await send_json(send, 200, job.writer.body(await stream.complete()), job.headers)
+                    body = job.writer.body(await stream.complete())
+                    if metrics.wants_timings(job.request.return_timings):
+                        body = metrics.with_timings(body, self._service.llm, stream.outputs)
+                    await send_json(send, 200, body, job.headers)
             finally:
+                metrics.note_in_log(self._service.llm, stream.outputs)
                 stream.close()
 
-
-async def send_events(stream: AnswerStream, job: Job, send: Send) -> None:
-    """Nothing is sent before the first news: until then a failure still has a status of its own."""
-    events = EventStream(send, job.headers)
-    try:
-        async for batch in stream:
-            if new := job.writer.events(stream.outputs, batch):
-                await events.write(new)
-        await events.write(job.writer.last_events(stream.outputs))
-    except Exception as error:
-        if not events.started:
-            raise
-        _, body, _ = describe(error)
-        await events.write([body])
-    await events.end()
+    async def _send_events(self, stream: AnswerStream, job: Job, send: Send) -> None:
+        """Nothing is sent before the first news: until then a failure still has a status of its own."""
+        events = EventStream(send, job.headers, self._dialect.framed)
+        timed = metrics.wants_timings(job.request.return_timings) and not self._dialect.framed
+        try:
+            async for batch in stream:
+                if new := job.writer.events(stream.outputs, batch):
+                    if timed and all(output.finished for output in stream.outputs):
+                        new[-1] = metrics.with_timings(new[-1], self._service.llm, stream.outputs)
+                    await events.write(new)
+            await events.write(job.writer.last_events(stream.outputs))
+        except Exception as error:
+            if not events.started:
+                raise
+            status, body, _ = describe(error)
+            await events.write([self._dialect.error_event(job.writer, status, body)])
+        await events.end()
 
 
 def check_media_type(scope: MutableMapping[str, Any]) -> None:
@@ -283,6 +496,21 @@ def make_app(service: Service) -> Starlette:
         blocks = llm.ready.num_blocks if llm.ready else 0
         counts = {"requests": llm.num_open, "running": llm.running, "free_blocks": llm.free_blocks, "num_blocks": blocks}
         return json_response({"status": service.state, **counts}, 200 if service.state == "ok" else 503)
+
+    async def live(request: Request) -> Response:
+        return json_response({"status": "ok"})           # this process answers; what its engine does is health's to say
+
+    async def ping(request: Request) -> Response:
+        return Response(status_code=200 if service.state == "ok" else 503)
+
+    async def document(request: Request) -> Response:
+        return json_response(openapi.document())
+
+    async def prometheus(request: Request) -> Response:
+        return metrics.metrics_response(llm, service.name, request)
+
+    async def load(request: Request) -> Response:
+        return json_response(metrics.load(llm))
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
@@ -309,10 +537,22 @@ def make_app(service: Service) -> Starlette:
         routes=[
             Route("/v1/chat/completions", Generation(service, prepare_chat), methods=["POST"]),
             Route("/v1/completions", Generation(service, prepare_completion), methods=["POST"]),
+            Route("/v1/messages", Generation(service, prepare_messages, ANTHROPIC), methods=["POST"]),
+            Route("/v1/messages/count_tokens", Question(service, count_tokens, ANTHROPIC), methods=["POST"]),
+            Route("/v1/responses", Generation(service, prepare_response, RESPONSES), methods=["POST"]),
+            Route("/v1/embeddings", Question(service, embed), methods=["POST"]),
+            Route("/tokenize", Question(service, tokenize), methods=["POST"]),
+            Route("/detokenize", Question(service, detokenize), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
+            Route("/health/ready", health),
+            Route("/health/live", live),
+            Route("/ping", ping, methods=["GET", "POST"]),
+            Route("/openapi.json", document),
             Route("/version", version),
+            Route("/metrics", prometheus),
+            Route("/load", load),
         ],
         exception_handlers={HTTPException: http_error, RidgelineError: failed},
     )
@@ -351,7 +591,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
-            HostGuard(make_app(service), service.options),
+            Gate(HostGuard(make_app(service), service.options), service.options, service.keys),
             http=limited_protocol(service.options),
             ws="none",
             lifespan="off",
@@ -360,11 +600,14 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            ssl_certfile=service.options.ssl_certfile or None,
+            ssl_keyfile=service.options.ssl_keyfile or None,
         )
         super().__init__(config)
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.stopping = True                    # before anything else: who asks for health looks elsewhere now
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
@@ -409,7 +652,7 @@ async def serve(
             return await http
         starting.result()
         service.open()
-        on_ready(service, address_of(listener))
+        on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
         if http.done() or server.should_exit:            # told to stop, and so was the engine
@@ -424,9 +667,20 @@ async def serve(
         await llm.shutdown()
 
 
-def address_of(listener: socket.socket) -> str:
+def address_of(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def check_certificate(options: ServerOptions) -> None:
+    """Before anything is loaded."""
+    if bool(options.ssl_certfile) != bool(options.ssl_keyfile):
+        raise ConfigError("ssl_certfile and ssl_keyfile need each other; give both, or none")
+    if options.ssl_certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"ssl_certfile and ssl_keyfile cannot be used: {error}") from None
 
 
 def run(
@@ -434,13 +688,15 @@ def run(
     options: ServerOptions,
     on_loading: Callable[[int, int], None],
     on_ready: Callable[[Service, str], None],
+    keys: Keys | None = None,
 ) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    check_certificate(options)
     listener = bind(options)
     raise_file_limit(options.max_connections)
-    service = Service(llm, options, model_name(llm, options))
+    service = Service(llm, options, model_name(llm, options), keys or Keys())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
-        runner.run(serve(service, listener, on_loading, on_ready))
+        runner.run(admin.beside(llm, options.admin_socket, serve(service, listener, on_loading, on_ready)))
 
 
 def raise_file_limit(connections: int) -> None:

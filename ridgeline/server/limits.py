@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import TimerHandle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +36,33 @@ class ServerOptions:
     port: int = option(8000, "port to listen on; 0: any free one", low=0)
     allowed_host: str = option("", "further names and addresses this server is reached by, separated by commas")
     served_model_name: str = option("", "name of the model in requests and answers; empty: taken from the file's name")
-    max_connections: int = option(1000, "open connections, idle ones included", low=1)
+    max_connections: int = option(4096, "open connections, idle ones included", low=1)
     max_queued_requests: int | None = option(
         None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1
     )
+    max_queued_tokens: int = option(1_000_000, "prompt tokens that may wait at once", low=1)
+    request_timeout: int = option(600, "seconds that a request may take, waiting included; 0: any time", low=0)
+    tool_call_parser: str = option(
+        "auto", "format in which the model writes tool calls; auto: what its chat template shows",
+        ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic"),
+    )
+    reasoning_parser: str = option(
+        "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template knows it",
+        ("auto", "none", "think"),
+    )
     max_body_bytes: int = option(16 * 2**20, "size of a request's body", low=1)
     drain_timeout: int = option(30, "seconds that running requests get to finish when the server is told to stop", low=0)
+    max_engine_restarts: int = option(3, "times that a dead or hung engine is started again within ten minutes", low=0)
+    engine_timeout: int = option(
+        60, "seconds without a finished step after which a busy engine counts as hung; 0: any time", low=0
+    )
+    api_key_file: str = option("", "file with API keys, one per line; RIDGELINE_API_KEY holds keys too, separated by commas")
+    api_key: str = option("", "API keys, separated by commas; other users of the machine can read them in the process list")
+    allowed_origins: str = option("", "origins whose web pages may use this server, separated by commas; *: all")
+    ssl_certfile: str = option("", "certificate chain (PEM) for HTTPS; needs ssl_keyfile")
+    ssl_keyfile: str = option("", "private key (PEM) for HTTPS; needs ssl_certfile")
+    admin_socket: str = option("", "path of a unix socket for `ridgeline admin`, open to this user alone; empty: none")
+    access_log: str = option("", "file for a line of JSON per request, without prompts or keys; -: stderr")
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
@@ -55,6 +76,7 @@ class Slots:
     def __init__(self) -> None:
         self.limit = 0
         self.taken = 0
+        self.predicted_wait: Callable[[], float | None] = lambda: None
 
     @contextmanager
     def taking(self, count: int, already: int = 0) -> Iterator[None]:
@@ -62,7 +84,8 @@ class Slots:
         if count > self.limit:
             raise BadRequest(f"{count} answers are asked for at once; at most {self.limit} can be queued here")
         if self.taken + count - already > self.limit:
-            raise Overloaded(f"{self.taken} of {self.limit} answers are running or waiting; try again later")
+            message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
+            raise Overloaded(message, self.predicted_wait())
         self.taken += count - already
         try:
             yield

@@ -46,18 +46,19 @@ async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tupl
 
 
 class EventStream:
-    """Server-sent events. `started` tells whether a status can still be chosen."""
+    """Server-sent events. `started` tells whether a status can still be chosen. Events are data, or whole (`framed`)."""
 
-    def __init__(self, send: Send, headers: Headers) -> None:
+    def __init__(self, send: Send, headers: Headers, framed: bool = False) -> None:
         self.started = False
         self._send = send
         self._headers = headers
+        self._framed = framed
 
     async def write(self, events: list[bytes]) -> None:
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *self._headers]})
-        body = b"".join([b"data: %b\n\n" % event for event in events])
+        body = b"".join(events if self._framed else [b"data: %b\n\n" % event for event in events])
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self) -> None:

@@ -1,0 +1,286 @@
+"""`ridgeline bench frontend`: what the front end costs per token, and how many streams it holds.
+
+    clients (this process) ◀─ TCP, one event per token ─ front end (a process) ◀─ Deltas ─ fake engine (its child)
+
+The front end is the real one: HTTP, protocol, streams, detokenising with the model's own tokenizer. Only the engine's
+process is another: it answers every request with tokens of a text, one per step, at a given rate and without a model. The
+rate is the sum over all streams; `kept up` says that the clients got tokens as fast as they were made. Each token is an
+event of its own; where the front end does not get the processor often enough, several events of a stream leave in one
+write, which is cheaper: `events per read` tells. The front end's CPU time per token is its own, by the kernel's account.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from ridgeline.bench.record import finish, record
+from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.children import start_child
+from ridgeline.engine.ipc import Abort, Add, Alive, Deltas, Ready, Shutdown
+from ridgeline.engine.link import FrontEndGone, FrontEndLink
+from ridgeline.errors import EngineDead
+from ridgeline.messages import TokenDelta
+from ridgeline.server.app import raise_file_limit, uvloop
+from ridgeline.server.app import run as run_server
+from ridgeline.server.limits import ServerOptions
+
+KEPT_UP = 0.97                       # of the offered rate
+CONTEXT = 2**20
+_TEXT = (
+    "The engine says its tokens one by one, and every one of them travels to its client at once: decoded, written as an "
+    "event, and sent. What is measured here is that way, and nothing else. Müller isst 3 Äpfel; naïve façades cost 5 €. "
+)
+_AT_ONCE = 100                       # connections opened together
+_LONGEST = 120.0
+_PERIOD = "RIDGELINE_BENCH_STEP_SECONDS"  # how the fake engine is told
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default="", help="whose tokenizer; default: the embedded model's")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 2000], help="open streams")
+    parser.add_argument("--rate", type=int, nargs="+", default=[20_000, 30_000, 40_000], help="tokens per second, all streams")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long each rate is kept")
+    parser.add_argument("--path", default="chat/completions", choices=("chat/completions", "completions"))
+    parser.add_argument("--profile", help="write the front end's profile (cProfile) to this file; it costs speed")
+    parser.add_argument("--out", help="also write the record to this file")
+
+
+def run(args: argparse.Namespace) -> None:
+    results = []
+    for streams in args.streams:
+        for rate in args.rate:
+            results.append(measure(args, streams, rate))
+            print(line(results[-1]), flush=True)
+    best = max((each["tokens_per_second"] for each in results if each["kept_up"]), default=0.0)
+    print(f"highest rate kept up with: {best:,.0f} tokens/s")
+    workload = {"model": args.model or "embedded", "path": args.path, "seconds": args.seconds}
+    finish(record("frontend", workload, {"runs": results, "kept_up_tokens_per_second": best}), args.out)
+
+
+def line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['streams']} streams, {result['offered']:,} tokens/s offered: {result['tokens_per_second']:,.0f} arrived"
+        f" ({'kept up' if result['kept_up'] else 'fell behind'}), front end {result['cpu_us_per_token']:.1f} µs CPU per token,"
+        f" {result['events_per_read']:.2f} events per read,"
+        f" {result['cpu_share']:.0%} of a core, {result['resident_mib']:.0f} MiB"
+    )
+
+
+def measure(args: argparse.Namespace, streams: int, rate: int) -> dict[str, Any]:
+    settings = {"model": args.model, "streams": streams, "rate": rate, "profile": args.profile or ""}
+    front = start_child(__name__, "front", json.dumps(settings), stdout=subprocess.PIPE)
+    try:
+        assert front.stdout is not None
+        port = front.stdout.readline()
+        if not port.strip():
+            raise EngineDead("the front end to be measured did not start")
+        raise_file_limit(streams)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+            return runner.run(_load(int(port), front.pid, args.path, streams, rate, args.seconds))
+    finally:
+        front.terminate()
+        try:
+            front.wait(20)
+        except subprocess.TimeoutExpired:
+            front.kill()
+            front.wait()
+
+
+# -- the clients -------------------------------------------------------------------------------------------------------
+
+
+class _Client(asyncio.Protocol):
+    """Asks once, and counts the events that come back. An event may arrive in two pieces: its mark is counted whole."""
+
+    mark = b"data: "
+
+    def __init__(self, request: bytes) -> None:
+        self.events = 0
+        self.reads = 0
+        self.failed = ""
+        self._request = request
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is no subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        if not self.events and not self._tail and not data.startswith(b"HTTP/1.1 200"):
+            self.failed = data[:200].decode("latin-1")
+        self.reads += 1
+        data = self._tail + data
+        self.events += data.count(self.mark)
+        self._tail = data[-len(self.mark) + 1 :]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.failed = self.failed or "the connection was closed"
+
+
+async def _load(port: int, pid: int, path: str, streams: int, rate: int, seconds: float) -> dict[str, Any]:
+    asked: dict[str, Any] = {"max_tokens": CONTEXT // 2, "stream": True}
+    asked |= {"messages": [{"role": "user", "content": "Go on."}]} if path.startswith("chat") else {"prompt": "Go on."}
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    clients: list[_Client] = []
+    transports: list[asyncio.BaseTransport] = []
+    for _ in range(0, streams, _AT_ONCE):
+        some = min(_AT_ONCE, streams - len(clients))
+        made = await asyncio.gather(
+            *(loop.create_connection(lambda: _Client(head.encode() + body), "127.0.0.1", port) for _ in range(some))
+        )
+        transports += [transport for transport, _ in made]
+        clients += [client for _, client in made]
+    deadline = time.monotonic() + _LONGEST
+    while not all(client.events > 3 for client in clients):
+        failed = next((client.failed for client in clients if client.failed), "")
+        if failed or time.monotonic() > deadline:
+            late = sum(client.events <= 3 for client in clients)
+            raise EngineDead(f"{late} of {streams} streams did not begin: {failed or 'nothing came'}")
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(1.0)                             # what queued up while the streams were opened has been read
+    reads = sum(client.reads for client in clients)
+    began, events, cpu = time.monotonic(), sum(client.events for client in clients), _cpu_seconds(pid)
+    await asyncio.sleep(seconds)
+    wall = time.monotonic() - began
+    tokens, cpu = sum(client.events for client in clients) - events, _cpu_seconds(pid) - cpu
+    reads = sum(client.reads for client in clients) - reads
+    result = {
+        "streams": streams, "offered": rate, "tokens_per_second": tokens / wall, "kept_up": tokens / wall >= KEPT_UP * rate,
+        "cpu_us_per_token": 1e6 * cpu / max(1, tokens), "cpu_share": cpu / wall,
+        "events_per_read": tokens / max(1, reads),
+        "resident_mib": _resident(pid) / 2**20, "failed": sum(bool(client.failed) for client in clients),
+    }  # fmt: skip
+    for each in transports:
+        each.close()
+    return result
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- the front end -----------------------------------------------------------------------------------------------------
+
+
+class FakeEngineLLM(AsyncLLM):
+    engine_module = "ridgeline.bench.frontend"
+
+
+def front(settings: dict[str, Any]) -> None:
+    """A server whose engine is the one below; prints its port."""
+    streams = settings["streams"]
+    os.environ[_PERIOD] = str(streams / settings["rate"])
+    llm = FakeEngineLLM(settings["model"] or None)
+    room = {"max_connections": streams + 64, "max_queued_requests": streams + 64}
+    options = ServerOptions(port=0, request_timeout=0, drain_timeout=0, **room)
+    parent = os.getppid()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    profile = None
+    if settings["profile"]:
+        import cProfile
+
+        profile = cProfile.Profile()
+        profile.enable()
+    run_server(llm, options, lambda done, total: None, lambda _, address: print(address.rpartition(":")[2], flush=True))
+    if profile is not None:
+        profile.disable()
+        profile.dump_stats(settings["profile"])
+
+
+def _end_with(parent: int) -> None:
+    """In a thread: a benchmark that was killed leaves no front end behind."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Says a token for every open request in each step; a step comes every `period` seconds."""
+
+    def __init__(self, link: FrontEndLink, tokens: list[int], period: float) -> None:
+        self._link = link
+        self._tokens = tokens
+        self._period = period
+        self._said: dict[str, int] = {}                  # by request: tokens so far
+
+    def run(self, clock: Callable[[], float] = time.monotonic) -> None:
+        due = spoke = clock()
+        while True:
+            self._link.check()
+            for message in self._link.receive(wait=not self._said):
+                if isinstance(message, Shutdown):
+                    return
+                if isinstance(message, Add):
+                    self._said[message.request.request_id] = 0
+                elif isinstance(message, Abort):
+                    self._said.pop(message.request_id, None)
+            now = clock()
+            if not self._said:
+                due = now
+                if now - spoke > 0.4:
+                    spoke = now
+                    self._link.send(Alive(0, False))
+                continue
+            if now < due:
+                time.sleep(due - now)
+            self._link.send(Deltas(self._step(), len(self._said), 1))
+            spoke = clock()
+            due = max(due + self._period, spoke - 0.1)   # a delay of more than that is not made up for
+
+    def _step(self) -> list[TokenDelta]:
+        tokens, deltas = self._tokens, []
+        for request_id, said in self._said.items():
+            deltas.append(TokenDelta(request_id, 0, [tokens[said % len(tokens)]]))
+            self._said[request_id] = said + 1
+        return deltas
+
+
+def engine(settings: dict[str, Any]) -> None:
+    from ridgeline.config import EngineConfig
+    from ridgeline.engine.tokenizer import Tokenizer
+    from ridgeline.resolve import model_path
+
+    path = model_path(EngineConfig.of(**settings["options"]))
+    # Without tokens that are half a character: each brings text, and so an event.
+    tokenizer = Tokenizer.load(path)
+    tokens = [token for token in tokenizer.encode(_TEXT * 4) if _is_text(tokenizer.token_bytes(token))]
+    link = FrontEndLink(Path(settings["folder"]), settings["parent"])
+    try:
+        link.send(Ready(str(path), CONTEXT, 2**16, 2**17, "none", "none", 1, 16, 0.0))
+        FakeEngine(link, tokens, float(os.environ[_PERIOD])).run()
+        link.close()
+    except FrontEndGone:
+        link.abandon()
+
+
+def _is_text(piece: bytes) -> bool:
+    with suppress(UnicodeDecodeError):
+        return bool(piece.decode())
+    return False
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "front":
+        front(json.loads(sys.argv[2]))
+    else:
+        engine(json.loads(sys.argv[1]))

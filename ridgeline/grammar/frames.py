@@ -1,0 +1,32 @@
+"""Frames on a pipe: a length of four bytes, then so many. What they hold is known at both ends (grammar/worker)."""
+
+from __future__ import annotations
+
+import struct
+from typing import IO
+
+_LENGTH = struct.Struct("<I")
+
+
+def write_frame(stream: IO[bytes], data: bytes) -> None:
+    """All of it, also where the pipe takes only part at a time."""
+    rest = memoryview(_LENGTH.pack(len(data)) + data)
+    while rest:
+        rest = rest[stream.write(rest) :]
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """None: the other side is gone."""
+    head = _read(stream, _LENGTH.size)
+    return None if head is None else _read(stream, _LENGTH.unpack(head)[0])
+
+
+def _read(stream: IO[bytes], size: int) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        part = stream.read(size - len(data))
+        if not part:
+            return None
+        data += part
+    return data

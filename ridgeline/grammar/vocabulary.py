@@ -1,0 +1,57 @@
+"""A model's vocabulary as grammars see it: the bytes of every token id, which ids are no text, and which end an answer.
+
+Nothing here knows tokenizer files or requests: whoever has a tokenizer makes a GrammarVocabulary of it, and whoever
+compiles grammars makes llguidance's tokenizer of that (grammar/compiler): the front end need not import the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class GrammarVocabulary:
+    pieces: list[bytes]              # by id; empty for an id that only pads the model's vocabulary
+    special_ids: list[int]           # control tokens: a grammar can name them, text never matches them
+    end_ids: list[int]               # any of them ends an answer; at least one
+
+    @classmethod
+    def of(
+        cls, pieces: Sequence[bytes], special_ids: frozenset[int], end_ids: frozenset[int], vocab_size: int
+    ) -> GrammarVocabulary:
+        """For logits of `vocab_size` ids, which may be more or fewer than the tokenizer knows."""
+        known = list(pieces[:vocab_size])
+        known += [b""] * (vocab_size - len(known))
+        ends = sorted(token for token in end_ids if token < vocab_size)
+        # An end token is never text, whatever the tokenizer's files say of it.
+        special = sorted(token for token in special_ids | end_ids if token < vocab_size and known[token])
+        return cls(known, special, ends)
+
+
+class Pieces:
+    """What llguidance asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self.tokens = vocabulary.pieces
+        self.special_token_ids = vocabulary.special_ids
+        self.eos_token_id = vocabulary.end_ids[0]
+        self.bos_token_id: int | None = None
+        special = frozenset(vocabulary.special_ids)
+        self._ids = {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Any tokens that spell the text. Masks come from bytes alone; this is used for forced text, which is not asked for."""
+        data = text.encode() if isinstance(text, str) else text
+        found: list[int] = []
+        start = 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._longest), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), None)
+            if end is not None:
+                found.append(self._ids[data[start:end]])
+            start = end if end is not None else start + 1
+        return found

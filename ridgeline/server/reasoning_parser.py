@@ -1,0 +1,103 @@
+"""Reasoning at the start of a model's message, and the message as a whole: reasoning, then content and tool calls."""
+
+from __future__ import annotations
+
+from ridgeline.server.text_machine import BLANKS, Content, Event, Machine, Reads, Reasoning
+from ridgeline.server.tool_parser import CallParser
+
+
+class ReasoningParser(Machine):
+    """<think> … </think> at the start of a message; blanks around either part are left out.
+
+    `inside`: the prompt has opened it. `reasoning_end` is where the content begins, None as long as it has not.
+    """
+
+    def __init__(self, inside: bool) -> None:
+        self._inside = inside
+        self.reasoning_end: int | None = None
+        super().__init__()
+
+    def _run(self) -> Reads[None]:
+        read = 0                                         # characters up to here
+        if not self._inside:
+            held = ""
+            while True:
+                char = yield from self._char()
+                if char and char in BLANKS:
+                    held += char
+                    continue
+                word = (yield from self._rest_of("<think>")) if char == "<" else char
+                break
+            if word != "<think>":
+                self.reasoning_end = 0
+                self._say(held + word)
+                yield from self._content()
+                return
+            read = len(held) + len(word)
+        blanks: list[str] = []                           # left out if the reasoning ends with them
+        begun = False
+        while True:
+            text = yield from self._until("<")
+            if not text:
+                return
+            word = (yield from self._rest_of("</think>")) if text == "<" else text
+            read += len(word)
+            if word == "</think>":
+                break
+            if not begun:
+                word = word.lstrip(BLANKS)
+            if solid := word.rstrip(BLANKS):
+                begun = True
+                self._events.append(Reasoning("".join([*blanks, solid])))
+                blanks = []
+            blanks.append(word[len(solid) :])
+        self.reasoning_end = read
+        char = yield from self._solid()
+        self._say(char)
+        yield from self._content()
+
+    def _content(self) -> Reads[None]:
+        while text := (yield from self._until("")):
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+
+class MessageParser:
+    """One message: its reasoning taken off first, then its calls; either may be None."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.count if self._calls is not None else 0
+
+    def feed(self, text: str) -> list[Event]:
+        if self._reasoning is None:
+            return self._to_calls([Content(text)] if text else [])
+        return self._to_calls(self._reasoning.feed(text))
+
+    def finish(self) -> list[Event]:
+        events = self._to_calls(self._reasoning.finish() if self._reasoning is not None else [])
+        return events + (self._calls.finish() if self._calls is not None else [])
+
+    def reasoning_tokens(self, text_offsets: list[int]) -> int:
+        """How many of the tokens, which begin there in the text, are reasoning; the marks around it included."""
+        if self._reasoning is None:
+            return 0
+        end = self._reasoning.reasoning_end
+        if end is None:
+            return len(text_offsets)
+        return sum(offset < end for offset in text_offsets)
+
+    def _to_calls(self, events: list[Event]) -> list[Event]:
+        if self._calls is None:
+            return events
+        made: list[Event] = []
+        for event in events:
+            made += self._calls.feed(event.text) if isinstance(event, Content) else [event]
+        return made

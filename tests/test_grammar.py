@@ -1,0 +1,409 @@
+"""Grammars without an engine: what is refused and when, what a matcher allows, what is remembered, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from served_model import write_model
+
+from ridgeline.engine import grammar_check
+from ridgeline.engine.grammar_check import GrammarChecker, vocabulary_of
+from ridgeline.engine.ipc import TO_ENGINE, Add
+from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.errors import BadRequest, Overloaded, RequestError
+from ridgeline.grammar.cache import ByteLimitedCache
+from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+from ridgeline.grammar.matcher import Masks, Matcher
+from ridgeline.grammar.vocabulary import GrammarVocabulary
+from ridgeline.messages import Request
+from ridgeline.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
+
+PADDED = 300                         # the model's ids; its tokenizer has 260
+EOS = 257
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_model(tmp_path_factory.mktemp("grammar") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Tokenizer) -> GrammarVocabulary:
+    return vocabulary_of(tokenizer, PADDED, tokenizer.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def checker(tokenizer: Tokenizer) -> Iterator[GrammarChecker]:
+    made = GrammarChecker(tokenizer)
+    yield made
+    made.close()
+
+
+def matcher(vocabulary: GrammarVocabulary, params: SamplingParams) -> Matcher:
+    assert params.structured_outputs is not None
+    return Matcher(compile_grammar(make_tokenizer(vocabulary), params.structured_outputs), params, vocabulary.end_ids)
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    """Ids, by the definition of the packing and nothing else."""
+    return [token for token in range(32 * len(mask)) if (int(mask[token // 32]) >> (token % 32)) & 1]
+
+
+def nexts(masks: Masks, at: Matcher) -> list[int]:
+    return allowed(masks.fill([(0, at)], 1)[0])
+
+
+# -- what a request may ask for ----------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def circular() -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    schema["items"] = schema
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "needs exactly one of json, json_object"), ({"json_object": False}, "exactly one"),
+        ({"regex": "a", "choice": ["a"]}, "got regex and choice"), ({"json": {}, "json_object": True}, "json and json_object"),
+        ({"json": nested(10_000)}, "nested more than 64 deep"), ({"json": "[" * 10_000}, "nested more than 64 deep"),
+        ({"json": '{"a":' * 10_000}, "nested more than 64 deep"), ({"json": circular()}, "nested more than 64 deep"),
+        ({"json": {"enum": list(range(1001))}}, "an enum of 1001 values; at most 1000"),
+        ({"json": {"properties": {str(n): {} for n in range(1001)}}}, "1001 properties; at most 1000"),
+        ({"json": {"description": "x" * MAX_GRAMMAR_BYTES}}, "at most 65536 are allowed"),
+        ({"json": "nonsense"}, "json is not JSON"), ({"json": "[1]"}, "must be a JSON object"),
+        ({"json": 3}, "must be an object"),
+        ({"json": {"const": float("nan")}}, "is not JSON"), ({"json": {"const": "\ud800"}}, "valid Unicode"),
+        ({"regex": "a" * 5000}, "regex has 5000 bytes; at most 4096"), ({"regex": ""}, "not blank"),
+        ({"regex": "\ud800"}, "valid Unicode"), ({"grammar": 7}, "grammar must be a text"),
+        ({"choice": []}, "must be a list of texts"), ({"choice": "ab"}, "must be a list of texts"),
+        ({"choice": ["a"] * 1001}, "choice has 1001 entries"), ({"choice": ["x" * 60_000] * 2}, "choice is larger"),
+        ({"choice": ["a", 1]}, "must be a text"), ({"json_object": "yes"}, "json_object must be true or false"),
+        ({"jsom": {}}, "has no field 'jsom'"), ("json", "structured_outputs must be an object"),
+        ({"regex": "a", "disable_any_whitespace": True}, "goes with json"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_at_once_and_by_name(given: Any, words: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(BadRequest, match=r"^structured_outputs") as refused:
+        SamplingParams(structured_outputs=given)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert time.monotonic() - started < 1.0
+
+
+def test_it_crosses_the_wire_and_equal_schemas_are_equal() -> None:
+    schema = {"type": "object", "properties": {"ß": {"enum": [1, None]}}}
+    params = SamplingParams(structured_outputs={"json": schema})  # type: ignore[arg-type]
+    assert params == SamplingParams(structured_outputs=StructuredOutputs(json=json.dumps(schema, indent=3)))
+    for each in (params, SamplingParams(structured_outputs=StructuredOutputs(choice=["a", "b"]))):
+        sent = TO_ENGINE.decode(TO_ENGINE.encode(Add(Request("r", [1], each))))
+        assert isinstance(sent, Add) and sent.request.params == each
+    assert params.structured_outputs is not None and params.structured_outputs.kind == "json"
+    tight = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    assert tight.key != params.structured_outputs.key
+
+
+# -- what a matcher allows ---------------------------------------------------------------------------------------------
+
+
+def test_masks_are_packed_and_hold_only_ids_of_the_tokenizer(vocabulary: GrammarVocabulary) -> None:
+    masks = Masks(PADDED)
+    at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(choice=["ab", "ac", "b"])))
+    free = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex=r"(?s:.*)")))
+    spelled = vocabulary.pieces.index
+    filled = masks.fill([(2, at), (0, free)], 3)
+    assert filled.shape == (3, -(-PADDED // 32)) and filled.dtype == np.int32
+    assert allowed(filled[2]) == sorted([spelled(b"a"), spelled(b"b")])
+    assert (filled[1] == -1).all()                       # a row without a grammar
+    everything = allowed(filled[0])
+    assert EOS in everything and spelled(b"z") in everything
+    assert not [token for token in everything if token >= 260]           # padding is nobody's text
+    assert not {256, 258, 259} & set(everything)                         # nor are control tokens
+    assert at.accept(spelled(b"a")) and nexts(masks, at) == sorted([spelled(b"b"), spelled(b"c")]) and not at.ended
+    assert at.accept(spelled(b"c")) and at.ended
+    assert not at.accept(spelled(b"c")) and at.error.startswith("the grammar of structured_outputs failed")
+    assert (masks.fill([(0, at)], 1) == -1).all()        # it failed: nobody reads what is sampled
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(3, 2), (40, 1), (40, 2)])        # one after the other; in threads
+def test_many_rows_get_the_masks_they_would_get_alone(vocabulary: GrammarVocabulary, rows: int, threads: int) -> None:
+    masks, alone = Masks(PADDED, threads), Masks(PADDED)
+    params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "array", "items": {"type": "integer"}}))
+    text = b"[12, 345, 6,7 , 8]"
+    made = [matcher(vocabulary, params) for _ in range(rows)]
+    for number, at in enumerate(made):
+        assert all(at.accept(vocabulary.pieces.index(text[n : n + 1])) for n in range(number % len(text)))
+    together = masks.fill([(row, at) for row, at in enumerate(made)], rows).copy()
+    for row, at in enumerate(made):
+        assert np.array_equal(together[row], alone.fill([(0, at)], 1)[0])
+    assert masks.filled == rows and masks.seconds > 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_matcher_that_fails_in_a_batch_fails_alone(vocabulary: GrammarVocabulary, threads: int) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    made = [matcher(vocabulary, params) for _ in range(8)]
+    made[3]._matcher.consume_token(vocabulary.pieces.index(b"z"))
+    filled = Masks(PADDED, threads).fill(list(enumerate(made)), 8)
+    assert [bool(at.error) for at in made] == [number == 3 for number in range(8)]
+    assert all(allowed(filled[row]) == [vocabulary.pieces.index(b"a")] for row in range(8) if row != 3)
+
+
+def test_a_mask_that_takes_too_long_fails_its_own_request(
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    made = [matcher(vocabulary, params) for _ in range(2)]
+
+    class Slow:
+        def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+            time.sleep(0.3)
+
+        def is_error(self) -> bool:
+            return False
+
+    monkeypatch.setattr(made[0], "_matcher", Slow())
+    Masks(PADDED).fill(list(enumerate(made)), 2)
+    assert "took more than" in made[0].error and not made[1].error
+
+
+def test_ends_come_when_the_grammar_and_the_request_allow_them(vocabulary: GrammarVocabulary) -> None:
+    masks, a = Masks(PADDED), vocabulary.pieces.index(b"a")
+    regex = StructuredOutputs(regex="a{1,3}")
+
+    def followed(**params: Any) -> list[list[int]]:
+        at, seen = matcher(vocabulary, SamplingParams(structured_outputs=regex, max_tokens=99, **params)), []
+        while not at.ended:
+            seen.append(nexts(masks, at))
+            assert at.accept(a)
+        assert EOS in nexts(masks, at)                   # complete: only an end is left, whatever else was asked
+        return seen
+
+    either = sorted([a, EOS])
+    assert followed() == [[a], either, either]
+    assert followed(ignore_eos=True) == [[a], [a], [a]]
+    assert followed(min_tokens=2) == [[a], [a], either]
+    assert followed(min_tokens=50) == [[a], [a], [a]]    # three is the most there can be
+    ended = matcher(vocabulary, SamplingParams(structured_outputs=regex))
+    assert ended.accept(a) and ended.accept(EOS) and ended.ended
+
+
+def test_stop_token_ids_are_held_back_before_min_tokens(vocabulary: GrammarVocabulary) -> None:
+    a, b = vocabulary.pieces.index(b"a"), vocabulary.pieces.index(b"b")
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="[ab]{1,3}"), min_tokens=2, stop_token_ids=[b])
+    at, masks = matcher(vocabulary, params), Masks(PADDED)
+    assert nexts(masks, at) == [a] and at.accept(a)
+    assert nexts(masks, at) == [a] and at.accept(a)
+    assert nexts(masks, at) == sorted([a, b, EOS])
+
+
+def test_a_special_token_can_be_named_by_a_grammar(vocabulary: GrammarVocabulary) -> None:
+    at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(grammar='start: "a" <|im_start|> "b"')))
+    masks = Masks(PADDED)
+    assert at.accept(vocabulary.pieces.index(b"a")) and nexts(masks, at) == [258]
+    assert at.accept(258) and at.accept(vocabulary.pieces.index(b"b")) and at.ended
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        (StructuredOutputs(grammar='root ::= "x" [0-9]+'), "x12", "xy"),                         # GBNF
+        (StructuredOutputs(grammar='start: "x" /[0-9]+/'), "x12", "xy"),                         # Lark
+        (StructuredOutputs(json_object=True), '{"a": [1]}', "[1]"),
+        (StructuredOutputs(json={"type": "array"}, disable_any_whitespace=True), "[12,3]", "[ 12]"),
+        (StructuredOutputs(json={"type": "array"}), "[\n    12,\r\n\t3 ]", "[" + "\n" * 3),      # indented, not lost
+        (StructuredOutputs(choice=['say "hi"\n', "ü"]), 'say "hi"\n', "say hi"),
+        (StructuredOutputs(structural_tag={
+            "triggers": ["<f="],
+            "structures": [{"begin": "<f=go>", "schema": {"type": "array", "items": {"type": "null"}}, "end": "</f>"}],
+        }), "free text <f=go>[null]</f> more", "text <f=go>[1]"),
+    ],
+)  # fmt: skip
+def test_every_kind(vocabulary: GrammarVocabulary, asked: StructuredOutputs, good: str, bad: str) -> None:
+    def fits(text: str) -> bool:
+        at = matcher(vocabulary, SamplingParams(structured_outputs=asked))
+        data = text.encode()
+        return all(at.accept(vocabulary.pieces.index(data[n : n + 1])) for n in range(len(data))) and not at.error
+
+    assert fits(good) and not fits(bad)
+
+
+def test_vocabularies_without_an_end_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadRequest, match="needs a model with an end token"):
+        vocabulary_of(tokenizer, PADDED, frozenset())
+
+
+# -- the compiler's process --------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "exponential regex": {"regex": "(a|b)*a(a|b){20}"},
+    "nested repetition": {"regex": "((a{1,300}){1,300}){1,300}"},
+    "wide repetition": {"regex": ".{0,400}x.{0,400}y.{0,400}z"},
+    "huge repetition": {"regex": "(a{1,100000}){1,100000}"},
+    "parentheses": {"regex": "(" * 2000 + ")" * 2000},
+    "unbounded": {"json": {"type": "string", "maxLength": 10**9, "minLength": 10**8}},
+    "huge array": {"json": {"type": "array", "minItems": 10**7, "items": {"type": "array", "minItems": 10**7}}},
+    "wide union": {"json": {"anyOf": [
+        {"type": "object", "properties": {f"{chr(97 + n)}{m}": {} for n in range(26)}} for m in range(180)
+    ]}},
+    "many properties": {"json": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}},
+    "large enum": {"json": {"enum": [f"value {n}" for n in range(1000)]}},
+    "reference to itself": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    "reference outside": {"json": {"$ref": "http://127.0.0.1:1/schema.json"}},
+    "file reference": {"json": {"$ref": "file:///etc/passwd"}},
+    "left recursion": {"grammar": 'start: start "a" | "a"'},
+    "no end": {"grammar": 'start: "a" start'},
+    "empty cycle": {"grammar": 'start: b\nb: c\nc: b | "x"'},
+    "ambiguous": {"grammar": 'start: s\ns: s s s | s s | "a"'},
+    "deep lark": {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "doubling": {"grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + '\nr60: "a"'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarChecker, name: str) -> None:
+    started = time.monotonic()
+    try:
+        params = SamplingParams(structured_outputs=HOSTILE[name])  # type: ignore[arg-type]
+        assert params.structured_outputs is not None
+        checker.check(params.structured_outputs)
+    except BadRequest as refused:
+        assert str(refused).startswith("structured_outputs") and "\n" not in str(refused)
+    assert time.monotonic() - started < 2.5 + 5          # the process may have to be started first
+    checker.check(StructuredOutputs(regex="[0-9]+"))     # nobody else notices
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (StructuredOutputs(regex="(a"), "regex cannot be used: .*unclosed group"),
+        (StructuredOutputs(regex="(?!a)b"), "regex cannot be used: .*look-around"),
+        (StructuredOutputs(json={"type": "wrong"}), "json cannot be used"),
+        (StructuredOutputs(json={"type": "integer", "minimum": 5, "maximum": 3}), "json cannot be used: Unsatisfiable"),
+        (StructuredOutputs(json={"type": "array", "uniqueItems": True}), "json cannot be used: Unimplemented"),
+        (StructuredOutputs(grammar="no grammar at all"), "grammar cannot be used"),
+        (StructuredOutputs(json={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text can ever match it"),
+        (StructuredOutputs(structural_tag={"triggers": []}), "structural_tag needs triggers and structures"),
+        (StructuredOutputs(structural_tag={"triggers": ["<a>"], "structures": [{"begin": "<b>", "schema": {}, "end": ""}]}),
+         "no trigger begins '<b>'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_grammar_is_refused_in_one_line(checker: GrammarChecker, asked: StructuredOutputs, words: str) -> None:
+    for _ in range(2):                                   # compiled; remembered
+        with pytest.raises(BadRequest, match=words) as refused:
+            checker.check(asked)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_a_compiler_that_does_not_answer_is_ended(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    process = checker._compiler._process
+    checker._seconds = 0.0
+    with pytest.raises(BadRequest, match="regex takes more than 0 s to compile; use a simpler grammar"):
+        checker.check(StructuredOutputs(regex="b"))
+    assert process.poll() is not None
+    checker._seconds = 2.0
+    checker.check(StructuredOutputs(regex="c"))          # a new one
+    with pytest.raises(BadRequest, match="more than 0 s"):
+        checker.check(StructuredOutputs(regex="b"))      # refused without a look …
+    monkeypatch.setattr(grammar_check.time, "monotonic", lambda now=time.monotonic: now() + 100)
+    checker.check(StructuredOutputs(regex="b"))          # … for a while
+    checker.close()
+
+
+def test_a_compiler_that_dies_refuses_one_grammar(tokenizer: Tokenizer) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    compiler = checker._compiler
+
+    class Dying:
+        alive = True
+
+        def ask(self, frame: bytes, seconds: float) -> bytes:
+            compiler._process.kill()
+            compiler._process.wait()
+            return compiler.ask(frame, seconds)
+
+    checker._compiler = Dying()  # type: ignore[assignment]
+    with pytest.raises(BadRequest, match="takes too much memory"):
+        checker.check(StructuredOutputs(regex="b"))
+    checker.check(StructuredOutputs(regex="c"))
+    checker.close()
+
+
+def test_too_many_waiting_grammars_are_turned_away(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tokenizer)
+    monkeypatch.setattr(GrammarChecker, "_compile", lambda *_: time.sleep(0.02) or grammar_check._Verdict(""))
+
+    async def ask() -> list[Any]:
+        asked = [StructuredOutputs(regex=f"a{n}") for n in range(grammar_check.MAX_PENDING + 1)]
+        waiting = []
+        for each in asked[:-1]:
+            waiting.append(asyncio.wrap_future(checker.check_soon(each)))
+        with pytest.raises(Overloaded, match="waiting to be compiled"):
+            checker.check_soon(asked[-1])
+        await asyncio.gather(*waiting)
+        assert checker.check_soon(asked[0]).done()       # known by now
+        return [await asyncio.wrap_future(checker.check_soon(asked[-1]))]
+
+    assert asyncio.run(ask()) == [None]
+
+
+def test_a_compiler_that_cannot_start_says_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = grammar_check.start_child
+    monkeypatch.setattr(grammar_check, "start_child", lambda module, **options: start("ridgeline.version", **options))
+    with pytest.raises(RequestError, match="could not be started"):
+        GrammarChecker(tokenizer).check(StructuredOutputs(regex="a"))
+
+
+def test_the_worker_ends_with_its_parent(checker: GrammarChecker) -> None:
+    made = GrammarChecker(checker._tokenizer)
+    made.check(StructuredOutputs(regex="a"))
+    assert made._compiler is not None
+    process = made._compiler._process
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(10) == 0
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_holds_so_many_bytes_and_forgets_the_least_used() -> None:
+    cache: ByteLimitedCache[str] = ByteLimitedCache(100)
+    for key in "abc":
+        cache.put(key, key.upper(), 30)
+    assert cache.get("a") == "A"                         # used: b is the oldest now
+    cache.put("d", "D", 30)
+    assert [cache.get(key) for key in "abcd"] == ["A", None, "C", "D"] and cache.num_bytes == 90
+    cache.put("huge", "H", 101)
+    assert cache.get("huge") is None and len(cache) == 3
+    cache.put("e", "E", 95)
+    assert [cache.get(key) for key in "acde"] == [None, None, None, "E"] and cache.num_bytes == 95
+    cache.put("e", "F", 10)
+    assert cache.get("e") == "F" and cache.num_bytes == 10
+
+
+def test_neither_front_end_nor_engine_imports_the_library_before_a_grammar_comes() -> None:
+    code = "import sys, ridgeline.engine.frontend, ridgeline.engine.grammars; sys.exit('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

@@ -1,0 +1,376 @@
+"""Structured output through the whole engine: answers are in their language, and nobody else's answers change.
+
+The model is a tiny one of noise, so nothing but the grammar makes an answer valid. Validity is judged by jsonschema and
+`re`, which share nothing with the matcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from grammar_schemas import WRITTEN, drawn
+from served_model import write_model
+
+from ridgeline import LLM, RequestOutput, SamplingParams
+from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.core import EngineCore
+from ridgeline.errors import BadRequest, RequestError
+from ridgeline.grammar.matcher import Matcher
+from ridgeline.messages import Request
+from ridgeline.runner.runner import Runner
+from ridgeline.sampling_params import StructuredOutputs
+
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy", "max_model_len": 512, "num_gpu_blocks_override": 1500, "block_size": 4, "max_num_seqs": 32,
+    "dtype": "float64",
+}  # fmt: skip
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["id", "name", "tags"],
+    "properties": {
+        "id": {"type": "integer", "minimum": 0, "maximum": 9999}, "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("grammar") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    made = LLM(model, **OPTIONS)
+    yield made
+    made.close()
+
+
+def asks(seed: int | None = 1, temperature: float = 1.0, max_tokens: int = 400, **given: Any) -> SamplingParams:
+    more = {name: given.pop(name) for name in list(given) if name not in StructuredOutputs.__dataclass_fields__}
+    return SamplingParams(
+        seed=seed, temperature=temperature, max_tokens=max_tokens, structured_outputs=StructuredOutputs(**given), **more
+    )
+
+
+def answers(outputs: list[RequestOutput]) -> list[tuple[list[int], str | None]]:
+    return [(answer.token_ids, answer.finish_reason) for output in outputs for answer in output.outputs]
+
+
+def is_valid(text: str, schema: dict[str, Any]) -> bool:
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    return bool(checker.is_valid(json.loads(text)))
+
+
+# -- answers are valid -------------------------------------------------------------------------------------------------
+
+
+def test_answers_to_many_schemas_are_valid(llm: LLM) -> None:
+    schemas = [*WRITTEN, *(drawn(seed) for seed in range(100))]
+    params = [asks(seed, json=schema, disable_any_whitespace=True) for seed, schema in enumerate(schemas)]
+    outputs = llm.generate(["Hello"] * len(schemas), params, use_tqdm=False)
+    for schema, output in zip(schemas, outputs, strict=True):
+        answer = output.outputs[0]
+        assert answer.finish_reason == "stop" and answer.stop_reason is None, (schema, answer)
+        assert is_valid(answer.text, schema), (schema, answer.text)
+    assert len({output.outputs[0].text for output in outputs}) > 50
+    masks = llm.core.grammars.masks
+    print(f"{masks.filled} masks, {1e6 * masks.seconds / masks.filled:.0f} µs each")
+
+
+def test_regex_choice_json_object_and_blanks(llm: LLM) -> None:
+    texts = [output.outputs[0].text for output in llm.generate(["Hi"] * 40, [
+        *(asks(seed, regex=r"(GET|PUT) /[a-z]{1,8}(\?q=[0-9]{2})?") for seed in range(10)),
+        *(asks(seed, choice=["yes", "no", "perhaps", "nö"]) for seed in range(10)),
+        *(asks(seed, json=SCHEMA) for seed in range(10)),
+        *(asks(seed, grammar='start: "<" NAME ">"\nNAME: /[a-c]{1,4}/') for seed in range(10)),
+    ], use_tqdm=False)]  # fmt: skip
+    assert all(re.fullmatch(r"(GET|PUT) /[a-z]{1,8}(\?q=[0-9]{2})?", text) for text in texts[:10])
+    assert {*texts[10:20]} <= {"yes", "no", "perhaps", "nö"} and len({*texts[10:20]}) > 1
+    assert all(is_valid(text, SCHEMA) for text in texts[20:30])
+    assert all(re.fullmatch("<[a-c]{1,4}>", text) for text in texts[30:])
+    begun = llm.generate(["Hi"] * 8, [asks(seed, max_tokens=40, json_object=True) for seed in range(8)], use_tqdm=False)
+    assert all(output.outputs[0].text.startswith("{") for output in begun)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_answer_of_n_has_its_own_matcher(llm: LLM, temperature: float) -> None:
+    (output,) = llm.generate("Hello", asks(3, temperature, json=SCHEMA, n=5, logprobs=2), use_tqdm=False)
+    assert all(is_valid(answer.text, SCHEMA) for answer in output.outputs)
+    assert len({answer.text for answer in output.outputs}) == (1 if temperature == 0 else 5)
+    for answer in output.outputs:
+        assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
+        assert all(token in at for token, at in zip(answer.token_ids, answer.logprobs, strict=True))
+
+
+# -- how an answer ends ------------------------------------------------------------------------------------------------
+
+
+def test_a_complete_grammar_ends_the_answer_with_its_last_token(llm: LLM) -> None:
+    for more in ({}, {"ignore_eos": True}, {"min_tokens": 30}):
+        (output,) = llm.generate("Hi", asks(choice=["abc"], **more), use_tqdm=False)
+        answer = output.outputs[0]
+        assert (answer.text, len(answer.token_ids), answer.finish_reason, answer.stop_reason) == ("abc", 3, "stop", None)
+
+
+def test_ends_wait_for_min_tokens_and_are_ignored_on_demand(llm: LLM) -> None:
+    bias = {257: 100.0}                                  # the end token, as soon as it is allowed
+    for more, length in (({}, 1), ({"min_tokens": 4}, 4), ({"ignore_eos": True}, 6), ({"max_tokens": 2, "ignore_eos": True}, 2)):
+        (output,) = llm.generate("Hi", asks(regex="[ab]{1,6}", logit_bias=bias, **more), use_tqdm=False)
+        answer = output.outputs[0]
+        assert len(answer.text) == length and answer.finish_reason == ("length" if length == 2 else "stop"), more
+
+
+def test_stops_cut_an_answer_as_they_do_any_other(llm: LLM) -> None:
+    b = llm.get_tokenizer().encode("b")[0]
+    always = {"regex": "aab*c", "logit_bias": {b: 50.0}}
+    (by_text,) = llm.generate("Hi", asks(stop=["bb"], **always), use_tqdm=False)
+    assert (by_text.outputs[0].text, by_text.outputs[0].stop_reason) == ("aa", "bb")
+    (by_id,) = llm.generate("Hi", asks(stop_token_ids=[b], **always), use_tqdm=False)
+    assert (by_id.outputs[0].text, by_id.outputs[0].stop_reason) == ("aa", b)
+    (by_length,) = llm.generate("Hi", asks(max_tokens=5, **always), use_tqdm=False)
+    assert (by_length.outputs[0].text, by_length.outputs[0].finish_reason) == ("aabbb", "length")
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+def mixed() -> list[SamplingParams]:
+    free = [SamplingParams(temperature=t, seed=7, max_tokens=30, ignore_eos=True, repetition_penalty=p)
+            for t, p in ((0, 1.0), (1, 1.0), (0, 1.3), (0.7, 1.1))]  # fmt: skip
+    bound = [asks(seed, t, json=SCHEMA, disable_any_whitespace=True) for seed, t in ((1, 0.0), (2, 1.0), (3, 0.8), (4, 1.0))]
+    return [each for pair in zip(free, bound, strict=True) for each in pair]
+
+
+PROMPTS = ["Hello there, this begins alike " + tail * 3 for tail in "abcdefgh"]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[tuple[list[int], str | None]]:
+    """One at a time, nothing switched on."""
+    plain = LLM(model, **OPTIONS | {
+        "async_scheduling": False, "enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_seqs": 1,
+    })  # fmt: skip
+    found = answers(plain.generate(PROMPTS, mixed(), use_tqdm=False))
+    plain.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"async_scheduling": False}, {"max_num_batched_tokens": 32}, {"enable_prefix_caching": False},
+        {"num_gpu_blocks_override": 66}, {"num_gpu_blocks_override": 66, "async_scheduling": False}, {"batching": "static"},
+    ],
+)  # fmt: skip
+def test_techniques_change_no_constrained_answer(
+    model: Path, options: dict[str, Any], expected: list[tuple[list[int], str | None]]
+) -> None:
+    made = LLM(model, **OPTIONS | {"max_num_seqs": 8, "max_model_len": 200} | options)
+    assert answers(made.generate(PROMPTS, mixed(), use_tqdm=False)) == expected
+    again = answers(made.generate(PROMPTS, mixed(), use_tqdm=False))     # now with everything in the prefix cache
+    assert again == expected
+    counters = made.core.scheduler.counters
+    if "num_gpu_blocks_override" in options:
+        assert counters.preemptions > 0
+    if "max_num_batched_tokens" in options:
+        assert counters.chunks > 0
+    assert made.core.grammars.cache.hits > 0 and made.core.grammars.num_pending == 0
+    made.core.scheduler.manager.pool.check()
+    made.close()
+
+
+def test_constrained_rows_leave_the_others_alone(llm: LLM) -> None:
+    params = mixed()
+    free = [place for place, each in enumerate(params) if each.structured_outputs is None]
+    alone = answers(llm.generate([PROMPTS[place] for place in free], [params[place] for place in free], use_tqdm=False))
+    beside = answers(llm.generate(PROMPTS, params, use_tqdm=False))
+    assert [beside[place] for place in free] == alone
+
+
+def test_a_step_with_masks_is_sampled_from_its_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy rows alone take a short cut without logits; a grammar must keep the step from it. And masks are filled between
+    submit and sample, from the token before."""
+    greedy: list[bool] = []
+    masks: list[np.ndarray | None] = []
+    is_greedy, sample = Runner._is_greedy, Runner.sample
+    monkeypatch.setattr(Runner, "_is_greedy", lambda *given: greedy.append(is_greedy(*given)) or greedy[-1])
+    executor: Any = llm.core.executor
+    monkeypatch.setattr(executor, "sample", lambda given=None: masks.append(given) or sample(executor.runner, given))
+    llm.generate(["Hi"], asks(temperature=0, choice=["abcd"]), use_tqdm=False)
+    assert not any(greedy) and masks[0] is not None and masks[0].shape == (1, 9)
+    greedy.clear()
+    llm.generate(["Hi"], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert all(greedy) and masks[-1] is None
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_grammar_fails_the_call_before_the_engine_hears_of_it(llm: LLM) -> None:
+    with pytest.raises(BadRequest, match=r"^structured_outputs\.regex cannot be used"):
+        llm.generate(["Hi", "Ho"], [SamplingParams(), asks(regex="(a")], use_tqdm=False)
+    assert not llm.core.has_work
+
+
+@pytest.mark.parametrize("where", ["accept", "mask"])
+def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [asks(seed, json=SCHEMA) for seed in range(6)]
+    expected = answers(llm.generate(["Hello"] * 6, params, use_tqdm=False))
+    calls = {"accept": 0, "mask": 0}
+    accept, hold_back = Matcher.accept, Matcher.hold_back
+
+    def poisoned(self: Matcher, what: str) -> None:
+        if self._matcher is poison:
+            calls[what] += 1
+            if what == where and calls[what] == 5:
+                self._matcher.consume_token(258)         # no text at all: the library goes into its error state
+
+    def spoiled_accept(self: Matcher, token: int) -> bool:
+        poisoned(self, "accept")
+        return accept(self, token)
+
+    def spoiled_mask(self: Matcher, mask: np.ndarray) -> None:
+        hold_back(self, mask)
+        poisoned(self, "mask")
+
+    made: list[Any] = []
+    set_matchers = llm.core.scheduler.set_matchers
+
+    def noticed(request: Request, matchers: Any) -> None:
+        nonlocal poison
+        made.append(matchers)
+        if len(made) == 3:
+            poison = matchers[0]._matcher
+        set_matchers(request, matchers)
+
+    poison: Any = None
+    monkeypatch.setattr(Matcher, "accept", spoiled_accept)
+    monkeypatch.setattr(Matcher, "hold_back", spoiled_mask)
+    monkeypatch.setattr(llm.core.scheduler, "set_matchers", noticed)
+    outputs = llm.generate(["Hello"] * 6, params, use_tqdm=False)
+    failed = outputs[2].outputs[0]
+    assert failed.finish_reason == "error" and str(failed.stop_reason).startswith("the grammar of structured_outputs failed")
+    assert answers(outputs)[:2] + answers(outputs)[3:] == expected[:2] + expected[3:]
+    assert not llm.core.has_work
+    llm.core.scheduler.manager.pool.check()
+
+
+def test_a_grammar_that_only_the_engine_refuses_fails_alone(llm: LLM) -> None:
+    """The front end and the engine compile alike; should they ever differ, one request fails and says why."""
+    core = llm.core
+    core.add(Request("bad", [1, 2], asks(regex="(a")))
+    core.add(Request("good", [1, 2], asks(regex="abc")))
+    deltas = []
+    while core.has_work:
+        deltas += core.step()
+    (bad,) = [delta for delta in deltas if delta.request_id == "bad"]
+    assert bad.finish_reason == "error" and "regex cannot be used" in bad.error
+    assert sum(len(delta.token_ids) for delta in deltas if delta.request_id == "good") == 3
+
+
+def test_a_request_may_go_while_its_grammar_is_compiled(llm: LLM) -> None:
+    core: EngineCore = llm.core
+    core.add(Request("same", [1, 2], asks(regex="first[0-9]{400}")))
+    assert core.abort("same") and not core.has_work
+    core.add(Request("same", [1, 2], asks(regex="abc")))                 # not to be given the other's matcher
+    tokens: list[int] = []
+    while core.has_work:
+        tokens += [token for delta in core.step() for token in delta.token_ids]
+    assert llm.get_tokenizer().decode(tokens) == "abc"
+
+
+def test_an_answer_that_another_engine_began_goes_on_in_its_grammar(llm: LLM) -> None:
+    core, tokenizer = llm.core, llm.get_tokenizer()
+    params = asks(9, json=SCHEMA, disable_any_whitespace=True)
+    prompt = tokenizer.encode("Hello")
+    (whole,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    tokens = whole.outputs[0].token_ids
+    for known in (1, 7, len(tokens) - 1):
+        core.add(Request("again", prompt, params, resumed={0: tokens[:known]}))
+        more: list[int] = []
+        while core.has_work:
+            more += [token for delta in core.step() for token in delta.token_ids]
+        assert tokens[:known] + more == tokens
+
+
+def test_the_engine_keeps_so_many_bytes_of_grammars(model: Path) -> None:
+    made = LLM(model, **OPTIONS)
+    cache = made.core.grammars.cache
+    cache.capacity = 300_000
+    texts = [output.outputs[0].text for output in made.generate(
+        ["Hi"] * 12, [asks(choice=[f"{'word' * 20}{n}"]) for n in range(12)], use_tqdm=False
+    )]  # fmt: skip
+    assert texts == [f"{'word' * 20}{n}" for n in range(12)]
+    assert 0 < len(cache) < 12 and cache.num_bytes <= 300_000
+    made.close()
+
+
+def test_without_a_tokenizer_there_are_no_grammars(model: Path) -> None:
+    made = LLM(model, skip_tokenizer_init=True, **OPTIONS)
+    with pytest.raises(BadRequest, match="structured_outputs needs a tokenizer"):
+        made.generate({"prompt_token_ids": [1]}, asks(regex="a"), use_tqdm=False)
+    made.close()
+
+
+# -- across processes --------------------------------------------------------------------------------------------------
+
+
+def test_async_answers_are_the_same_and_bad_grammars_are_refused(model: Path, llm: LLM) -> None:
+    params = [asks(seed, json=SCHEMA) for seed in range(4)]
+    expected = answers(llm.generate(["Hello"] * 4, params, use_tqdm=False))
+
+    async def run() -> list[tuple[list[int], str | None]]:
+        async with AsyncLLM(model, **OPTIONS) as engine:
+            async def one(each: SamplingParams) -> RequestOutput:
+                async for output in engine.generate("Hello", each):
+                    last = output
+                return last
+
+            with pytest.raises(RequestError, match="json cannot be used"):
+                await one(asks(json={"type": "nonsense"}))
+            outputs = await asyncio.gather(*map(one, params))
+            assert all(is_valid(output.outputs[0].text, SCHEMA) for output in outputs)
+            return answers(list(outputs))
+
+    assert asyncio.run(run()) == expected
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_constrained_answers(model: Path, expected: list[tuple[list[int], str | None]]) -> None:
+    made = LLM(model, **OPTIONS | {"tensor_parallel_size": 2, "max_num_seqs": 8, "max_model_len": 200})
+    assert answers(made.generate(PROMPTS, mixed(), use_tqdm=False)) == expected
+    made.close()
+
+
+# -- a real vocabulary -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_a_real_model_answers_in_a_hundred_schemas(embedded_model: Path) -> None:
+    made = LLM(embedded_model, max_model_len=1024, max_num_seqs=16)
+    schemas = [*WRITTEN, *(drawn(seed) for seed in range(1000, 1080))]
+    params = [asks(seed, json=schema, max_tokens=300) for seed, schema in enumerate(schemas)]
+    outputs = made.generate(["Write JSON: "] * len(schemas), params, use_tqdm=False)
+    ended = [(schema, output.outputs[0]) for schema, output in zip(schemas, outputs, strict=True)]
+    assert all(is_valid(answer.text, schema) for schema, answer in ended if answer.finish_reason == "stop")
+    assert sum(answer.finish_reason == "stop" for _, answer in ended) >= 0.95 * len(ended)
+    masks = made.core.grammars.masks
+    print(f"{masks.filled} masks, {1e6 * masks.seconds / masks.filled:.0f} µs each")
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_a_real_model_answers_in_its_schema(embedded_model: Path) -> None:
+    made = LLM(embedded_model, max_model_len=256, num_gpu_blocks_override=64)
+    outputs = made.generate(["A person: "] * 2, [asks(temperature=0, json=SCHEMA), asks(choice=["red", "blue"])], use_tqdm=False)
+    assert is_valid(outputs[0].outputs[0].text, SCHEMA) and outputs[1].outputs[0].text in ("red", "blue")
+    made.close()

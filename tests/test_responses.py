@@ -1,0 +1,214 @@
+"""OpenAI's own client against /v1/responses, on a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_server import TOOL_TEMPLATE, ScriptedServer
+from served_model import write_model
+
+from ridgeline.errors import RequestError
+
+NAME = "tiny"
+TEXT = "Good day to you"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    model = write_model(tmp_path_factory.mktemp("model") / NAME)
+    with ScriptedServer(model, lambda prompt: TEXT) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: ScriptedServer) -> openai.OpenAI:
+    server.llm.script = lambda prompt: TEXT
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+def test_a_response(server: ScriptedServer, client: openai.OpenAI) -> None:
+    reply = client.responses.create(
+        model=NAME, input="Hello", instructions="Be brief", temperature=0.5, metadata={"a": "b"}, store=False
+    )
+    assert reply.output_text == TEXT and reply.status == "completed" and reply.error is None
+    assert (reply.object, reply.model, reply.temperature, reply.metadata) == ("response", NAME, 0.5, {"a": "b"})
+    assert [item.type for item in reply.output] == ["message"] and reply.id.startswith("resp_")
+    assert reply.usage is not None and reply.usage.output_tokens == len(TEXT) + 1
+    assert reply.usage.input_tokens_details.cached_tokens == 3
+    assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
+    assert reply.model_dump()["store"] is False
+    turns = "<|im_start|>system\nBe brief<|im_end|><|im_start|>user\nHello<|im_end|><|im_start|>assistant\n"
+    assert server.llm.prompts[-1] == turns
+
+
+def test_a_conversation_as_items(server: ScriptedServer, client: openai.OpenAI) -> None:
+    first = client.responses.create(model=NAME, input=[{"role": "user", "content": "a"}])
+    items: list[Any] = [
+        {"role": "developer", "content": "s"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        *[item.model_dump() for item in first.output],                       # sent back as it came
+        {"role": "user", "content": "b"},
+    ]
+    client.responses.create(model=NAME, input=items)
+    turns = [("system", "s"), ("user", "a"), ("assistant", TEXT), ("user", "b")]
+    expected = "".join(f"<|im_start|>{role}\n{text}<|im_end|>" for role, text in turns) + "<|im_start|>assistant\n"
+    assert server.llm.prompts[-1] == expected
+
+
+def test_a_response_that_is_cut_short(client: openai.OpenAI) -> None:
+    reply = client.responses.create(model=NAME, input="Hello", max_output_tokens=4)
+    assert reply.status == "incomplete" and reply.output_text == "Good"
+    assert reply.incomplete_details is not None and reply.incomplete_details.reason == "max_output_tokens"
+    events = list(client.responses.create(model=NAME, input="Hello", max_output_tokens=4, stream=True))
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == "Good"
+
+
+def test_a_stream(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model=NAME, input="Hello", stream=True))
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        *["response.output_text.delta"] * deltas, "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    assert deltas == len(TEXT)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
+    added, done, last = events[2], events[-2], events[-1]
+    assert added.type == "response.output_item.added" and added.item.type == "message" and added.item.content == []
+    assert done.type == "response.output_item.done" and last.type == "response.completed"
+    assert last.response.output == [done.item] and last.response.output_text == TEXT
+    assert last.response.usage is not None and last.response.usage.output_tokens == len(TEXT) + 1
+    with client.responses.stream(model=NAME, input="Hello") as stream:       # the client's own accumulation
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == TEXT
+
+
+def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
+    server.llm.script = lambda prompt: ""
+    whole = client.responses.create(model=NAME, input="Hello")
+    last = list(client.responses.create(model=NAME, input="Hello", stream=True))[-1]
+    assert last.type == "response.completed"
+    assert whole.output_text == last.response.output_text == "" and len(whole.output) == len(last.response.output) == 1
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ({"previous_response_id": "resp_1"}, "previous_response_id: no response is stored here; send the whole conversation"),
+    ({"store": True}, "store: no response is stored here"),
+    ({"background": True}, "background is not supported"),
+    ({"truncation": "auto"}, "truncation must be 'disabled'"),
+    ({"include": ["file_search_call.results"]}, "include: 'file_search_call.results' is not supported"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type 'web_search' is not supported"),
+    ({"tools": [{"type": "function", "nam": "f"}]}, "tools[0]: Object contains unknown field nam"),
+    ({"input": []}, "input must be a text or a list with at least one item"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+     "input[0].content[0] is of type 'input_image'; only text"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: invalid enum value 'item_reference'"),
+    ({"max_output_tokens": 0}, "max_tokens must be an integer at least 1"),
+    ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
+])  # fmt: skip
+def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post("/responses", cast_to=object, body={"model": NAME, "input": "x"} | body)
+    assert words in caught.value.message and caught.value.type == "invalid_request_error"
+
+
+def test_another_models_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'tiny' is"):
+        client.responses.create(model="other", input="x")
+
+
+def test_nothing_is_stored(server: ScriptedServer) -> None:
+    assert httpx.get(f"{server.url}/v1/responses/resp_1").status_code == 404
+
+
+def test_a_failure_before_and_in_a_stream(server: ScriptedServer, client: openai.OpenAI) -> None:
+    server.llm.script = lambda prompt: ("", RequestError("NaN logits"))
+    with pytest.raises(openai.InternalServerError, match="NaN logits"):
+        client.responses.create(model=NAME, input="x", stream=True)
+    server.llm.script = lambda prompt: ("Good", RequestError("NaN logits"))
+    error, failed = list(client.responses.create(model=NAME, input="x", stream=True))[-2:]
+    assert error.type == "error" and "NaN logits" in error.message
+    assert failed.type == "response.failed" and failed.response.status == "failed"
+    assert failed.response.error is not None and "NaN logits" in failed.response.error.message
+
+
+# -- tools and thoughts ------------------------------------------------------------------------------------------------
+
+TOOLS: list[Any] = [{
+    "type": "function", "name": "weather", "description": "The weather in a place", "strict": True,
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+}]  # fmt: skip
+SAID = '<think>Where?</think>I look.<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    model = write_model(tmp_path_factory.mktemp("tools") / NAME)
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    with ScriptedServer(model, lambda prompt: SAID, chat_template=str(template)) as made:
+        yield made
+
+
+@pytest.fixture
+def tool_client(with_tools: ScriptedServer) -> openai.OpenAI:
+    with_tools.llm.script = lambda prompt: SAID
+    return openai.OpenAI(base_url=f"{with_tools.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+def test_thoughts_text_and_calls(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:
+    whole = tool_client.responses.create(model=NAME, input="Hello", tools=TOOLS)
+    events = list(tool_client.responses.create(model=NAME, input="Hello", tools=TOOLS, stream=True))
+    assert events[-1].type == "response.completed"
+    for reply in (whole, events[-1].response):
+        assert [item.type for item in reply.output] == ["reasoning", "message", "function_call"]
+        thought, message, call = reply.output
+        assert thought.type == "reasoning" and thought.content is not None and thought.content[0].text == "Where?"
+        assert message.type == "message" and reply.output_text == "I look."
+        assert call.type == "function_call" and (call.name, call.status) == ("weather", "completed")
+        assert json.loads(call.arguments) == {"place": "Bern"} and call.call_id
+        assert reply.usage is not None and reply.usage.output_tokens_details.reasoning_tokens > 0
+    kinds = [event.type for event in events]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+    deltas = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    done = next(event for event in events if event.type == "response.function_call_arguments.done")
+    assert json.loads(deltas) == {"place": "Bern"} and done.arguments == deltas
+    thoughts = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert thoughts == "Where?" and kinds.count("response.reasoning_text.done") == 1
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_a_calls_result_goes_back(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:
+    first = tool_client.responses.create(model=NAME, input="Hello", tools=TOOLS)
+    call = first.output[-1]
+    assert call.type == "function_call"
+    with_tools.llm.script = lambda prompt: "It rains."
+    items: list[Any] = [
+        {"role": "user", "content": "Hello"},
+        *[item.model_dump(exclude_none=True) for item in first.output],
+        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+    ]
+    assert tool_client.responses.create(model=NAME, input=items, tools=TOOLS).output_text == "It rains."
+    assert with_tools.llm.prompts[-1].endswith("<|im_start|>tool\nrain<|im_end|><|im_start|>assistant\n")
+    turns = with_tools.llm.prompts[-1].split("<|im_start|>")
+    assert turns[3].startswith("assistant\n<think>Where?</think>I look.<tool_call>"), turns
+
+
+def test_tool_choice_and_formats(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:
+    with_tools.llm.script = lambda prompt: '{"place": "Bern"}'
+    named: Any = {"type": "function", "name": "weather"}
+    reply = tool_client.responses.create(model=NAME, input="Hello", tools=TOOLS, tool_choice=named)
+    assert [item.type for item in reply.output] == ["function_call"]
+    schema = {"type": "object", "properties": {"place": {"type": "string"}}}
+    form: Any = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}
+    reply = tool_client.responses.create(model=NAME, input="Hello", text=form)
+    assert "place" in repr(with_tools.llm.params[-1].structured_outputs) and reply.output_text == '{"place": "Bern"}'
