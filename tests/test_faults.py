@@ -444,7 +444,8 @@ def test_killed_twenty_times_under_64_streams(model: Path, monkeypatch: pytest.M
 
     async def scene() -> None:
         options = OPTIONS | {"max_num_seqs": 32, "num_gpu_blocks_override": 3000}
-        async with AsyncLLM(model, supervision=OFTEN, **options) as llm:
+        at_once = Supervision(max_restarts=100, backoff=1e-6, silence=60.0)      # the wait doubles every time
+        async with AsyncLLM(model, supervision=at_once, **options) as llm:
             async def ask() -> list[Any]:
                 streams = [await llm.stream([f"prompt {number}"], each) for number, each in enumerate(params)]
                 return [(await stream.complete())[0].outputs[0].token_ids for stream in streams]
