@@ -39,7 +39,8 @@ def server(model: Path, log: Path) -> Iterator[ServerProcess]:
     with ServerProcess(str(model), *OPTIONS, "--access-log", str(log)) as made:
         # What it logs is read as it comes: a full pipe would hold it up.
         made.logged = []                                 # type: ignore[attr-defined]
-        threading.Thread(target=lambda: made.logged.extend(made.process.stderr), daemon=True).start()   # type: ignore
+        assert made.process.stderr is not None
+        threading.Thread(target=made.logged.extend, args=(made.process.stderr,), daemon=True).start()    # type: ignore[attr-defined]
         yield made
 
 
@@ -203,6 +204,9 @@ def test_malformed_and_huge_bodies(url: str, content: bytes, status: int) -> Non
 def test_the_access_log_tells_of_every_request(url: str, log: Path) -> None:
     asked = httpx.post(f"{url}/v1/completions", json=body(0, stream=False, max_tokens=3), headers={"x-request-id": "mine-7"})
     assert asked.headers["x-request-id"] == "mine-7"
+    deadline = time.monotonic() + 10.0                   # the line is written once the answer has left
+    while '"mine-7"' not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     line = next(each for each in lines if each["request_id"] == "mine-7")
     assert line["status"] == 200 and line["path"] == "/v1/completions" and line["bytes_out"] == len(asked.content)

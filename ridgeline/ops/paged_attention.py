@@ -489,8 +489,12 @@ def paged_attention_triton(
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, older: OlderKV | None = None,
     workspace: AttentionWorkspace | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if older is not None:
-        raise NotImplementedError("the Triton kernels read one KV format per row")
+    if older is not None:                                # the kernels read one KV format per row; the definition, several
+        return paged_attention_reference(
+            q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
+            kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows,
+            kv_format=kv_format, k_scale=k_scale, v_scale=v_scale, older=older, out=out,
+        )  # fmt: skip
     if work is None:
         work = _work_of(query_start_host if query_start_host is not None else query_start.tolist())
     if out is None:

@@ -14,6 +14,7 @@ A scheme knows one matrix on one device. It knows neither shards nor checkpoints
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -67,11 +68,11 @@ class Scheme(Protocol):
     def read_bytes(self, linear: nn.Module, rows: int) -> int: ...
 
 
-class Composed:
+class Composed(ABC):
     """What a scheme does that has no kernel for a product together with its neighbours: one op after the other."""
 
-    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor: ...
 
     def apply_normed(
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
@@ -88,7 +89,7 @@ class Composed:
         return False
 
     def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        return residual.add_(self.apply(linear, x, None))
 
 
 class Unquantised(Composed):
