@@ -7,7 +7,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 # What needs a GPU to mean anything: kernels on the device, greedy tokens and laws on it, memory, sampling.
 GPU_TESTS := tests/test_ops.py tests/test_sampler.py tests/test_families.py tests/test_laws.py \
-    tests/test_linear_kernels.py tests/test_attention_gpu_shapes.py tests/test_shared_prefix.py tests/test_gpu_engine.py
+    tests/test_linear_kernels.py tests/test_ring_gemv.py tests/test_attention_gpu_shapes.py tests/test_attention_tma.py \
+    tests/test_shared_prefix.py tests/test_gpu_engine.py
 
 .PHONY: install serve test test-all test-gpu lint clean
 
@@ -48,10 +49,12 @@ test-all: lint
 	$(BIN)/ridgeline build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ""
 
-# With the Python that is there and nothing installed: a machine with a GPU brings its own torch.
+# With the Python that is there and nothing installed: a machine with a GPU brings its own torch. Most of the time goes
+# into compiling kernels, which several processes do side by side where pytest-xdist is there.
+test-gpu: SPREAD = $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8 --dist worksteal")
 test-gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch sees no GPU here'"
-	$(PYTHON) -m pytest -q $(wildcard $(GPU_TESTS))
+	$(PYTHON) -m pytest -q $(SPREAD) $(wildcard $(GPU_TESTS))
 	$(PYTHON) scripts/record_verified.py $(wildcard $(GPU_TESTS))
 
 clean:

@@ -18,8 +18,11 @@ COMMANDS = {
     "chat": ("ridgeline.cli.chat", "talk to a model in the terminal"),
     "generate": ("ridgeline.cli.generate", "answer a file of prompts: JSONL in, JSONL out"),
     "admin": ("ridgeline.cli.admin", "ask something of a running server, or switch its techniques"),
+    "eval": ("ridgeline.cli.eval", "judge a model: perplexity, divergence from a reference, retrieval, multiple choice"),
+    "plan": ("ridgeline.cli.plan", "say what fits on a GPU, how fast it will be and what it costs, before anything is bought"),
     "pull": ("ridgeline.cli.pull", "fetch the embedded model"),
     "build": ("ridgeline.cli.build", "compile the CPU kernels for this machine"),
+    "bench serve": ("ridgeline.bench.serve", "measure any OpenAI-compatible server under load"),
     "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
     "bench host": ("ridgeline.bench.host", "measure what planning, tokenising and detokenising cost"),
     "bench grammar": ("ridgeline.bench.grammar", "measure what structured output costs"),
@@ -27,6 +30,9 @@ COMMANDS = {
     "bench frontend": ("ridgeline.bench.frontend", "measure what the front end costs per token, with an engine that only talks"),
     "bench idle": ("ridgeline.bench.idle", "trace decode steps: every kernel, and when the device had nothing to do"),
     "bench startup": ("ridgeline.bench.startup", "measure the start of an engine, phase by phase"),
+    "bench soak": ("ridgeline.bench.soak", "tire a server out with mixed traffic, and see whether it leaks or gets slower"),
+    "bench kernel": ("ridgeline.bench.kernel", "try a candidate for an operation: is it right, and is it faster"),
+    "bench compare": ("ridgeline.bench.compare", "compare two records; fails where one got worse"),
     "bench studies": ("ridgeline.bench.studies", "measure what batching and paging are worth, each against its off version"),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import types
 import typing
@@ -26,6 +27,10 @@ class ModelOptions:
     model: str = option("", "HF directory or .gguf file; empty: the embedded SmolLM2-135M-Instruct")
     tokenizer: str = option("", "where to take the tokenizer from, if not from the model")
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
+    structured_outputs_backend: str = option(
+        "auto", "library that keeps answers to their grammar; auto: llguidance; xgrammar is an extra package",
+        ("auto", "guidance", "llguidance", "xgrammar"),
+    )
     skip_tokenizer_init: bool = option(False, "work on token ids only; no tokenizer is needed")
     load_format: str = option("auto", "dummy: random weights, only config.json is needed", ("auto", "dummy"))
     dtype: str = option(
@@ -138,7 +143,7 @@ class EngineConfig:
         """From flat option names; an unknown name or an impossible value is a ConfigError. None means the default."""
         declared = {entry[0].name: entry for entry in declared_options()}
         values = {}
-        for name, value in options.items():
+        for name, value in _renamed(options).items():
             if name in NO_EFFECT:
                 continue
             if name in NEUTRAL:
@@ -165,6 +170,24 @@ class EngineConfig:
             for name, declared in _fields(type(group)).items()
             if getattr(group, name) != declared.default
         }
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's names for the library of structured output: an old one, and a member of a group, given as an object or as JSON."""
+    found = dict(options)
+    old, group = found.pop("guided_decoding_backend", None), found.pop("structured_outputs_config", None)
+    if isinstance(group, str):
+        try:
+            group = json.loads(group)
+        except ValueError:
+            raise ConfigError(f"structured_outputs_config must be a JSON object, got {group[:80]!r}") from None
+    if group is not None and not isinstance(group, dict):
+        raise ConfigError(f"structured_outputs_config must be an object, got {group!r}")
+    unknown = sorted(str(name) for name, value in (group or {}).items() if name != "backend" and value)
+    if unknown:
+        raise ConfigError(f"structured_outputs_config.{unknown[0]} is not supported; only backend is")
+    asked = (group or {}).get("backend") or old
+    return found | {"structured_outputs_backend": asked} if asked is not None else found
 
 
 def _groups() -> dict[str, type]:

@@ -128,14 +128,18 @@ KV_WRITE_CASES = (
 
 def rotary_write_cost(
     *, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
-    element_bytes: int,
+    element_bytes: int, kv_element_bytes: float | None = None,
 ) -> Cost:  # fmt: skip
     """Norm of q and k, rotation and the write of K and V, each value read and written once."""
     turned = tokens * (heads + kv_heads)
     flops = turned * (3 * rotary_dim + (4 * head_dim + 3 if norm else 0))
-    values = tokens * (heads + 2 * kv_heads) * head_dim
+    queries, values = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim
+    written = kv_bytes(
+        tokens=tokens, layers=1, kv_heads=kv_heads, head_dim=head_dim,
+        element_bytes=element_bytes if kv_element_bytes is None else kv_element_bytes,
+    )
     table = tokens * rotary_dim * max(element_bytes, 4)
-    return Cost(flops, 2 * values * element_bytes + table + 2 * tokens * INDEX_BYTES)
+    return Cost(flops, (2 * queries + values) * element_bytes + written + table + 2 * tokens * INDEX_BYTES)
 
 
 def _rotary_write(tokens: int, norm: bool = False, **changes: int) -> dict[str, Any]:
@@ -166,9 +170,35 @@ def visible_keys(query_len: int, kv_len: int, window: int | None) -> int:
     return kv_len if window is None else min(kv_len, query_len + window - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """All that the cost of attention asks of a batch's rows."""
+
+    rows: int = 0
+    queries: int = 0
+    pairs: int = 0                   # of a query and a key that it sees
+    keys: int = 0                    # that are read, each once for all queries and heads of its row
+    blocks: int = 0                  # in which they lie
+
+    @classmethod
+    def of(cls, rows: Rows, window: int | None, block_size: int) -> Attended:
+        seen = [visible_keys(query_len, kv_len, window) if query_len else 0 for query_len, kv_len in rows]
+        return cls(
+            len(rows),
+            sum(query_len for query_len, _ in rows),
+            sum(visible_pairs(query_len, kv_len, window) for query_len, kv_len in rows),
+            sum(seen),
+            sum(
+                (kv_len - 1) // block_size - (kv_len - keys) // block_size + 1
+                for keys, (query_len, kv_len) in zip(seen, rows, strict=True)
+                if query_len and kv_len
+            ),
+        )  # fmt: skip
+
+
 def paged_attention_cost(
     *,
-    rows: Rows,
+    rows: Rows | Attended,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -186,15 +216,9 @@ def paged_attention_cost(
     `scattered`: rows have their tables in other places; `shared`: (rows, tokens of their common prefix); `kv_format`:
     dtype and layout of the scales, of K and of V.
     """
-    queries = sum(query_len for query_len, _ in rows)
-    pairs = sum(visible_pairs(query_len, kv_len, window) for query_len, kv_len in rows)
-    keys = sum(visible_keys(query_len, kv_len, window) for query_len, kv_len in rows)
-    blocks = sum(
-        (kv_len - 1) // block_size - (kv_len - visible_keys(query_len, kv_len, window)) // block_size + 1
-        for query_len, kv_len in rows
-        if query_len and kv_len
-    )
-    keys -= sum((len(members) - 1) * tokens for members, tokens in shared)
+    attended = rows if isinstance(rows, Attended) else Attended.of(rows, window, block_size)
+    queries, pairs, blocks = attended.queries, attended.pairs, attended.blocks
+    keys = attended.keys - sum((len(members) - 1) * tokens for members, tokens in shared)
     scales = 0
     if kv_format is not None:
         kv_element_bytes = sum(QUANTISED_BYTES[dtype] for dtype in kv_format[::2]) / 2
@@ -210,7 +234,7 @@ def paged_attention_cost(
         tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim,
         element_bytes=element_bytes if kv_element_bytes is None else kv_element_bytes,
     )
-    tables = (blocks + (3 if scattered else 2) * len(rows) + 1) * LENGTH_BYTES
+    tables = (blocks + (3 if scattered else 2) * attended.rows + 1) * LENGTH_BYTES
     return Cost(flops, 2 * queries * heads * head_dim * element_bytes + kv + scales + tables)
 
 
@@ -236,6 +260,8 @@ PAGED_ATTENTION_CASES = (
     # Wide heads have narrow tiles of keys: a whole tile may lie behind the window of the tile's last query.
     Case("wide-window", _attention([(70, 75)], heads=1, kv_heads=1, head_dim=144, window=3)),
     Case("one-kv-head", _attention([(1, 5), (3, 7)], heads=6, kv_heads=1)),
+    # Heads and blocks as the copy engine wants them (more of it in test_attention_tma.py).
+    Case("tiles", _attention([(1, 9), (5, 21), (2, 35)], head_dim=64, block_size=16)),
     Case("no-groups", _attention([(1, 5), (1, 4), (3, 7)], heads=3, kv_heads=3)),
     Case("odd", _attention([(1, 11), (3, 8), (1, 2)], heads=3, kv_heads=1, head_dim=20, block_size=3)),
     Case("padded", _attention([(1, 12), (1, 0), (1, 5), (1, 0)], scattered=True)),
@@ -264,6 +290,47 @@ PAGED_ATTENTION_CASES = (
     Case("decode-8", _attention([(1, 250 + row) for row in range(8)], **_SMOLLM2), timed=True),
     Case("decode-32", _attention([(1, 240 + row) for row in range(32)], **_SMOLLM2), timed=True),
     Case("prefill-512", _attention([(512, 512)], **_SMOLLM2), timed=True),
+)
+
+
+def decode_attention_cost(
+    *, rows: Rows, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
+    element_bytes: int, **attention: Any,
+) -> Cost:  # fmt: skip
+    """Rotation, write and attention together: queries stay on the chip in between, and so do the newest K and V."""
+    tokens = len(rows)
+    write = rotary_write_cost(
+        tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, block_size=block_size,
+        norm=norm, element_bytes=element_bytes,
+    )  # fmt: skip
+    read = paged_attention_cost(
+        rows=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, element_bytes=element_bytes,
+        **attention,
+    )  # fmt: skip
+    newest = kv_bytes(tokens=tokens, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
+    between = 2 * tokens * heads * head_dim * element_bytes + newest
+    return Cost(write.flops + read.flops, write.bytes + read.bytes - between)
+
+
+def _decode(lengths: Sequence[int], rotary_dim: int = 16, norm: bool = False, **changes: Any) -> dict[str, Any]:
+    return _attention([(1, length) for length in lengths], rotary_dim=rotary_dim, norm=norm, **changes)
+
+
+DECODE_ATTENTION_CASES = (
+    Case("one", _decode([9])),
+    Case("first-of-a-block", _decode([1, 5, 16, 17], norm=True)),
+    Case("partial", _decode([6, 12], rotary_dim=8, heads=4, kv_heads=4)),
+    Case("odd-norm", _decode([11, 8, 2], rotary_dim=6, norm=True, heads=3, kv_heads=1, head_dim=10, block_size=5)),
+    Case("wide-group", _decode([7, 20], heads=20, kv_heads=1, head_dim=24, rotary_dim=24, norm=True)),
+    Case("window-softcap", _decode([14, 3, 18, 40], window=5, softcap=3.0)),
+    Case("padded", _decode([12, 0, 5, 0], scattered=True)),
+    Case("many-shares", _decode([400, 65, 2], heads=64, kv_heads=1, block_size=16, norm=True)),  # merged in two turns
+    Case("shared", _decode([21, 20, 3, 9, 17], scattered=True, shared=(((0, 1, 4), 16), ((2,), 0)), norm=True)),
+    Case("shared-long", _decode(
+        [290, 30, 281, 20, 280], kv_heads=1, heads=64, head_dim=8, rotary_dim=8, block_size=8,
+        shared=(((0, 2, 4), 272), ((1, 3), 16)), softcap=4.0,
+    )),
+    Case("decode-32", _decode([240 + row for row in range(32)], rotary_dim=64, **_SMOLLM2), timed=True),
 )
 
 
@@ -329,8 +396,8 @@ GREEDY_CASES = (
 
 
 def mask_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
-    """What is allowed is not touched; half of the ids, say."""
-    return Cost(0, rows * (-(-vocab // 32) * 4 + vocab * element_bytes // 2))
+    """Read, and written to another place."""
+    return Cost(0, rows * (-(-vocab // 32) * 4 + 2 * vocab * element_bytes))
 
 
 MASK_CASES = (
@@ -350,11 +417,14 @@ SAMPLE_CASES = tuple(
 )
 
 
-# ── a whole step ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── linears ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def linear_cost(*, tokens: int, inputs: int, outputs: int, weight_bytes: float, element_bytes: int) -> Cost:
+def linear_cost(
+    *, tokens: int, inputs: int, outputs: int, weight_bytes: float, element_bytes: int, bias: bool = False
+) -> Cost:
     moved = round(inputs * outputs * weight_bytes) + tokens * (inputs + outputs) * element_bytes
-    return Cost(2 * tokens * inputs * outputs, moved)
+    added = outputs if bias else 0
+    return Cost(tokens * (2 * inputs * outputs + added), moved + added * element_bytes)
 
 
 LINEAR_CASES = (
@@ -419,90 +489,3 @@ BLOCK_LINEAR_CASES = tuple(
         ("decode-1", 1, 576, 3072),
     )
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """A dense decoder with gated MLPs, as far as its cost goes. Bytes per element may be fractions (packed formats)."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-    vocab: int
-    weight_bytes: float = 2.0
-    kv_bytes: float = 2.0
-    activation_bytes: int = 2
-    window: int | None = None        # of `window_layers` layers; the others see everything
-    window_layers: int = 0
-    block_size: int = 16
-
-    @property
-    def linear_weights(self) -> int:
-        """Elements of the layers' matrices; embedding and head are not among them."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (query + 2 * key_value) + query * self.hidden
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return kv_bytes(
-            tokens=1, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, element_bytes=self.kv_bytes
-        )
-
-
-def decoder_step_parts(model: DecoderShape, rows: Rows, logits_rows: int | None = None) -> dict[str, Cost]:
-    """Cost of one forward pass by part. `logits_rows`: positions that need logits; by default one per row."""
-    tokens = sum(query_len for query_len, _ in rows)
-    logits_rows = len(rows) if logits_rows is None else logits_rows
-    element_bytes = model.activation_bytes
-    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-
-    def linear(inputs: int, outputs: int, count: int = tokens) -> Cost:
-        return linear_cost(
-            tokens=count, inputs=inputs, outputs=outputs,
-            weight_bytes=model.weight_bytes, element_bytes=element_bytes,
-        )
-
-    def attention(window: int | None) -> Cost:
-        return paged_attention_cost(
-            rows=rows, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-            block_size=model.block_size, window=window, softcap=None,
-            element_bytes=element_bytes, kv_element_bytes=model.kv_bytes,
-        )
-
-    norm = rms_norm_cost(tokens=tokens, width=model.hidden, residual=True, element_bytes=element_bytes)
-    rotary = rotary_cost(
-        tokens=tokens, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-        rotary_dim=model.head_dim, element_bytes=element_bytes,
-    )
-    activation = gated_activation_cost(
-        tokens=tokens, intermediate=model.intermediate, kind="silu", element_bytes=element_bytes
-    )
-    new_kv = kv_bytes(
-        tokens=tokens, layers=1, kv_heads=model.kv_heads, head_dim=model.head_dim, element_bytes=model.kv_bytes
-    )
-    write = Cost(0, new_kv + 2 * tokens * key_value * element_bytes + tokens * INDEX_BYTES)
-    matrices = (
-        linear(model.hidden, query + 2 * key_value) + linear(query, model.hidden)
-        + linear(model.hidden, 2 * model.intermediate) + linear(model.intermediate, model.hidden)
-    )
-    embedded = round(tokens * model.hidden * model.weight_bytes) + tokens * model.hidden * element_bytes
-    full_layers = model.layers - model.window_layers
-    return {
-        "embedding": Cost(0, embedded + tokens * INDEX_BYTES),
-        "linears": matrices * model.layers,
-        "attention": attention(None) * full_layers + attention(model.window) * model.window_layers,
-        "kv_write": write * model.layers,
-        "norms": norm * (2 * model.layers + 1),
-        "rotary": rotary * model.layers,
-        "activation": activation * model.layers,
-        "head": linear(model.hidden, model.vocab, logits_rows),
-    }
-
-
-def decoder_step(model: DecoderShape, rows: Rows, logits_rows: int | None = None) -> Cost:
-    """Cost of one forward pass of `model` over `rows` of (tokens, KV length including them)."""
-    return sum(decoder_step_parts(model, rows, logits_rows).values(), Cost())

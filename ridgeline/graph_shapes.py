@@ -38,10 +38,14 @@ class GraphShapes:
         return shape if fits and shape.decodes + shape.prompts <= self._max_rows else None
 
 
+# Beyond 128 rows the time of the library's products jumps up and down with their number: 448 rows of an 8B model take 48 %
+# longer than 432, and 512 are faster than 464. These are the sizes that no larger one undercuts, as measured on an H200.
+LARGE_SIZES = [144, 160, 176, 208, 256, 304, 320, 368, 384, 432, 512, 544, 608, 640, 672, 736, 800, 864, 896, 992]
+
+
 def decode_sizes(max_rows: int) -> list[int]:
     """Numbers of decodes that are recorded. Beyond 32 rows padding adds a fifth at most."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 129, 8), *range(144, 257, 16), *range(288, 513, 32)]
-    sizes += range(576, max_rows + 64, 64)
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 129, 8), *LARGE_SIZES, *range(1056, max_rows + 64, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 

@@ -89,6 +89,14 @@ class StepPlan:
 
 
 @dataclass(slots=True)
+class RecordedStep:
+    """Everything a runner is told in one step. Saved, and told to another one, it gives the same tokens again."""
+
+    plan: StepPlan
+    masks: np.ndarray | None = None  # int32 [rows that sample, words]: what grammars allowed; None in a step without any
+
+
+@dataclass(slots=True)
 class Logprobs:
     """Log-probabilities at some consecutive positions of one row."""
 
@@ -116,6 +124,9 @@ class StepResult:
     padded: int = 0                  # … to fill up a recorded shape …
     rejected: int = 0                # … and in vain, as drafts
     device_seconds: float = 0.0
+    shared: int = 0                  # KV positions that were read once although further rows have them, too
+    replayed: bool = False           # the step was a recorded graph
+    communication: float = 0.0       # seconds in which ranks waited for each other, where that can be told apart
 
 
 @dataclass(slots=True)

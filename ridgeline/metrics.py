@@ -42,6 +42,7 @@ WASTE_CAUSES = ("padding", "recomputation", "late", "rejected")
 
 HAPPENED: Counter[str] = Counter()   # rare events of this process that hold a step up; whoever causes one counts it
 
+_RECENT = 512                        # requests whose times are kept one by one
 _STEPS = 64                          # whose median a step is compared with …
 _EVERY = 16                          # … and after how many steps that median is taken anew
 _SLOW = 3.0                          # times the median
@@ -77,6 +78,27 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class RooflineStats:
+    """What the engine recorded of its steps. Sums and points are those of diagnose/steps; this module only carries them."""
+
+    phases: dict[str, list[float]]   # by phase, sums over all steps since the engine started or its peaks changed
+    points: list[list[float]] = field(default_factory=list)      # the steps since the last report, the newest of them
+    device: str = ""                 # its name; what follows is measured, but for the dtype
+    dtype: str = ""
+    read_bytes_s: float = 0.0        # 0: not known yet
+    flops_s: dict[str, float] = field(default_factory=dict)
+    launch_s: float = 0.0
+    host_launch_s: float = 0.0
+    measured: str = ""
+    weight_bytes: float = 0.0        # per element, as a step of one row reads them
+    kv_bytes: float = 0.0
+    # The KV cache as so many cells, in percent of their blocks: held by sequences, and kept by the prefix cache alone.
+    # Empty: as last reported.
+    held: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class EngineStats:
     """What the engine tells the front end a few times a second. Counters count from the engine's start."""
 
@@ -89,6 +111,7 @@ class EngineStats:
     step_seconds_sum: float = 0.0
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     step_tokens_sum: float = 0.0
+    roofline: RooflineStats | None = None
 
     @classmethod
     def empty(cls) -> EngineStats:
@@ -200,6 +223,8 @@ class ServingMetrics:
         self.inference = Histogram(REQUEST_SECONDS)
         self.request_prompt_tokens = Histogram(REQUEST_TOKENS)
         self.request_generation_tokens = Histogram(REQUEST_TOKENS)
+        self.recent_first_token: deque[tuple[float, float]] = deque(maxlen=_RECENT)      # (when, seconds)
+        self.recent_per_output_token: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self.engine = EngineStats.empty()                # the newest of the engine that lives now
         self._before = EngineStats.empty()               # what engines before it had counted
 
@@ -238,6 +263,7 @@ class ServingMetrics:
             self.started(times, at)                      # an engine that does not tell when has no queue to speak of
             self.prompt_tokens += times.num_prompt
         self.first_token.observe(now - times.arrived)
+        self.recent_first_token.append((now, now - times.arrived))
 
     def answered(self, times: RequestTimes, index: int, reason: str) -> None:
         """An answer is whole."""
@@ -255,6 +281,7 @@ class ServingMetrics:
         self.inference.observe(prefill + decode)
         if tokens > 1:
             self.per_output_token.observe(decode / (tokens - 1))
+            self.recent_per_output_token.append((time.monotonic(), decode / (tokens - 1)))
 
     def left(self, times: RequestTimes, num_unfinished: int, error: bool) -> None:
         """A request ended before its answers did: it failed, or nobody wants them any more."""

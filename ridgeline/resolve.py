@@ -6,6 +6,7 @@ Knows options, the model's shape and the machine's facts; allocates nothing and 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ def model_path(config: EngineConfig) -> Path:
 def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     path = model_path(config)
     model = load_model_config(path)
+    if config.model.structured_outputs_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+        raise ConfigError("structured_outputs_backend xgrammar is not installed: pip install 'ridgeline[xgrammar]'")
     reasons: dict[str, str] = {}
     dtype = _dtype(config, model, device, reasons)
     max_num_seqs = config.scheduler.max_num_seqs or (128 if device.kind == "cpu" else 1024)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.caller import CALLER, Caller
 from ridgeline.engine.frontend import Prompt, RequestState
 from ridgeline.engine.ipc import Ready
 from ridgeline.engine.outputs import AnswerDelta, RequestOutput
@@ -20,6 +21,7 @@ from ridgeline.errors import RidgelineError
 from ridgeline.messages import TokenDelta
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.app import HttpServer, Service, address_of, bind
+from ridgeline.server.keys import Keys
 from ridgeline.server.limits import ServerOptions
 
 # Shows tools, calls and thoughts the way Qwen's templates do, so that answers are read for them.
@@ -69,6 +71,9 @@ class ScriptedStream:
             pass
         return self.outputs
 
+    def deliver_to(self, sink: Any) -> None:
+        """All of it waits for its reader."""
+
     def close(self) -> None:
         pass
 
@@ -79,6 +84,7 @@ class ScriptedLLM(AsyncLLM):
         self.script = script
         self.prompts: list[str] = []                     # as the engine would have got them
         self.params: list[SamplingParams] = []
+        self.callers: list[Caller] = []
 
     async def start(self, on_loading: Any = None) -> None:
         await self.load_tokenizer()
@@ -105,6 +111,7 @@ class ScriptedLLM(AsyncLLM):
             text = tokenizer.decode(request.prompt_token_ids)
             self.prompts.append(text)
             self.params.append(sampling_params)
+            self.callers.append(CALLER.get())
             said = self.script(text)
             if isinstance(said, tuple):
                 said, error = said
@@ -114,9 +121,11 @@ class ScriptedLLM(AsyncLLM):
 
 
 class ScriptedServer:
-    def __init__(self, model: Path, script: Script, **options: Any) -> None:
+    def __init__(
+        self, model: Path, script: Script, *, server: ServerOptions | None = None, keys: Keys | None = None, **options: Any
+    ) -> None:
         self.llm = ScriptedLLM(model, script, **options)
-        self.service = Service(self.llm, ServerOptions(port=0), model.name)
+        self.service = Service(self.llm, server or ServerOptions(port=0), model.name, keys or Keys())
         self._listener = bind(self.service.options)
         self.url = address_of(self._listener, "http")
         self._started = threading.Event()

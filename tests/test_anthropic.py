@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import anthropic
@@ -13,6 +14,8 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import ServerProcess, wait_until, write_model
 
 from ridgeline.errors import RequestError
+from ridgeline.server.keys import Keys
+from ridgeline.server.limits import ServerOptions
 
 NAME = "tiny"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -162,6 +165,60 @@ def test_errors_in_anthropics_shape(
     assert isinstance(told, dict) and told["type"] == "error" and told["error"].keys() == {"type", "message"}
     expected = "not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error"
     assert told["error"]["type"] == expected and words in told["error"]["message"], told
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """A server with a key, small bodies and one place in its queue."""
+    model = write_model(tmp_path_factory.mktemp("strict") / NAME)
+    options = ServerOptions(port=0, max_body_bytes=2_000, max_queued_requests=1)
+    with ScriptedServer(model, lambda prompt: "yes", server=options, keys=Keys(["sesame"])) as made:
+        yield made
+
+
+BEFORE_THE_ROUTE: dict[str, tuple[dict[str, Any], type[anthropic.APIStatusError], str]] = {
+    "key": ({"key": "wrong"}, anthropic.AuthenticationError, "authentication_error"),
+    "path": ({"path": "/v1/messages/batches"}, anthropic.NotFoundError, "not_found_error"),
+    "method": ({"method": "get"}, anthropic.APIStatusError, "invalid_request_error"),
+    "body": ({"body": {"x": "y" * 3_000}}, anthropic.RequestTooLargeError, "request_too_large"),
+    "media type": ({"headers": {"content-type": "text/plain"}}, anthropic.APIStatusError, "invalid_request_error"),
+    "host": ({"headers": {"host": "elsewhere"}}, anthropic.APIStatusError, "invalid_request_error"),
+    "header": ({"headers": {"x-long": "y" * 20_000}}, anthropic.APIStatusError, "invalid_request_error"),
+    "deadline": ({"headers": {"x-ttft-deadline-ms": "soon"}}, anthropic.BadRequestError, "invalid_request_error"),
+    "count": ({"path": "/v1/messages/count_tokens", "key": "wrong"}, anthropic.AuthenticationError,
+              "authentication_error"),
+    "queue": ({}, anthropic.RateLimitError, "rate_limit_error"),
+}  # fmt: skip
+STATUSES = {"method": 405, "media type": 415, "host": 421, "header": 431}
+
+
+@pytest.mark.parametrize("case", BEFORE_THE_ROUTE)
+def test_what_is_refused_before_the_endpoint_has_anthropics_shape(strict: ScriptedServer, case: str) -> None:
+    asked, kind, name = BEFORE_THE_ROUTE[case]
+    client = anthropic.Anthropic(base_url=strict.url, api_key=asked.get("key", "sesame"), max_retries=0, timeout=20)
+    body = asked.get("body", {"model": NAME, "max_tokens": 3, "messages": MESSAGES})
+    path, options = asked.get("path", "/v1/messages"), {"headers": asked.get("headers", {})}
+    full = strict.service.slots.taking(1) if case == "queue" else nullcontext()
+    with full, pytest.raises(kind) as caught:
+        if asked.get("method") == "get":
+            client.get(path, cast_to=object, options=options)
+        else:
+            client.post(path, cast_to=object, body=body, options=options)
+    told, error = caught.value.body, caught.value
+    assert isinstance(told, dict) and told["type"] == "error" and told["error"].keys() == {"type", "message"}
+    assert told["error"]["type"] == name and told["error"]["message"], told
+    assert error.status_code == STATUSES.get(case, error.status_code)
+    if case not in ("body", "header"):                   # those are refused while they arrive
+        assert error.request_id and error.request_id == error.response.headers["x-request-id"]
+    if case == "queue":
+        assert 1 <= int(error.response.headers["retry-after"]) <= 60
+
+
+def test_the_same_refusals_keep_openais_shape_elsewhere(strict: ScriptedServer) -> None:
+    for path in ("/v1/chat/completions", "/v1/messagesx", "/v1/models"):
+        reply = httpx.get(f"{strict.url}{path}", headers={"x-api-key": "wrong"})
+        assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+        assert "request-id" not in reply.headers
 
 
 def test_max_tokens_is_required(client: anthropic.Anthropic) -> None:

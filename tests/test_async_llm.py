@@ -21,8 +21,9 @@ import pytest
 from served_model import CONTEXT, one_thread, wait_until, write_model
 
 from ridgeline import LLM, SamplingParams
-from ridgeline.engine import async_llm, ipc, process
+from ridgeline.engine import async_llm, ipc, process, prompt_limits
 from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.supervisor import Supervisor
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, ModelError
 from ridgeline.messages import Request
 from ridgeline.sampling_params import RequestOutputKind
@@ -190,7 +191,7 @@ def test_aborting_what_is_not_there_is_no_error(llm: AsyncLLM, run: Run) -> None
     async def abort_others() -> None:
         await llm.abort("nobody")
         stream = await llm.stream(["abc"], GREEDY, request_id="mine")
-        for wire_id in list(llm._open):
+        for wire_id in list(llm._open.by_wire_id):
             await llm.abort(wire_id)                     # a name inside, which no caller knows it by
         assert (await stream.complete())[0].outputs[0].finish_reason == "length"
 
@@ -337,7 +338,7 @@ def test_what_cannot_be_sent_leaves_nothing_behind(llm: AsyncLLM, run: Run, monk
         with pytest.raises(BadRequest, match="cannot be sent to the engine"):
             await llm.stream(["abc", "xyz"], params)
         assert llm.num_open == 0
-        assert llm._process is not None
+        assert llm._engine.process is not None
         sent: list[bytes] = []
 
         def send(frame: bytes) -> None:
@@ -346,19 +347,19 @@ def test_what_cannot_be_sent_leaves_nothing_behind(llm: AsyncLLM, run: Run, monk
                 raise MemoryError                        # in the middle of a stream
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm._process, "send", send)
+            patch.setattr(llm._engine.process, "send", send)
             with pytest.raises(MemoryError):
                 await llm.stream(["abc", "xyz"], GREEDY, request_id="mine")
-        assert llm.num_open == 0 and not llm._wire_ids
+        assert llm.num_open == 0 and not llm._open.wire_ids
         assert {type(ipc.TO_ENGINE.decode(frame)) for frame in sent[2:]} == {ipc.Abort}
 
     run(refused())
 
 
 def test_garbage_on_the_wire_is_dropped(llm: AsyncLLM, run: Run) -> None:
-    assert llm._process is not None
+    assert llm._engine.process is not None
     for frame in (b"", b"garbage", b"\xdd\xff\xff\xff\xff", os.urandom(100)):
-        llm._process._to_engine.send(frame)
+        llm._engine.process._to_engine.send(frame)
     assert len(run(final(llm, "abc")).outputs[0].token_ids) == 20
 
 
@@ -402,7 +403,7 @@ def test_long_texts_are_tokenised_away_from_the_event_loop(
     ],
 )
 def test_what_counts_as_work_for_a_thread(prompts: list[Any], params: dict[str, Any], is_long: bool) -> None:
-    assert async_llm._is_long(prompts, SamplingParams(**params)) is is_long
+    assert prompt_limits.is_long(prompts, SamplingParams(**params)) is is_long
 
 
 def test_text_that_cannot_fit_is_not_tokenised(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,14 +436,15 @@ def test_nobody_is_told_it_is_ready_before_it_is(model: Path, monkeypatch: pytes
         return load(*args)
 
     monkeypatch.setattr(async_llm.Frontend, "load", slow_load)
-    take = AsyncLLM._take
+    take = Supervisor._take
 
-    def watched_take(self: AsyncLLM, message: Any, ready: Any) -> None:
-        take(self, message, ready)
+    def watched_take(self: Supervisor, message: Any) -> Any:
+        work = take(self, message)
         if isinstance(message, ipc.Ready):
             engine_spoke.set()
+        return work
 
-    monkeypatch.setattr(AsyncLLM, "_take", watched_take)
+    monkeypatch.setattr(Supervisor, "_take", watched_take)
 
     async def scene() -> None:
         llm = AsyncLLM(model, **OPTIONS)
@@ -462,7 +464,7 @@ def test_the_tokenizer_is_loaded_once_and_without_an_engine(model: Path) -> None
         llm = AsyncLLM(model, **OPTIONS)
         await llm.load_tokenizer()
         tokenizer = llm.get_tokenizer()
-        assert llm._process is None and not llm.is_alive
+        assert llm._engine.process is None and not llm.is_alive
         await llm.load_tokenizer()
         assert llm.get_tokenizer() is tokenizer
 
@@ -475,11 +477,11 @@ def test_the_engine_dies_and_every_request_is_told(model: Path, monkeypatch: pyt
     async def scene() -> None:
         llm = AsyncLLM(model, **OPTIONS)
         await llm.start()
-        assert llm._process is not None
-        folder = llm._process._sockets.path
+        assert llm._engine.process is not None
+        folder = llm._engine.process._sockets.path
         streams = [await llm.stream(["abc"], ENDLESS) for _ in range(3)]
         await streams[0].__anext__()
-        os.kill(llm._process.pid, signal.SIGKILL)
+        os.kill(llm._engine.process.pid, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineDead, match="was killed by SIGKILL"):
                 await stream.complete()
@@ -605,7 +607,7 @@ async def main():
     llm = AsyncLLM(sys.argv[1], **json.loads(sys.argv[2]))
     await llm.start()
     assert "torch" not in sys.modules
-    print(llm._process.pid, llm._process._sockets.path, flush=True)
+    print(llm._engine.process.pid, llm._engine.process._sockets.path, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ridgeline.ops import decode_shares
 from ridgeline.ops import paged_attention as attention
 from ridgeline.ops.paged_attention import AttentionWork, KVFormat, OlderKV, ScaleLayout, paged_attention
 from ridgeline.ops.registry import TRITON_INTERPRETED
@@ -100,14 +101,15 @@ def test_rows_of_a_prefix_are_cut_into_tiles() -> None:
     assert prefix.prefix_len.tolist() == [16, 32, 32, 0, 0, 32, 0, 32, 0]
 
 
-def test_a_workspace_is_large_enough_for_every_number_of_rows() -> None:
-    floats = attention.workspace_floats(300, 32, 8, 128, multiprocessors=132, prefix_tiles=12)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_workspace_is_large_enough_for_every_number_of_rows(deterministic: bool) -> None:
+    floats = attention.workspace_floats(
+        300, 32, 8, 128, multiprocessors=132, prefix_tiles=12, deterministic=deterministic
+    )
     for rows in range(1, 301):
-        slots = rows * (attention.decode_shares(rows, 8, 132) + attention.prefix_shares(rows, 4, 8, 132))
-        assert slots * 32 * (128 + 2) <= floats
-    assert floats * 4 < 1 << 30
-    fixed = attention.workspace_floats(16, 32, 8, 128, multiprocessors=132, deterministic=True)
-    assert fixed >= 16 * attention.DETERMINISTIC_SHARES * 32 * (128 + 2)
+        items = decode_shares.num_items(rows, decode_shares.programs_at_once(132, 8), deterministic)
+        assert (items + rows * attention.prefix_shares(rows, 4, 8, 132)) * 32 * (128 + 2) <= floats
+    assert floats * 4 < 1 << 28
 
 
 # ── the Triton kernels, in the interpreter ───────────────────────────────────────────────────────────────────────────
@@ -169,21 +171,21 @@ def test_kernel_workspace_serves_one_launch_after_another() -> None:
 
 @kernels_run
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernel_long_rows_among_short_ones_are_cut(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "decode_shares", lambda rows, kv_heads, multiprocessors: 1)
-    monkeypatch.setattr(attention, "UNEVEN_MINIMUM", 64)
+def test_kernel_long_rows_among_short_ones_are_cut(dtype: torch.dtype) -> None:
+    """By the list alone: rows in any order, shares of one row of one size, items of nobody at the end."""
     (q, k, v, table, starts, kv_len), options = on_device([(1, 300), (1, 20), (1, 0)], block_size=16)
     options = {"scale": options["scale"]}
     expected = attention.paged_attention_reference(q, k, v, table, starts, kv_len, **options)
-    workspace = attention.make_workspace(
-        attention.workspace_floats(3, 4, 2, 16, multiprocessors=8), 3, 2, torch.device(DEVICE)
-    )
+    lists = ([2, 0, 0, 0, 0, 0, 1, -1, -1], [1, 6, 0], [64, 32, 32])
+    shares = decode_shares.DeviceShares(*(torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in lists))
+    workspace = attention.make_workspace(9 * 4 * (16 + 2), 3, 2, torch.device(DEVICE))
     workspace.partials.fill_(torch.nan)
     actual = attention.paged_attention_triton(
-        *(tensor.to(dtype) for tensor in (q, k, v)), table, starts, kv_len,
-        work=AttentionWork(3, 0, uneven=True), workspace=workspace, **options,
+        *(tensor.to(dtype) for tensor in (q, k, v)), table, starts, kv_len, work=AttentionWork(3, 0), shares=shares,
+        workspace=workspace, **options,
     )  # fmt: skip
-    assert not workspace.partials.isnan().all()          # partial results were left there
+    left = workspace.partials[: 9 * 4 * 16].view(9, -1).isnan().all(dim=1)       # partial results of the shares alone
+    assert left.tolist() == [True, False, False, False, False, False, True, True, True]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
 
@@ -202,7 +204,6 @@ def test_kernel_prefix_tiles_may_all_be_unused() -> None:
 
 @kernels_run
 def test_kernel_prefix_is_merged_by_the_only_program_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "decode_shares", lambda rows, kv_heads, multiprocessors: 1)
     monkeypatch.setattr(attention, "prefix_shares", lambda rows, group, kv_heads, multiprocessors: 3)
     monkeypatch.setattr(attention, "PREFIX_MINIMUM", 32)
     args, options = on_device(

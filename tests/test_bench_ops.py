@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from ridgeline.__main__ import main
-from ridgeline.bench import ops, peaks
+from ridgeline.bench import cascade, ops
 from ridgeline.bench.peaks import MachinePeaks
 from ridgeline.costs import Case
+from ridgeline.runner import shared_prefix
 
 REGISTRY = ops.all_ops()
 PEAKS = MachinePeaks("a machine", 1e10, {"float32": 1e11}, 1e-9, "now")
@@ -101,13 +102,22 @@ def test_inputs_are_copied_until_a_cache_cannot_hold_them() -> None:
     assert len(copies) == 3 and copies[1][0][0].data_ptr() != large[0].data_ptr() and copies[1][1] == {"k": 3}
 
 
-def test_peaks_are_measured_once_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
-    monkeypatch.setitem(peaks._MATRIX, "cpu", 32)
-    monkeypatch.setitem(peaks._BUFFER, "cpu", 2**16)
-    first = peaks.machine_peaks("cpu")
-    assert first.read_bytes_s > 0 and first.rate("float32") > 0 and first.rate("float64") == first.rate("float32")
-    assert peaks.machine_peaks("cpu") == first
-    [path] = tmp_path.glob("peaks-*.json")
-    path.write_text("{")
-    assert peaks.machine_peaks("cpu").device == first.device             # cut short: measured again
+def test_cascade_study_times_a_point_both_ways(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`on` is one of the two, as the rule of runner/shared_prefix.py says; rows share their first blocks and no others."""
+    monkeypatch.setattr(cascade, "SHAPES", {"tiny": (4, 2, 16)})
+    monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 64)
+    found = cascade.cascade("cpu", ("tiny",), (1, 2), (0, 32, 64), 3)["tiny"]
+    assert [row["chosen"] for row in found["rows"]] == [False, False, False, False, False, True]
+    for row in found["rows"]:
+        assert (row["forced_us"] is None) == (row["batch"] == 1 or row["shared"] == 0)
+        assert row["on_us"] == (row["forced_us"] if row["chosen"] else row["off_us"])
+    assert found["least"] == min(row["off_us"] / row["on_us"] for row in found["rows"])
+    assert "tiny × 2" in capsys.readouterr().out
+    tables, _ = cascade._calls((4, 2, 16), 3, 32, "cpu")
+    assert (tables[:, :2] == tables[0, :2]).all() and len(set(tables[:, 2:].ravel())) == tables[:, 2:].size
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cascade_study_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "studies", "--study", "cascade"]) != 0
+    assert "torch sees none here" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from pathlib import Path
@@ -11,14 +12,14 @@ import pytest
 from served_model import write_model
 
 from ridgeline.__main__ import main
-from ridgeline.bench import device_log, floors, offline, presets, quality, shapes, workloads
+from ridgeline.bench import device_log, floors, nvidia_smi, offline, presets, quality, shapes, workloads
 from ridgeline.bench.engine import parse_options
-from ridgeline.bench.floors import Peaks, decoder_shape, preset_floor, step_floor, workload_floor
+from ridgeline.bench.floors import preset_floor, step_floor, workload_floor
 from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.bench.workloads import GPU_PRESETS, Lengths, Preset
 from ridgeline.cli.options import OptionParser
 from ridgeline.config import EngineConfig
-from ridgeline.costs import DecoderShape, decoder_step
+from ridgeline.diagnose.cost import DecoderShape, Peaks, decoder_shape, step_cost
 from ridgeline.errors import ConfigError
 from ridgeline.models.config import load_model_config
 
@@ -97,7 +98,7 @@ def test_our_count_agrees_with_the_published_floors() -> None:
 def test_a_step_at_its_floor_is_the_sum_of_its_parts() -> None:
     rows = [(1, 640)] * 4
     parts, cost = step_floor(llama_8b(), rows, H200)
-    assert cost == decoder_step(llama_8b(), rows)
+    assert cost == step_cost(llama_8b(), rows).total.cost
     assert sum(parts.values()) == pytest.approx(cost.bytes / H200.read_bytes_s, rel=1e-9)    # nothing is compute-bound
 
 
@@ -113,8 +114,11 @@ def test_the_simulated_engine_computes_every_token_once() -> None:
     floor = workload_floor(llama_8b(), asked, H200, budget=16, max_rows=2)
     whole = workload_floor(llama_8b(), asked, H200, budget=1000, max_rows=8)
     tokens = sum(len(prompt) + out - 1 for prompt, out in asked)
-    linears = 2 * llama_8b().linear_weights * tokens
-    head = 2 * 4096 * 128256 * sum(out for _, out in asked)
+    answers = sum(out for _, out in asked)
+    qkv = 4096 * 6144
+    after = llama_8b().linear_weights // 32 - qkv        # of the last layer only what has logits goes through these
+    linears = 2 * (32 * qkv * tokens + 31 * after * tokens + after * answers)
+    head = 2 * 4096 * 128256 * answers
     assert whole.steps == 9 and floor.steps > 9
     assert linears + head < whole.cost.flops < 1.01 * (linears + head)
     assert floor.cost.flops == whole.cost.flops and floor.cost.bytes > whole.cost.bytes
@@ -253,13 +257,13 @@ def test_the_device_log_is_summed_up_over_a_range_of_time() -> None:
         "2026/11/15 10:00:03.100, 345, 3201, 90.0, 40, 130500, 0x0000000000000001",
         "2026/11/15 10:00:03.3",
     ]
-    begin = device_log.datetime.datetime(2026, 11, 15, 10, 0, 1).timestamp()
-    assert device_log.summary("\n".join(lines), begin, begin + 1.5) == {
+    begin = datetime.datetime(2026, 11, 15, 10, 0, 1).timestamp()
+    assert nvidia_smi.summary("\n".join(lines), begin, begin + 1.5) == {
         "samples": 2, "sm_clock_mhz": [1605, 1755], "memory_clock_mhz": [3201, 3201], "power_w": [690.1, 690.1],
         "temperature_c": [61, 64], "memory_used_mib": [130000, 130500],
-        "throttle_reasons": ["software power cap", "software thermal slowdown"],
+        "power_mean_w": 690.1, "throttle_reasons": ["software power cap", "software thermal slowdown"],
     }  # fmt: skip
-    assert device_log.summary("", begin, begin + 1) == {"samples": 0}
+    assert nvidia_smi.summary("", begin, begin + 1) == {"samples": 0}
 
 
 def test_without_a_gpu_there_is_no_log() -> None:

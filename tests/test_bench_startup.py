@@ -74,8 +74,10 @@ def test_an_engine_is_started_and_accounts_for_its_time(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model, out = write_model(tmp_path / "tiny"), tmp_path / "startup.json"
     options = ["load_format=dummy", "max_num_seqs=2", "num_gpu_blocks_override=600", "device=cpu"]
-    assert main(["bench", "startup", str(model), "--starts", "1", "--cold", "--set", *options, "--out", str(out)]) == 0
-    [start] = json.loads(out.read_text())["figures"]["starts"]
+    assert main(["bench", "startup", str(model), "--starts", "2", "--cold", "--set", *options, "--out", str(out)]) == 0
+    made = json.loads(out.read_text())
+    start, _ = made["figures"]["starts"]
+    assert made["quality"] == "exact" and made["peak_memory"]["engine"]["process_bytes"] > 2**26
     assert next(iter(start["phases"])) == "process and imports" and list(start["phases"])[-1] == "other"
     assert sum(start["phases"].values()) == pytest.approx(start["first token"], abs=1e-6)
     assert start["ready"] < start["first token"] <= start["outside_s"] + 0.02
@@ -83,5 +85,10 @@ def test_an_engine_is_started_and_accounts_for_its_time(
 
 
 def test_a_start_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "startup", str(tmp_path / "nothing"), "--starts", "1", "--cold"]) == 1
+    assert main(["bench", "startup", str(tmp_path / "nothing"), "--starts", "2", "--cold"]) == 1
     assert "ended with code" in capfd.readouterr().err
+
+
+def test_a_single_start_is_no_median(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "startup", str(tmp_path), "--starts", "1"]) == 2
+    assert "--starts 1 gives no median" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,31 @@ def test_flat_options_come_back() -> None:
 )  # fmt: skip
 def test_spellings_of_dtype(given: Any, meant: str) -> None:
     assert EngineConfig.of(dtype=given).model.dtype == meant
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"structured_outputs_backend": "xgrammar"}, {"guided_decoding_backend": "xgrammar"},
+        {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": False}},
+        {"structured_outputs_config": '{"backend": "xgrammar"}'},
+    ],
+)  # fmt: skip
+def test_spellings_of_the_grammar_library(given: dict[str, Any]) -> None:
+    assert EngineConfig.of(**given).flat() == {"structured_outputs_backend": "xgrammar"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("xgrammar", "structured_outputs_config must be a JSON object"), ([1], "must be an object"),
+        ({"disable_any_whitespace": True}, "structured_outputs_config.disable_any_whitespace is not supported"),
+        ({"backend": "outlines"}, "structured_outputs_backend must be one of auto, guidance, llguidance, xgrammar"),
+    ],
+)  # fmt: skip
+def test_what_the_grammar_library_cannot_be_told(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        EngineConfig.of(structured_outputs_config=given)
 
 
 def test_paths_may_be_paths() -> None:

@@ -18,7 +18,7 @@ import pytest
 from served_model import CONTEXT, write_model
 
 from ridgeline import SamplingParams
-from ridgeline.engine import async_llm, ipc, watchdog
+from ridgeline.engine import answer_stream, ipc, open_requests, watchdog
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.caller import CALLER, Caller
 from ridgeline.engine.load import LoadMeter
@@ -66,13 +66,13 @@ async def nothing_left(llm: AsyncLLM) -> None:
     async with asyncio.timeout(20):
         while llm.num_open or llm.running or llm.free_blocks != llm.ready.num_blocks or llm.state != "ok":
             await asyncio.sleep(0.01)
-    assert not llm._wire_ids
+    assert not llm._open.wire_ids
     assert (llm.load.waiting_tokens, llm.load.waiting_answers, llm.load.open_answers) == (0, 0, 0)
 
 
 def pid_of(llm: AsyncLLM) -> int:
-    assert llm._process is not None
-    return llm._process.pid
+    assert llm._engine.process is not None
+    return llm._engine.process.pid
 
 
 async def read(stream: Any, seen: list[Any]) -> list[Any]:
@@ -187,7 +187,7 @@ def test_a_hung_engine_is_seen_written_about_and_replaced(
         pid, before = pid_of(llm), llm.num_restarts
         stream = await llm.stream(["abc"], params)
         await stream.__anext__()
-        monkeypatch.setattr(llm._pulse, "_limit", 1.0)
+        monkeypatch.setattr(llm._engine.pulse, "_limit", 1.0)
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         await until(lambda: llm.state != "ok")
@@ -208,7 +208,7 @@ def test_a_busy_engine_is_not_taken_for_a_hung_one(llm: AsyncLLM, run: Run, monk
 
     async def scene() -> None:
         pid = pid_of(llm)
-        monkeypatch.setattr(llm._pulse, "_limit", 1.2)
+        monkeypatch.setattr(llm._engine.pulse, "_limit", 1.2)
         await asyncio.sleep(1.6)
         await (await llm.stream([[5] * (CONTEXT - 100)], params)).complete()
         assert llm.state == "ok" and pid_of(llm) == pid
@@ -220,7 +220,7 @@ def test_a_busy_engine_is_not_taken_for_a_hung_one(llm: AsyncLLM, run: Run, monk
 def test_a_front_end_that_was_held_up_blames_nobody(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         pid = pid_of(llm)
-        monkeypatch.setattr(llm._pulse, "_limit", 1.0)
+        monkeypatch.setattr(llm._engine.pulse, "_limit", 1.0)
         time.sleep(3.2)                                  # the whole event loop stands still
         await asyncio.sleep(1.5)
         assert llm.state == "ok" and pid_of(llm) == pid
@@ -238,7 +238,7 @@ def test_an_engine_that_cannot_come_back_is_told_to_everybody(
         await llm.start()
         streams = [await llm.stream(["abc"], SamplingParams(max_tokens=CONTEXT, ignore_eos=True)) for _ in range(3)]
         await streams[0].__anext__()
-        monkeypatch.setattr(llm, "engine_module", "ridgeline.engine.no_such_module")
+        monkeypatch.setattr(llm._engine, "module", "ridgeline.engine.no_such_module")
         os.kill(pid_of(llm), signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineDead, match="ended with code 1, after 3 restarts"):
@@ -258,9 +258,9 @@ def test_a_request_that_ends_every_engine_is_given_up(
 
     async def scene() -> None:
         stream = await llm.stream([[5] * 4000], SamplingParams(max_tokens=CONTEXT, ignore_eos=True))
-        opened = next(iter(llm._open.values()))
-        opened.replays = async_llm._MAX_REPLAYS          # as if two engines had died of it …
-        monkeypatch.setattr(llm, "supervision", Supervision(max_restarts=1))     # … and this were the last one
+        opened = next(iter(llm._open.by_wire_id.values()))
+        opened.replays = open_requests.MAX_REPLAYS          # as if two engines had died of it …
+        monkeypatch.setattr(llm._engine, "rules", Supervision(max_restarts=1))     # … and this were the last one
         os.kill(pid_of(llm), signal.SIGKILL)
         if not opened.begun:
             with pytest.raises(RequestError, match="failed 3 times with this request in it"):
@@ -280,7 +280,7 @@ def test_shutdown_in_the_middle_of_a_restart_leaves_nothing(model: Path, monkeyp
         old = pid_of(llm)
         os.kill(old, signal.SIGKILL)
         await until(lambda: pid_of(llm) != old)
-        new, folder = pid_of(llm), llm._process and llm._process._sockets.path
+        new, folder = pid_of(llm), llm._engine.process and llm._engine.process._sockets.path
         await llm.shutdown()
         assert folder is not None and not folder.exists() and not psutil.pid_exists(new)
         with pytest.raises(EngineDead):
@@ -380,7 +380,7 @@ def test_callers_with_different_salts_share_no_prefix(llm: AsyncLLM, run: Run) -
 
 
 def test_what_a_slow_reader_left_unread_is_joined(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_llm, "_UNREAD", 8)
+    monkeypatch.setattr(answer_stream, "UNREAD", 8)
     params = SamplingParams(n=2, seed=3, max_tokens=100, ignore_eos=True, logprobs=0)
 
     async def scene() -> None:
@@ -423,15 +423,15 @@ def test_a_storm_of_clients_that_leave(llm: AsyncLLM, run: Run) -> None:
 def test_what_cannot_be_resumed_is_refused(llm: AsyncLLM, run: Run, resumed: dict[int, list[int]]) -> None:
     async def scene() -> None:
         stream = await llm.stream(["abc"], SamplingParams(max_tokens=20))
-        wire_id, opened = next(iter(llm._open.items()))
-        assert llm._process is not None
+        wire_id, opened = next(iter(llm._open.by_wire_id.items()))
+        assert llm._engine.process is not None
         request = Request("again", [1, 2], SamplingParams(max_tokens=20), resumed=resumed)
-        llm._open["again"] = opened
-        llm._process.send(ipc.TO_ENGINE.encode(ipc.Add(request)))
+        llm._open.by_wire_id["again"] = opened
+        llm._engine.process.send(ipc.TO_ENGINE.encode(ipc.Add(request)))
         with pytest.raises(BadRequest, match="resumed"):
             await stream.complete()
-        llm._open.pop("again", None)
-        llm._open.pop(wire_id, None)
+        llm._open.by_wire_id.pop("again", None)
+        llm._open.by_wire_id.pop(wire_id, None)
 
     run(scene())
 

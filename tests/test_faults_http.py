@@ -181,6 +181,16 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once(url: str) -> None:
         refused = httpx.post(f"{url}/v1/completions", json=quick, headers={"x-ttft-deadline-ms": "1"})
         assert refused.status_code == 429 and "deadline is 0.001 s" in refused.json()["error"]["message"]
         assert time.monotonic() - began < 2 and 1 <= int(refused.headers["retry-after"]) <= 60
+        turns = {"messages": [{"role": "user", "content": "a"}], "ttft_deadline_ms": 1}
+        in_bodies: dict[str, dict[str, Any]] = {
+            "completions": quick | {"ttft_deadline_ms": 1},
+            "chat/completions": turns,
+            "messages": turns | {"model": "tiny", "max_tokens": 5},
+            "responses": {"input": "a", "ttft_deadline_ms": 1},
+        }
+        for path, asked in in_bodies.items():
+            refused = httpx.post(f"{url}/v1/{path}", json=asked)
+            assert refused.status_code == 429 and "deadline is 0.001 s" in refused.json()["error"]["message"], path
     wait_until(lambda: is_idle(url))
     assert httpx.post(f"{url}/v1/completions", json=quick, headers={"x-ttft-deadline-ms": "60000"}).status_code == 200
 

@@ -53,6 +53,15 @@ def llm(model: Path) -> Iterator[LLM]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def other(model: Path) -> Iterator[LLM]:
+    """The same, with the other library."""
+    pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+    made = LLM(model, structured_outputs_backend="xgrammar", **OPTIONS)
+    yield made
+    made.close()
+
+
 def asks(seed: int | None = 1, temperature: float = 1.0, max_tokens: int = 400, **given: Any) -> SamplingParams:
     more = {name: given.pop(name) for name in list(given) if name not in StructuredOutputs.__dataclass_fields__}
     return SamplingParams(
@@ -108,6 +117,37 @@ def test_every_answer_of_n_has_its_own_matcher(llm: LLM, temperature: float) -> 
     for answer in output.outputs:
         assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
         assert all(token in at for token, at in zip(answer.token_ids, answer.logprobs, strict=True))
+
+
+def test_the_other_library_keeps_answers_in_their_language(other: LLM) -> None:
+    schema = json.loads(json.dumps(SCHEMA))
+    schema["properties"]["name"] = {"type": "string", "pattern": "^[a-z]{1,8}$"}     # with a length it lets through "\x01"
+    kinds = [
+        {"json": schema, "disable_any_whitespace": True}, {"regex": "[a-f]{3,9}!"}, {"choice": ["yes", "no", "maybe"]},
+        {"grammar": 'root ::= "x" [0-9]+ "y"'}, {"grammar": "%llguidance {}\nstart: /[0-9]{2,4}/"},
+    ]  # fmt: skip
+    params = [asks(seed, max_tokens=200, **kind) for seed in range(4) for kind in kinds]
+    outputs = [output.outputs[0] for output in other.generate(["Hello"] * len(params), params, use_tqdm=False)]
+    assert other.core.grammars._name == "xgrammar" and all(answer.finish_reason == "stop" for answer in outputs)
+    for place in range(0, len(outputs), len(kinds)):
+        text, regex, choice, gbnf, lark = (answer.text for answer in outputs[place : place + len(kinds)])
+        assert is_valid(text, schema) and re.fullmatch("[a-f]{3,9}!", regex) and choice in kinds[2]["choice"]
+        assert re.fullmatch("x[0-9]+y", gbnf) and re.fullmatch("[0-9]{2,4}", lark)
+    with pytest.raises(BadRequest, match=r"regex cannot be used: Regex parsing error.*not closed"):
+        other.generate("Hello", asks(regex="(a"), use_tqdm=False)
+
+
+def test_many_answers_to_one_grammar_compile_it_for_every_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda: 3)
+    monkeypatch.setattr(llm.core.grammars, "_masks", None)
+    regex = "[a-z]{40,60}Z"                              # nobody has asked for it before
+    outputs = llm.generate(["Hello"] * 20, [asks(seed, regex=regex) for seed in range(20)], use_tqdm=False)
+    assert all(re.fullmatch(regex, output.outputs[0].text) for output in outputs)
+    compiled = llm.core.grammars.cache.get(StructuredOutputs(regex=regex).key)
+    assert compiled is not None and len(compiled) == 3
+    assert len({id(prototype) for prototype in compiled._prototypes}) == 3
+    alone = llm.generate("Hello", asks(7, regex=regex), use_tqdm=False)
+    assert answers(alone) == answers(outputs[7:8])
 
 
 # -- how an answer ends ------------------------------------------------------------------------------------------------
@@ -237,8 +277,8 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
         poisoned(self, "accept")
         return accept(self, token)
 
-    def spoiled_mask(self: Matcher, mask: np.ndarray) -> None:
-        hold_back(self, mask)
+    def spoiled_mask(self: Matcher, masks: np.ndarray, row: int) -> None:
+        hold_back(self, masks, row)
         poisoned(self, "mask")
 
     made: list[Any] = []

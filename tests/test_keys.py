@@ -8,12 +8,14 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ridgeline.cli.serve import require_authentication
 from ridgeline.engine.caller import CALLER, Caller
 from ridgeline.engine.children import child_environment
 from ridgeline.errors import ConfigError, EngineDead, Overloaded, TimedOut
@@ -293,6 +295,20 @@ def test_certificates_are_checked_before_anything_loads(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             check_certificate(ServerOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "insecure", "starts"),
+    [("127.0.0.1", 0, False, True), ("localhost", 0, False, True), ("::1", 0, False, True), ("0.0.0.0", 0, False, False),
+     ("::", 0, False, False), ("10.1.2.3", 0, False, False), ("0.0.0.0", 1, False, True), ("0.0.0.0", 0, True, True)],
+)  # fmt: skip
+def test_who_can_be_reached_from_elsewhere_needs_keys(
+    host: str, keys: int, insecure: bool, starts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ServerOptions(host=host, insecure_no_auth=insecure)
+    with nullcontext() if starts else pytest.raises(ConfigError, match="--insecure-no-auth"):
+        require_authentication(options, Keys(["k"] * keys))
+    assert ("without authentication" in caplog.text) is insecure
 
 
 def test_a_wrong_key_file_is_one_line_and_early(tmp_path: Path) -> None:

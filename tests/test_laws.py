@@ -22,8 +22,11 @@ from tiny_models import MAX_POSITION, VOCAB, save_checkpoint
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.executor import TensorParallelExecutor
+from ridgeline.layers import attention
 from ridgeline.messages import Request
+from ridgeline.ops.paged_attention import AttentionWork
 from ridgeline.runner import shared_prefix
+from ridgeline.runner.rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.techniques import TECHNIQUES, Technique
 
@@ -271,3 +274,30 @@ def test_contiguous_reservations_waste_memory(models: dict[str, Path], reference
 
 def test_reference_kernels(models: dict[str, Path], reference: dict[str, Any]) -> None:
     assert run(models["gemma2"], USUAL | {"kernels": "reference"}, requests()).answers == reference["gemma2"]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU every law does it")
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_steps_of_decodes_alone_take_one_op(
+    name: str, models: dict[str, Path], reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the projection on; steps of few rows, steps with prompts, and deterministic ones take two."""
+    pack, attend, calls = DeviceRows.pack, attention.decode_attention, 0
+
+    def packed(self: DeviceRows, *args: Any) -> Any:
+        batch = pack(self, *args)
+        tokens = len(batch.tokens)
+        decodes = tokens == len(batch.kv_len)
+        batch.work = AttentionWork(tokens if decodes else 0, 0 if decodes else tokens, deterministic=tokens == 5)
+        return batch
+
+    def counted(qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        assert len(qkv) == len(options["kv_len_host"]) in (4, 6)
+        return attend(qkv, *args, **options)
+
+    monkeypatch.setattr(DeviceRows, "pack", packed)
+    monkeypatch.setattr(attention, "decode_attention", counted)
+    assert run(models[name], USUAL, requests()).answers == reference[name]
+    assert calls > 10

@@ -202,7 +202,7 @@ def status_for(options: ServerOptions, *hosts: bytes) -> int:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "headers": [(b"accept", b"*/*"), *((b"host", host) for host in hosts)]}
+    scope = {"type": "http", "path": "/", "headers": [(b"accept", b"*/*"), *((b"host", host) for host in hosts)]}
     asyncio.run(HostGuard(app, options)(scope, None, send))              # type: ignore[arg-type]
     if sent[0]["status"] != 200:
         assert json.loads(sent[1]["body"])["error"]["message"]

@@ -9,9 +9,11 @@ from ridgeline.ops.linear_plan import (
     SPLIT_UNIT,
     GemmPlan,
     GemvPlan,
+    RingPlan,
     even_splits,
     invariant_plan,
     plan,
+    ring_plan,
     split_inputs,
 )
 from ridgeline.ops.small_gemm import MOST_TILES
@@ -62,6 +64,22 @@ def test_every_plan_is_sound(rows: int, outputs: int, inputs: int, gated: bool) 
         if outputs * inputs > 4e6:                       # worth more than one launch
             programs = tiles * chosen.splits
             assert programs / (-(-programs // MULTIPROCESSORS) * MULTIPROCESSORS) > 0.7
+
+
+def test_rings_fill_the_shared_memory() -> None:
+    """Deep enough to keep the memory busy while a kernel waits, and threads whose registers hold what they multiply."""
+    assert ring_plan(4096) == RingPlan(2, 8, 3, 4) and ring_plan(14336) == RingPlan(1, 16, 2, 3)
+    for outputs, inputs, gated in SHAPES:
+        if not isinstance(plan(1, outputs, inputs, gated), GemvPlan):
+            continue
+        ring, padded = ring_plan(inputs, gated), 1 << (inputs - 1).bit_length()
+        if padded < 2048:
+            assert ring is None
+            continue
+        assert ring is not None and ring.shared_bytes(padded, gated) == 192 * 1024
+        assert ring.stages >= 3 and ring.programs * ring.warps <= 32
+        assert ring.block * padded % (8 * 32 * ring.warps) == 0      # whole copies of 16 bytes for every thread
+        assert ring.block * padded // (32 * ring.warps) <= 64
 
 
 def test_what_the_kernels_cannot_do_is_the_librarys() -> None:

@@ -597,8 +597,8 @@ def test_counters_outlive_the_engine(tmp_path: Path) -> None:
                 if killed:
                     async for _ in stream:               # its first tokens are here; it goes on in the next engine
                         break
-                    assert llm._process is not None
-                    os.kill(llm._process.pid, signal.SIGKILL)
+                    assert llm._engine.process is not None
+                    os.kill(llm._engine.process.pid, signal.SIGKILL)
                 outputs = await stream.complete()
                 tokens.append(len(outputs[0].outputs[0].token_ids))
                 await asyncio.sleep(0.2)                 # the engine's last report

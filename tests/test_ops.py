@@ -23,6 +23,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.ops import (
     activation,
     block_linear,
+    decode_attention,
     kv_write,
     linear,
     logits,
@@ -38,7 +39,7 @@ from ridgeline.ops.registry import REGISTRY, TRITON_INTERPRETED, Implementation,
 OPS: list[Op[Any, Any]] = [
     rms_norm.rms_norm, rotary.rotary, activation.gated_activation, kv_write.kv_write,
     paged_attention.paged_attention, logits.logprobs, linear.linear, linear.normed_linear, block_linear.block_linear,
-    rotary_write.rotary_write, sample.apply_mask,
+    rotary_write.rotary_write, sample.apply_mask, decode_attention.decode_attention,
 ]  # fmt: skip
 CUDA = torch.cuda.is_available()
 
@@ -265,6 +266,73 @@ def test_what_rotary_write_writes_is_the_float64_definition(case: Case, strided:
     rotary_write.rotary_write_triton(*args[:4], *caches, **options)
     for got, wanted in zip(caches, wide[4:], strict=True):
         torch.testing.assert_close(got.cpu().double(), wanted, rtol=4e-6, atol=4e-6)
+
+
+@float64_cases("decode_attention")
+def test_decode_attention_definition(case: Case) -> None:
+    """The two ops it replaces; and the newest key and value, NaN before, are seen."""
+    args, options = float64_inputs("decode_attention", case)
+    qkv, positions, slots, table, k_cache, v_cache, *rest = args
+    caches = k_cache.clone(), v_cache.clone()
+    names = ("heads", "kv_heads", "q_norm", "k_norm", "eps", "norm_offset")
+    write = {name: value for name, value in options.items() if name in names}
+    q = rotary_write.rotary_write_reference(qkv.clone(), positions, slots, table, *caches, **write)
+    wanted = paged_attention.paged_attention_reference(
+        q, *caches, *rest, **{name: value for name, value in options.items() if name not in write}
+    )
+    assert torch.equal(decode_attention.decode_attention(*args, **options), wanted) and wanted.isfinite().all()
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip((k_cache, v_cache), caches, strict=True))
+
+
+@runs_triton
+@pytest.mark.parametrize("name", ["first-of-a-block", "odd-norm", "padded", "strided"])
+def test_what_decode_attention_writes_on_triton_is_the_float64_definition(name: str) -> None:
+    op = decode_attention.decode_attention
+    case = next(case for case in op.cases if case.name == ("odd-norm" if name == "strided" else name))
+    args, options = make_inputs(op, case, torch.float32, TRITON_DEVICE)
+    wide = [widened(value) for value in args]
+    decode_attention.decode_attention_reference(*wide, **{key: widened(value) for key, value in options.items()})
+    caches = [page_view(cache).to(TRITON_DEVICE) if name == "strided" else cache for cache in args[4:6]]
+    decode_attention.decode_attention_triton(*args[:4], *caches, *args[6:], **options)
+    for got, wanted in zip(caches, wide[4:6], strict=True):                      # block 0 is padding's
+        torch.testing.assert_close(got.cpu().double()[1:], wanted[1:], rtol=4e-6, atol=4e-6, equal_nan=True)
+
+
+@runs_triton
+@pytest.mark.parametrize(("layout", "window"), [("tensor", None), ("head", 5), ("token", None), ("channel", None), ("block", 5)])
+def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_definition(
+    layout: paged_attention.ScaleLayout, window: int | None
+) -> None:
+    """What is written is quantised before it is read, as when another kernel had written it."""
+    stored = torch.float16 if TRITON_INTERPRETED else torch.float8_e4m3fn        # the interpreter cannot round to 8 bits
+    sizes = next(case.sizes for case in decode_attention.decode_attention.cases if case.name == "first-of-a-block")
+    args, options = decode_attention.decode_attention.inputs(
+        torch.Generator().manual_seed(5), torch.float32, TRITON_DEVICE, **sizes | {"window": window}
+    )
+    shape = paged_attention.scale_shape(layout, *args[4].shape)
+    form = paged_attention.KVFormat(stored, stored, layout, layout)
+    found = []
+    for function in (decode_attention.decode_attention_triton, two_kernels):
+        caches = [cache.nan_to_num().to(stored) for cache in args[4:6]]
+        scales = [torch.linspace(0.01, 0.02, math.prod(shape), device=TRITON_DEVICE).view(shape) for _ in "kv"]
+        out = function(
+            *args[:4], *caches, *args[6:], **options, kv_format=form, k_scale=scales[0], v_scale=scales[1]
+        )
+        found.append([out, *(cache[1:].float() for cache in caches), *scales])
+    for fused, apart in zip(*found, strict=True):
+        torch.testing.assert_close(fused, apart, rtol=2e-3, atol=1e-5)
+
+
+def two_kernels(
+    qkv: torch.Tensor, positions: Any, slots: Any, table: Any, k: Any, v: Any, *rest: Any, heads: int, kv_heads: int,
+    q_norm: Any = None, k_norm: Any = None, eps: float = 0.0, norm_offset: float = 0.0, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    scales = {name: options[name] for name in ("kv_format", "k_scale", "v_scale")}
+    q = rotary_write.rotary_write_triton(
+        qkv, positions, slots, table, k, v, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        norm_offset=norm_offset, **scales,
+    )  # fmt: skip
+    return paged_attention.paged_attention_triton(q, k, v, *rest, **options)
 
 
 @pytest.mark.parametrize("layout", ["tensor", "head", "token", "channel", "block"])

@@ -320,6 +320,20 @@ def test_prompts_are_cut_where_asked(client: Client) -> None:
         assert len(client.prompt.replace("<|im_start|>", "*").replace("<|im_end|>", "*")) == tokens
 
 
+def test_the_deadline_for_the_first_token_in_the_body(client: Client) -> None:
+    """Of the header's and the body's the shorter counts."""
+    for header, field, seconds in (("", 1500, 1.5), ("900", 1500, 0.9), ("2000", 0.5, 0.0005), ("700", None, 0.7)):
+        headers = {"x-ttft-deadline-ms": header} if header else {}
+        client.sdk.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=3,
+            extra_headers=headers, extra_body={"ttft_deadline_ms": field},
+        )  # fmt: skip
+        assert client.server.llm.callers[-1].ttft_deadline == seconds
+    for field in (0, -1, 3_600_001, "soon"):
+        with pytest.raises(openai.BadRequestError, match="ttft_deadline_ms: expected"):
+            client.sdk.completions.create(model="tiny", prompt="a", extra_body={"ttft_deadline_ms": field})
+
+
 def test_structured_output_by_every_name(client: Client) -> None:
     def language(**body: Any) -> tuple[str, Any]:
         client.sdk.completions.create(model="tiny", prompt="a", extra_body=body)

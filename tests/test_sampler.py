@@ -661,6 +661,24 @@ def test_triton_fails_broken_rows_alone() -> None:
 
 
 @runs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [True, False])
+def test_triton_masks_hide_no_broken_row(dtype: torch.dtype, masked: bool) -> None:
+    logits = step_logits(5, 7).to(dtype)
+    logits[1], logits[2, 77], logits[3, 5], logits[4, 149] = -math.inf, math.nan, math.inf, math.nan
+    words = torch.randint(-(2**31), 2**31, (7, -(-logits.shape[1] // 32)), generator=torch.Generator().manual_seed(0))
+    words[:, 77 // 32] = words[:, 0] = 0                     # neither of them may be said
+    mask = words.to(DEVICE, torch.int32) if masked else None
+    found, expected = [], []
+    for function, results in ((ops.apply_mask_on_gpu, found), (ops.apply_mask_reference, expected)):
+        out, broken = torch.empty(logits.shape, device=DEVICE), torch.ones(7, dtype=torch.bool, device=DEVICE)
+        function(logits.to(DEVICE), mask, out, broken)
+        results += [out, broken]
+    assert torch.equal(found[0].nan_to_num(7), expected[0].nan_to_num(7))
+    assert found[1].tolist() == expected[1].tolist() == [False, False, True, True, True, False, False]
+
+
+@runs_triton
 @pytest.mark.parametrize("case", [case for case in GREEDY_CASES if not case.timed], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.usefixtures("tiny_tiles")

@@ -678,6 +678,7 @@ def test_a_step_of_an_earlier_stay_commits_nothing() -> None:
     simulation.check_index()
     again = sequence_of(simulation, "a")
     assert again.row >= 0 and again.blocks is not None
+    scheduler._publish_all()                             # as the next plan would begin
     assert again.blocks.committed == 4 // simulation.setup.block_size
     simulation.drain()                                   # and its prompt log-probabilities come whole, once
     assert scheduler.counters.preemptions == 1 and scheduler.counters.wasted_tokens == 16
@@ -689,6 +690,7 @@ def test_blocks_of_a_step_that_may_have_failed_are_not_found(leave: str) -> None
     simulation = Simulation(replace(ROOMY, max_step_tokens=32, depth=1))
     simulation.ask("a", prompt(20, 1), 3)
     plan = simulation.scheduler.schedule()
+    simulation.scheduler._publish_all()                  # as somebody else's arrival would make it
     assert len(simulation.manager.cache) == 5
     if leave == "abort":
         simulation.scheduler.abort("a")

@@ -54,7 +54,7 @@ def compile_for_h100(
 def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # compile, do not remember
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    for module in (attention_decode, attention_prefill, gemv, invariant_gemm, rms_norm, small_gemm):
+    for module in (attention_decode, attention_prefill, gemv, invariant_gemm, rms_norm, sample_triton, small_gemm):
         monkeypatch.setattr(module, "tl", module.tl)
 
 
@@ -121,7 +121,8 @@ def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
 
 ATTENTION_HELPERS = (
     "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
-    "scale_values", "merge_shares",
+    "scale_values", "merge_shares", "prepared", "in_runs", "partner_of", "angles",
+    "norm_weights", "load_heads", "turned", "store_scaled", "store_newest",
 )  # fmt: skip
 
 
@@ -143,16 +144,18 @@ def attention_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
 def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, str]:
     types = {}
     for name in names:
-        if name in ("q_ptr", "out_ptr"):
+        if name in ("q_ptr", "out_ptr", "q_norm_ptr", "k_norm_ptr"):
             types[name] = f"*{dtype}"
         elif name in ("k_ptr", "v_ptr"):
             types[name] = f"*{kv_dtype}"
-        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr"):
+        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr", "cos_sin_ptr"):
             types[name] = "*fp32"
+        elif name in ("positions_ptr", "slots_ptr"):
+            types[name] = "*i64"
         elif name.endswith("_ptr"):
             types[name] = "*i32"
         elif not name.isupper():
-            types[name] = "fp32" if name in ("score_scale", "softcap") else "i32"
+            types[name] = "fp32" if name in ("score_scale", "softcap", "eps", "norm_offset") else "i32"
     return types
 
 
@@ -163,10 +166,13 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         ("decode_kernel", "bf16", "bf16", {}),
         ("decode_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "channel", "SOFTCAP": True, "WINDOW": 4096}),
         ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 96, "TILE_KEYS": 32, "HAS_PREFIX": False}),
-        ("decode_kernel", "bf16", "bf16", {"SHARES": 1}),
+        ("decode_kernel", "bf16", "bf16", {"FRESH": True, "NORM": True}),
+        ("decode_kernel", "bf16", "fp8e4nv", {
+            "K_SCALE": "key", "V_SCALE": "channel", "FRESH": True, "K_SCALES": 2, "V_SCALES": 1, "HALF": 24,
+        }),
         ("prefill_kernel", "bf16", "bf16", {}),
         ("prefill_kernel", "bf16", "fp8e4nv", {"K_SCALE": "head", "V_SCALE": "key", "SOFTCAP": True, "WINDOW": 4096}),
-        ("prefix_kernel", "bf16", "bf16", {}),
+        ("prefix_kernel", "bf16", "bf16", {"FRESH": True}),
     ],
 )  # fmt: skip
 def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dict[str, Any]) -> None:
@@ -174,10 +180,10 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
     many = kernel in ("prefill_kernel", "prefix_kernel")
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False, "K_SCALE": "none",
-        "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "SHARES": 16, "MINIMUM_SHARE": 64,
-        "PREFIX_SHARES": 2, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": 128 if many else 16,
-        "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128, "TILE_GROUP": 4, "TILE_SLOTS": 16,
-        "ALL_SLOTS": 32, "DEPENDENT": True, "UPCAST": False,
+        "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64,
+        "TILE_QUERIES": 128 if many else 16, "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128,
+        "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "K_SCALES": 0, "V_SCALES": 0,
+        "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
         "K_NARROW": kv_dtype == "fp8e4nv", "V_NARROW": kv_dtype == "fp8e4nv", **changes,
     }  # fmt: skip
     names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
@@ -197,6 +203,20 @@ SAMPLING_TYPES = {
     "listed_ptr": "*i32", "values_ptr": "*fp32", "ids_ptr": "*i32", "logprobs_ptr": "*fp32", "ranks_ptr": "*i64",
     "top_ids_ptr": "*i64", "top_logprobs_ptr": "*fp32", "tile_sum_ptr": "*fp32", "tile_before_ptr": "*i32",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_masks_compile(dtype: str, masked: bool) -> None:
+    """A thread moves sixteen bytes at a time."""
+    types = {
+        "logits_ptr": f"*{dtype}", "mask_ptr": "*i32", "out_ptr": "*fp32", "broken_ptr": "*u8", "vocab": "i32", "stride": "i64",
+        "mask_stride": "i64", "out_stride": "i64",
+    }  # fmt: skip
+    aligned = ("logits_ptr", "out_ptr", "vocab", "stride", "out_stride")
+    constants = {"MASKED": masked, "WORDS": 64}
+    ptx = compile_for_h100(sample_triton, "_mask_kernel", types, constants, aligned=aligned, num_warps=4)
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 
 
 def compile_with_helpers(
@@ -279,5 +299,5 @@ def test_rotary_write_compiles(
         "V_LIMIT": 448.0, "K_SCALES": scales[0], "V_SCALES": scales[1], "DEPENDENT": True,
     }  # fmt: skip
     compile_with_helpers(
-        monkeypatch, rotary_write, "_rotary_write_kernel", types, constants, ("_turn", "_store_scaled")
+        monkeypatch, rotary_write, "_rotary_write_kernel", types, constants, ("_turn", "store_scaled")
     )

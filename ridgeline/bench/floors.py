@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.bench.workloads import Asked, Preset
-from ridgeline.costs import DTYPE_BYTES, Cost, DecoderShape, decoder_step_parts
-from ridgeline.models.config import ModelConfig
+from ridgeline.costs import Cost
+from ridgeline.diagnose.cost import PARTS, DecoderShape, Peaks, step_cost
 
 # What other engines were compared with: Llama-3.1-8B in bf16 on one H200 (4.38 TB/s, 793 TFLOP/s), counting the linears,
 # the head and the KV read at the mean context. By preset and figure; seconds or tok/s.
@@ -27,17 +27,6 @@ H200_FLOORS: dict[str, dict[str, float]] = {
     "prefix": {"output_tok_s": 23_400},
 }
 H200_FLOORS_FOR = ("llama-3.1-8b", "bfloat16", "bfloat16")     # shape, dtype of the KV cache, dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """What the device did at best when it was measured."""
-
-    read_bytes_s: float
-    flops_s: float
-
-    def seconds(self, cost: Cost) -> float:
-        return max(cost.bytes / self.read_bytes_s, cost.flops / self.flops_s)
 
 
 @dataclass(slots=True)
@@ -55,30 +44,16 @@ class _Sequence:
     answer: int                      # tokens still to produce
 
 
-def decoder_shape(
-    model: ModelConfig, dtype: str, bytes_per_weight: float, kv_dtype: str | None = None
-) -> DecoderShape:
-    """A model as the cost model sees it. Keys and values of one byte bring a scale per token and head."""
-    size = DTYPE_BYTES[dtype]
-    narrow = kv_dtype is not None and kv_dtype.startswith("float8")
-    windows = [window for window in model.windows if window is not None]
-    return DecoderShape(
-        hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,
-        kv_heads=model.num_kv_heads, head_dim=model.head_dim, layers=model.num_layers, vocab=model.vocab_size,
-        weight_bytes=bytes_per_weight, kv_bytes=1 + 4 / model.head_dim if narrow else size, activation_bytes=size,
-        window=windows[0] if windows else None, window_layers=len(windows),
-    )  # fmt: skip
-
-
 def step_floor(
-    shape: DecoderShape, rows: Sequence[tuple[int, int]], peaks: Peaks, logits_rows: int | None = None, shared: int = 0
-) -> tuple[dict[str, float], Cost]:
+    shape: DecoderShape, rows: Sequence[tuple[int, int]], peaks: Peaks, logits: Sequence[int] | None = None,
+    shared: int = 0,
+) -> tuple[dict[str, float], Cost]:  # fmt: skip
     """Seconds by part, and what was counted, of one step whose rows share a prefix of that length."""
-    parts = decoder_step_parts(shape, rows, logits_rows)
-    if shared and len(rows) > 1:
-        read_once = (len(rows) - 1) * shared * shape.kv_bytes_per_token
-        parts["attention"] = Cost(parts["attention"].flops, parts["attention"].bytes - read_once)
-    return {name: peaks.seconds(cost) for name, cost in parts.items()}, sum(parts.values(), Cost())
+    cost = step_cost(shape, rows, logits, (len(rows) - 1) * shared if rows else 0)
+    parts: dict[str, float] = {}
+    for op, seconds in peaks.floor(cost).items():
+        parts[PARTS[op]] = parts.get(PARTS[op], 0.0) + seconds
+    return parts, cost.total.cost
 
 
 def workload_floor(
@@ -93,7 +68,8 @@ def workload_floor(
     running: list[_Sequence] = []
     while waiting or running:
         room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
-        rows, logits_rows = [], 0
+        rows: list[tuple[int, int]] = []
+        logits: list[int] = []
         while waiting and len(running) < max_rows and room > sum(
             max(0, sequence.prompt - sequence.kv) for sequence in running
         ):
@@ -105,11 +81,10 @@ def workload_floor(
             room -= count if sequence.kv < sequence.prompt else 0
             sequence.kv += count
             rows.append((count, sequence.kv))
-            if sequence.kv >= sequence.prompt:
-                logits_rows += 1
-                sequence.answer -= 1
+            logits.append(int(sequence.kv >= sequence.prompt))
+            sequence.answer -= logits[-1]
         running = [sequence for sequence in running if sequence.answer > 0]
-        parts, cost = step_floor(shape, rows, peaks, logits_rows, shared)
+        parts, cost = step_floor(shape, rows, peaks, logits, shared)
         floor.seconds += sum(parts.values())
         floor.cost += cost
         floor.steps += 1

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,9 @@ _TEXT = (
 )
 _AT_ONCE = 100                       # connections opened together
 _LONGEST = 120.0
-_PERIOD = "RIDGELINE_BENCH_STEP_SECONDS"  # how the fake engine is told
+_PERIOD = "RIDGELINE_BENCH_STEP_SECONDS"  # how the fake engine is told …
+_ROWS = "RIDGELINE_BENCH_ROWS"
+_MANY = 2**16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,12 +187,14 @@ class FakeEngineLLM(AsyncLLM):
 
 
 def front(settings: dict[str, Any]) -> None:
-    """A server whose engine is the one below; prints its port."""
+    """A server whose engine is the one below; prints its port. `rows` and `options` (of the server) are for tests."""
     streams = settings["streams"]
     os.environ[_PERIOD] = str(streams / settings["rate"])
+    os.environ[_ROWS] = str(settings.get("rows", _MANY))
     llm = FakeEngineLLM(settings["model"] or None)
     room = {"max_connections": streams + 64, "max_queued_requests": streams + 64}
-    options = ServerOptions(port=0, request_timeout=0, drain_timeout=0, **room)
+    others: dict[str, Any] = {"port": 0, "request_timeout": 0, "drain_timeout": 0} | room | settings.get("options", {})
+    options = ServerOptions(**others)
     parent = os.getppid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     profile = None
@@ -215,13 +220,15 @@ def _end_with(parent: int) -> None:
 
 
 class FakeEngine:
-    """Says a token for every open request in each step; a step comes every `period` seconds."""
+    """Says a token for every request that has a row in each step; a step comes every `period` seconds."""
 
-    def __init__(self, link: FrontEndLink, tokens: list[int], period: float) -> None:
+    def __init__(self, link: FrontEndLink, tokens: list[int], period: float, rows: int = _MANY) -> None:
         self._link = link
         self._tokens = tokens
         self._period = period
-        self._said: dict[str, int] = {}                  # by request: tokens so far
+        self._rows = rows
+        self._said: dict[str, int] = {}                  # by request: tokens so far; the first have the rows
+        self._most: dict[str, int] = {}
 
     def run(self, clock: Callable[[], float] = time.monotonic) -> None:
         due = spoke = clock()
@@ -232,8 +239,10 @@ class FakeEngine:
                     return
                 if isinstance(message, Add):
                     self._said[message.request.request_id] = 0
+                    self._most[message.request.request_id] = message.request.params.max_tokens or CONTEXT
                 elif isinstance(message, Abort):
                     self._said.pop(message.request_id, None)
+                    self._most.pop(message.request_id, None)
             now = clock()
             if not self._said:
                 due = now
@@ -243,15 +252,20 @@ class FakeEngine:
                 continue
             if now < due:
                 time.sleep(due - now)
-            self._link.send(Deltas(self._step(), len(self._said), 1))
+            self._link.send(Deltas(self._step(), min(self._rows, len(self._said)), 1))
             spoke = clock()
             due = max(due + self._period, spoke - 0.1)   # a delay of more than that is not made up for
 
     def _step(self) -> list[TokenDelta]:
         tokens, deltas = self._tokens, []
-        for request_id, said in self._said.items():
+        for request_id, said in islice(self._said.items(), self._rows):
             deltas.append(TokenDelta(request_id, 0, [tokens[said % len(tokens)]]))
             self._said[request_id] = said + 1
+            if said + 1 >= self._most[request_id]:
+                deltas[-1].finish_reason = "length"
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                del self._said[delta.request_id], self._most[delta.request_id]
         return deltas
 
 
@@ -266,8 +280,9 @@ def engine(settings: dict[str, Any]) -> None:
     tokens = [token for token in tokenizer.encode(_TEXT * 4) if _is_text(tokenizer.token_bytes(token))]
     link = FrontEndLink(Path(settings["folder"]), settings["parent"])
     try:
-        link.send(Ready(str(path), CONTEXT, 2**16, 2**17, "none", "none", 1, 16, 0.0))
-        FakeEngine(link, tokens, float(os.environ[_PERIOD])).run()
+        rows = int(os.environ[_ROWS])
+        link.send(Ready(str(path), CONTEXT, rows, 2**17, "none", "none", 1, 16, 0.0))
+        FakeEngine(link, tokens, float(os.environ[_PERIOD]), rows).run()
         link.close()
     except FrontEndGone:
         link.abandon()

@@ -1,69 +1,136 @@
 """`ridgeline bench grammar`: what structured output costs.
 
-Masks alone: matchers follow a JSON text through the model's vocabulary, and every mask is timed, for several numbers of
-rows. The engine: the same requests with and without a grammar, equally long, in turn.
+Masks alone: matchers follow a JSON text through the vocabulary, and every mask is timed, for several numbers of rows. The
+engine: the same requests with and without a grammar, equally long, in turn. Host time per step says where it goes: a step
+whose host was done before its device, which then had to be waited for, costs nothing but its longer sampling.
+
+A model given by its shape has no tokenizer: its vocabulary is made up of parts of English words, numbers, punctuation and
+letters of several bytes, as many as its logits have ids.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import pydoc_data.topics
+import random
+import re
 import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from ridgeline import embedded
+from ridgeline.bench.device_log import gpu_facts
+from ridgeline.bench.engine import Engine, parse_options
 from ridgeline.bench.record import finish, percentiles, record
-from ridgeline.engine.core import grammar_vocabulary
-from ridgeline.engine.llm import LLM
+from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.engine.core import EngineCore, grammar_vocabulary, make_grammars
+from ridgeline.engine.grammars import Compiled
 from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
-from ridgeline.grammar.matcher import Masks, Matcher
+from ridgeline.grammar.matcher import Masks, num_threads
+from ridgeline.grammar.vocabulary import GrammarVocabulary, Pieces
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 
-# So many items that no answer gets to the end: constrained and free answers are equally long.
+# So many items that no answer gets to the end: constrained and free answers are equally long. Every value is short, so that
+# also a model of noise keeps moving through the grammar, where it would never end a longer string.
 ITEM = {
     "type": "object", "additionalProperties": False, "required": ["id", "name", "price", "tags"],
     "properties": {
-        "id": {"type": "integer"}, "name": {"type": "string"}, "price": {"type": "number"},
-        "tags": {"type": "array", "items": {"enum": ["new", "used", "rare"]}}, "note": {"type": "string", "maxLength": 80},
+        "id": {"type": "integer", "minimum": 0, "maximum": 99999}, "name": {"type": "string", "maxLength": 24},
+        "price": {"type": "number", "minimum": 0, "maximum": 1000},
+        "tags": {"type": "array", "items": {"enum": ["new", "used", "rare"]}, "maxItems": 3},
+        "note": {"type": "string", "maxLength": 80},
     },
 }  # fmt: skip
 ASKED = StructuredOutputs(json={"type": "array", "items": ITEM, "minItems": 1000})
 TEXT = '[{"id": 17, "name": "A chair of oak", "price": 24.5, "tags": ["used", "rare"], "note": "one leg is short"}, {"id"'
+PROMPT = 64                          # tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a model by its shapes, with dummy weights")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128], help="numbers of rows whose masks are filled")
     parser.add_argument("--requests", type=int, default=8, help="requests that run at once; 0: masks only")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> None:
-    llm = LLM(args.model or None, load_format=args.load_format, max_num_seqs=max(1, args.requests), max_model_len=1024)
-    figures: dict[str, Any] = {"masks": masks_alone(llm, args.rows)}
+    options: dict[str, Any] = {"max_num_seqs": max(1, args.requests), "max_model_len": 1024}
+    if args.shape:
+        model, options = str(write_shape(args.shape, args.layers)), options | {"load_format": "dummy"}
+    else:
+        model = args.model or str(embedded.require())
+    engine = Engine(model, **options | parse_options(args.set))
+    vocabulary = made_up(engine.config.model.vocab_size) if args.shape else grammar_vocabulary(engine.config)
+    engine.core.grammars = make_grammars(engine.config, vocabulary)
+    figures: dict[str, Any] = {"masks": masks_alone(vocabulary, args.rows)}
     for rows, times in figures["masks"].items():
         print(f"{rows:>4} rows: {times['us_per_row']['median']:.0f} µs a mask, p90 {times['us_per_row']['p90']:.0f}", flush=True)
     if args.requests:
-        figures["engine"] = engine = in_the_engine(llm, args.requests, args.tokens, args.repeats)
-        print(
-            f"{args.requests} requests: {engine['free_tok_s']['median']:.0f} tok/s, with a grammar "
-            f"{engine['constrained_tok_s']['median']:.0f} ({engine['cost']:+.1%}), {engine['us_per_mask']:.0f} µs a mask"
-        )
-    llm.close()
-    setting = {"rows": args.rows, "requests": args.requests, "tokens": args.tokens, "model": llm.core.config.model_path.name}
-    finish(record("grammar", setting, figures), args.out)
+        figures["engine"] = {}
+        for temperature in args.temperature:
+            figures["engine"][f"temperature {temperature:g}"] = made = in_the_engine(
+                engine, args.requests, args.tokens, args.repeats, temperature
+            )
+            print(line(args.requests, temperature, made), flush=True)
+    setting = {
+        "rows": args.rows, "requests": args.requests, "tokens": args.tokens, "prompt": PROMPT, "options": args.set,
+        "model": args.shape or engine.config.model_path.name, "layers": args.layers, "ids": len(vocabulary.pieces),
+        "vocabulary": "made up" if args.shape else "the model's",
+    }  # fmt: skip
+    engine.close()
+    finish(record("grammar", setting, figures, gpu=gpu_facts() or None), args.out)
 
 
-def masks_alone(llm: LLM, numbers: list[int]) -> dict[str, Any]:
+def line(requests: int, temperature: float, made: dict[str, Any]) -> str:
+    free, constrained = made["free"], made["constrained"]
+    return (
+        f"{requests} requests at temperature {temperature:g}: {free['tok_s']['median']:.0f} tok/s, with a grammar "
+        f"{constrained['tok_s']['median']:.0f} ({made['cost']:+.1%}); a step takes {free['step_ms']:.3f} ms, and "
+        f"{constrained['step_ms']:.3f}, of it {constrained['mask_ms']:.3f} for masks, {constrained['wait_ms']:.3f} waiting "
+        f"for the device ({free['wait_ms']:.3f} without)"
+    )
+
+
+def made_up(vocab_size: int) -> GrammarVocabulary:
+    """A vocabulary like a large model's, by its make-up: every byte, then parts of words by how often they occur, numbers,
+    and pairs of letters of two and three bytes."""
+    words = Counter(re.findall(r" ?[A-Za-z_]+|[^A-Za-z0-9\s]+|\s+", "\n".join(pydoc_data.topics.topics.values())))
+    parts: Counter[str] = Counter()
+    for word, count in words.items():
+        for start in range(len(word)):
+            for end in range(start + 2, min(len(word), start + 14) + 1):
+                parts[word[start:end]] += count
+    common = [part for part, _ in parts.most_common()]
+    letters = [chr(code) for block in (range(0x430, 0x450), range(0x4E00, 0x4F00)) for code in block]
+    pieces = dict.fromkeys(bytes([byte]) for byte in range(256))
+    numbers = (f"{number:0{digits}d}" for digits in (2, 3) for number in range(10**digits))
+    pairs = (one + two for one, two in itertools.product(letters, letters))
+    for text in itertools.chain(common, numbers, (part.capitalize() for part in common if part[0].islower()), pairs):
+        pieces[text.encode()] = None
+    ends = [b"<|end|>"]
+    return GrammarVocabulary.of(
+        [*list(pieces)[: vocab_size - 1], *ends], frozenset({vocab_size - 1}), frozenset({vocab_size - 1}), vocab_size
+    )
+
+
+def masks_alone(vocabulary: GrammarVocabulary, numbers: list[int]) -> dict[str, Any]:
     """Microseconds per row of each step of TEXT. Rows are at different places of it, as they would be."""
-    vocabulary = grammar_vocabulary(llm.core.config)
-    compiled = compile_grammar(make_tokenizer(vocabulary), ASKED)
-    tokens = llm.get_tokenizer().encode(TEXT, add_special_tokens=False)
-    params = SamplingParams(structured_outputs=ASKED)
+    tokenizer = make_tokenizer(vocabulary)
+    compiled = Compiled(lambda: compile_grammar(tokenizer, ASKED), num_threads())
+    tokens = Pieces(vocabulary)(TEXT)
+    params = SamplingParams(structured_outputs=ASKED, ignore_eos=True)
     figures: dict[str, Any] = {}
     for rows in numbers:
-        matchers = [Matcher(compiled, params, vocabulary.end_ids) for _ in range(rows)]
+        matchers = [compiled.start(params, vocabulary.end_ids) for _ in range(rows)]
         masks = Masks(len(vocabulary.pieces))
         per_row = []
         for step in range(len(tokens)):
@@ -73,25 +140,60 @@ def masks_alone(llm: LLM, numbers: list[int]) -> dict[str, Any]:
                 if step >= row % 8:                      # the others begin later
                     matcher.accept(tokens[step - row % 8])
             per_row.append((time.perf_counter() - started) * 1e6 / rows)
-        figures[str(rows)] = {"us_per_row": percentiles(per_row)}
+        figures[str(rows)] = {"us_per_row": percentiles(per_row), "steps": len(tokens)}
     return figures
 
 
-def in_the_engine(llm: LLM, requests: int, tokens: int, repeats: int) -> dict[str, Any]:
+@contextmanager
+def stopwatches(core: EngineCore) -> Iterator[dict[str, float]]:
+    """Seconds that the host spends in the parts of a step, for as long as this lasts."""
+    spent: dict[str, float] = defaultdict(float)
+    parts = {
+        "plan": (core.scheduler, "schedule"), "launch": (core.executor, "submit"), "sample": (core.executor, "sample"),
+        "wait": (core.executor, "collect"), "update": (core.scheduler, "update"),
+    }  # fmt: skip
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*given)
+            finally:
+                spent[name] += time.perf_counter() - started
+
+        return call
+
+    methods = {name: getattr(owner, method) for name, (owner, method) in parts.items()}
+    for name, (owner, method) in parts.items():
+        setattr(owner, method, timed(name, methods[name]))
+    try:
+        yield spent
+    finally:
+        for name, (owner, method) in parts.items():
+            setattr(owner, method, methods[name])
+
+
+def in_the_engine(engine: Engine, requests: int, tokens: int, repeats: int, temperature: float) -> dict[str, Any]:
     """Output tokens per second of the same requests, free and constrained, and what the grammar costs."""
+    core, vocab_size = engine.core, engine.config.model.vocab_size
+    made: dict[str, Any] = {}
     rates: dict[str, list[float]] = {"free": [], "constrained": []}
+    spent: dict[str, dict[str, float]] = {name: defaultdict(float) for name in rates}
     for repeat in range(-1, repeats):                    # the first is warm-up
         for name, asked in (("free", None), ("constrained", ASKED)):
-            params = SamplingParams(
-                temperature=1.0, seed=repeat, max_tokens=tokens, ignore_eos=True, structured_outputs=asked
-            )
-            started = time.perf_counter()
-            outputs = llm.generate([f"List number {n}: " for n in range(requests)], params, use_tqdm=False)
-            produced = sum(len(output.outputs[0].token_ids) for output in outputs)
+            rng = random.Random(repeat)
+            prompts = [([rng.randrange(vocab_size) for _ in range(PROMPT)], tokens) for _ in range(requests)]
+            masked = core.grammars.masks.seconds if repeat >= 0 else 0.0
+            with stopwatches(core) as parts:
+                result = engine.serve(prompts, temperature=temperature, seed=repeat, structured_outputs=asked)
+            engine.settle()
             if repeat >= 0:
-                rates[name].append(produced / (time.perf_counter() - started))
-    masks = llm.core.grammars.masks
-    figures: dict[str, Any] = {f"{name}_tok_s": percentiles(values) for name, values in rates.items()}
-    figures["cost"] = figures["free_tok_s"]["median"] / figures["constrained_tok_s"]["median"] - 1
-    figures["us_per_mask"] = 1e6 * masks.seconds / max(1, masks.filled)
-    return figures
+                rates[name].append(result.tokens / result.seconds)
+                for part, seconds in (parts | {"step": result.seconds, "mask": core.grammars.masks.seconds - masked}).items():
+                    spent[name][part] += seconds
+    for name, values in rates.items():
+        per_step = {f"{key}_ms": 1e3 * value / (repeats * tokens) for key, value in spent[name].items()}
+        made[name] = {"tok_s": percentiles(values)} | per_step
+    made["cost"] = made["free"]["tok_s"]["median"] / made["constrained"]["tok_s"]["median"] - 1
+    made["us_per_mask"] = 1e6 * core.grammars.masks.seconds / max(1, core.grammars.masks.filled)
+    return made

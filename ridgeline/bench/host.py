@@ -1,7 +1,7 @@
 """`ridgeline bench host`: what the host spends per step and per token, without any model.
 
-Planning a decode step (schedule), packing it (apply and pack), taking in its result (update), at several numbers of
-running requests; and how fast text becomes tokens and tokens text.
+Planning a decode step (schedule), packing it (apply and pack), taking in its result (update) and recording it, at several
+numbers of running requests; and how fast text becomes tokens and tokens text.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import torch
 from ridgeline import embedded
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.cache.manager import KVManager
+from ridgeline.diagnose.cost import DecoderShape
+from ridgeline.diagnose.peaks import MachinePeaks
+from ridgeline.diagnose.steps import StepRecorder
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.kv_spec import KVGroupSpec
@@ -29,11 +32,13 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE, PROMPT, ANSWER = 16, 100, 1000
+REPORT_STEPS = 100                   # half a second of steps of 5 ms
+RECORDED = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="numbers of running requests")
-    parser.add_argument("--steps", type=int, default=200, help="decode steps to time")
+    parser.add_argument("--steps", type=int, default=600, help="decode steps to time")
     parser.add_argument("--out", help="also write the record to this file")
 
 
@@ -44,7 +49,8 @@ def run(args: argparse.Namespace) -> None:
         print(
             f"{running:6d} running: plan {times['plan_ms']['median']:.3f} ms "
             f"+ pack {times['pack_ms']['median']:.3f} ms "
-            f"= {times['plan_and_pack_ms']['median']:.3f} ms, update {times['update_ms']['median']:.3f} ms"
+            f"= {times['plan_and_pack_ms']['median']:.3f} ms, update {times['update_ms']['median']:.3f} ms, "
+            f"record {times['record_ms']['median']:.4f} + {times['report_ms']['median']:.4f} ms ({times['record_share']:.1%})"
         )
     figures["text"] = text = text_rates(embedded.require())
     print(
@@ -67,22 +73,41 @@ def host_step(running: int, steps: int) -> dict[str, Any]:
         # Different lengths, so that block borders do not fall on the same step for all.
         prompt = rng.integers(0, 1000, PROMPT - number % BLOCK_SIZE).tolist()
         scheduler.add(Request(str(number), prompt, params))
-    plan_ms, pack_ms, update_ms = [], [], []
-    for step in range(steps + 10):
+    recorder = StepRecorder(RECORDED, "bfloat16")
+    recorder.use(MachinePeaks("any", 1e12, {"float32": 1e14, "bfloat16": 1e14}, 1e-6, ""))
+    plan_ms, pack_ms, update_ms, record_ms, report_ms = [], [], [], [], []
+    for number in range(steps + 10):
         plan, planned = _timed(scheduler.schedule)
         _, packed = _timed(functools.partial(_pack, rows, plan))
-        _, updated = _timed(functools.partial(scheduler.update, _result(plan, rows)))
-        if step >= 10:
+        result = _result(plan, rows)
+        _, updated = _timed(functools.partial(scheduler.update, result))
+        _, recorded = _timed(functools.partial(_record, recorder, plan, result))
+        if number % REPORT_STEPS == 9:
+            report_ms.append(_timed(recorder.fold)[1] / REPORT_STEPS)
+        if number >= 10:
+            record_ms.append(recorded)
             plan_ms.append(planned)
             pack_ms.append(packed)
             update_ms.append(updated)
     together = [plan + pack for plan, pack in zip(plan_ms, pack_ms, strict=True)]
-    return {
+    times: dict[str, Any] = {
         "plan_ms": percentiles(plan_ms),
         "pack_ms": percentiles(pack_ms),
         "plan_and_pack_ms": percentiles(together),
         "update_ms": percentiles(update_ms),
+        "record_ms": percentiles(record_ms),
+        "report_ms": percentiles(report_ms[1:]),         # per step
     }
+    recording, step = (
+        sum(times[name]["median"] for name in names)
+        for names in (("record_ms", "report_ms"), ("plan_and_pack_ms", "update_ms"))
+    )
+    return times | {"record_share": recording / step}
+
+
+def _record(recorder: StepRecorder, plan: StepPlan, result: StepResult) -> None:
+    recorder.planned(plan)
+    recorder.took(result, 0, True)
 
 
 def _pack(rows: DeviceRows, plan: StepPlan) -> None:

@@ -31,10 +31,11 @@ import torch
 
 from ridgeline.bench.device_log import gpu_facts
 from ridgeline.bench.engine import Engine, parse_options, quality_of
-from ridgeline.bench.floors import Peaks, decoder_shape, step_floor
+from ridgeline.bench.floors import step_floor
 from ridgeline.bench.peaks import device_kind, machine_peaks
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.diagnose.cost import Peaks, decoder_shape
 from ridgeline.errors import ConfigError
 
 BAR = 0.02                           # idle share between steps that is allowed
@@ -52,8 +53,8 @@ PARTS = (
     ("copies", r"memcpy|memset|copy_kernel|fill"),
 )  # fmt: skip
 _FLOOR_PARTS = {
-    "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary", "kv_write"),
-    "activation": ("activation",), "linears and head": ("linears", "head"),
+    "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
+    "activation": ("activation",), "linears and head": ("linears", "head"), "sampling": ("sample",),
 }  # fmt: skip
 
 

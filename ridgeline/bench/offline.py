@@ -3,24 +3,30 @@
     decode tok/s = requests × (out − 1) / (time of the run − time of a run with one token each)
 
 The same formula is applied to the peer in the same run, alternating, so that a noisy machine is unfair to nobody.
-`--workload` has the small workloads for a CPU; `--preset` those for a GPU (`presets.py`).
+`--workload` has the small workloads for a CPU, and --requests, --input-len and --output-len make others; `--preset` has
+those for a GPU (`presets.py`). Options may be lists: every combination is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ridgeline.bench import presets
-from ridgeline.bench.engine import Engine
-from ridgeline.bench.floors import decoder_shape
+from ridgeline.bench import presets, price, sustain, table
+from ridgeline.bench.device_log import gpu_facts, torch_gpus
+from ridgeline.bench.engine import Engine, parse_options, quality_of
 from ridgeline.bench.peaks import read_bandwidth
 from ridgeline.bench.peer_transformers import TransformersPeer
-from ridgeline.bench.record import finish, percentiles, record
+from ridgeline.bench.record import finish, record, write
+from ridgeline.bench.sweep import check_runs, cross, figure, settings
+from ridgeline.bench.watch import Watch
 from ridgeline.bench.workloads import PRESETS, Workload
-from ridgeline.costs import decoder_step
+from ridgeline.diagnose.cost import decoder_shape, step_cost
 from ridgeline.errors import ConfigError
 from ridgeline.models.config import ModelConfig
 from ridgeline.resolve import ResolvedConfig
@@ -38,40 +44,131 @@ class Contender(Protocol):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--workload", nargs="+", choices=sorted(PRESETS), default=sorted(PRESETS))
+    parser.add_argument("--workload", nargs="+", choices=sorted(PRESETS), help="default: all of them")
+    parser.add_argument("--requests", type=int, nargs="+", help="instead of named workloads: how many at once")
+    parser.add_argument("--input-len", type=int, nargs="+", default=[128], help="with --requests: tokens of each prompt")
+    parser.add_argument("--output-len", type=int, nargs="+", default=[128], help="with --requests: tokens of each answer")
     parser.add_argument("--against", choices=["transformers"], help="measure a peer in the same run")
     parser.add_argument("--repeats", type=int, help="timed runs of each workload; the median counts (3; of a preset 2)")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", nargs="+", default=["auto"])
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    sustain.add_arguments(parser)
+    price.add_arguments(parser)
+    table.add_format(parser)
     parser.add_argument("--out", help="also write the record to this file")
     presets.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    args.repeats = args.repeats if args.repeats is not None else 2 if args.preset else 3
+    check_runs(args.repeats, warm_ups=1)
+    sustain.check(args.sustain)
+    price.check(args.price)
     if args.preset:
-        args.repeats = args.repeats or 2
         presets.run(args)
         return
-    if args.shape or args.set:
-        raise ConfigError("--shape and --set belong to a --preset")
-    args.repeats = args.repeats or 3
+    if args.shape:
+        raise ConfigError("--shape belongs to a --preset")
+    if args.requests and args.workload:
+        raise ConfigError("--requests makes workloads of its own: leave --workload out")
     if args.against and args.load_format == "dummy":
         raise ConfigError("--against needs real weights: leave --load-format dummy out")
-    engine = Engine(args.model, dtype=args.dtype, load_format=args.load_format)
-    contenders: list[Contender] = [engine]
-    if args.against:
-        contenders.append(TransformersPeer(engine.config.model_path, engine.config.dtype))
-    bandwidth = read_bandwidth()
-    workloads = [workload for name in args.workload for workload in PRESETS[name]]
-    figures: dict[str, Any] = {"read_bandwidth_gb_s": bandwidth / 1e9}
-    for workload in workloads:
-        figures[workload.name] = row = measure(workload, contenders, engine.config, bandwidth, args.repeats)
-        print(_line(workload, row), flush=True)
+    workloads = asked_workloads(args)
+    figures: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    combinations = cross({"dtype": args.dtype, "words": [tuple(words) for words in settings(args.set)]})
+    with Watch(torch_gpus()) as watch:
+        for chosen in combinations:
+            options = {"dtype": chosen["dtype"], "load_format": args.load_format} | parse_options(chosen["words"])
+            engine = Engine(args.model, **options)
+            contenders: list[Contender] = [engine]
+            if args.against:
+                contenders.append(TransformersPeer(engine.config.model_path, engine.config.dtype))
+            bandwidth = read_bandwidth()
+            figures["read_bandwidth_gb_s"] = bandwidth / 1e9
+            named = named_settings(args, chosen) if len(combinations) > 1 else {}
+            for workload in workloads:
+                begin = time.time()
+                row = measure(workload, contenders, engine.config, bandwidth, args.repeats)
+                if args.price is not None:
+                    # With a peer in the same run nobody can say whose power it was.
+                    watts = watch.watts(begin, time.time()) if not args.against else None
+                    row[engine.name]["cost"] = cost(workload, args.price, row[engine.name], watts)
+                if args.sustain is not None:
+                    row[engine.name]["sustain"] = sustained(engine, workload, args.sustain, watch)
+                figures[", ".join([workload.name, *(f"{name}={value}" for name, value in named.items())])] = row
+                rows += table_rows(workload, named, row)
+                if args.format == "md":
+                    print(_line(workload, row), flush=True)
+            config = engine.config
+            if len(combinations) > 1:
+                engine.close()
     setting = {
-        "model": engine.config.model_path.name, "dtype": engine.config.dtype, "threads": torch.get_num_threads(),
-        "repeats": args.repeats, "workloads": [workload.name for workload in workloads],
+        "model": config.model_path.name, "dtype": config.dtype if len(args.dtype) == 1 else args.dtype,
+        "threads": torch.get_num_threads(), "repeats": args.repeats, "warm_ups": 1,
+        "workloads": [workload.name for workload in workloads], "options": args.set,
     }  # fmt: skip
-    finish(record("offline", setting, figures), args.out)
+    made = record("offline", setting, figures, quality_of(config), gpu_facts() or None)
+    if args.format == "md":
+        print(f"\n{table.as_markdown(rows)}\n")
+        finish(made, args.out)
+        return
+    if args.out:
+        write(made, Path(args.out))
+    print(table.rendered(rows, args.format, made))
+
+
+def asked_workloads(args: argparse.Namespace) -> list[Workload]:
+    """The named ones, or every combination of the sizes."""
+    if not args.requests:
+        return [workload for name in args.workload or sorted(PRESETS) for workload in PRESETS[name]]
+    lists = {"requests": args.requests, "tokens_in": args.input_len, "tokens_out": args.output_len}
+    if any(value < 1 for values in lists.values() for value in values):
+        raise ConfigError("--requests, --input-len and --output-len must be above 0")
+    return [Workload("{requests}x{tokens_in}+{tokens_out}".format(**sizes), **sizes) for sizes in cross(lists)]
+
+
+def named_settings(args: argparse.Namespace, chosen: dict[str, Any]) -> dict[str, str]:
+    """What tells this combination from the others."""
+    words = [word.partition("=") for word in chosen["words"]]
+    several = [name for name, _, _ in (word.partition("=") for word in args.set)]
+    found = {name: value for name, _, value in words if several.count(name) > 1}
+    return ({"dtype": chosen["dtype"]} if len(args.dtype) > 1 else {}) | found
+
+
+def sustained(engine: Engine, workload: Workload, minutes: float, watch: Watch) -> dict[str, Any]:
+    """The same workload over and over, with other prompts each time."""
+    seeds = iter(range(10**9))
+
+    def once() -> dict[str, float]:
+        prompts = workload.prompts(engine.config.model.vocab_size, next(seeds))
+        *first, total = engine.run(prompts, workload.tokens_out)
+        return {"output_tok_s": workload.requests * workload.tokens_out / total, "ttft_ms": 1e3 * sum(first) / len(first)}
+
+    return sustain.repeat(once, minutes, watch)
+
+
+def cost(workload: Workload, usd: float, figures: dict[str, Any], watts: float | None) -> dict[str, Any]:
+    """Of a run as long as the median one."""
+    tokens_in, tokens_out = workload.requests * workload.tokens_in, workload.requests * workload.tokens_out
+    seconds = (
+        tokens_out / figures["output_tok_s"]["median"] if "output_tok_s" in figures
+        else tokens_in / figures["prefill_tok_s"]["median"]
+    )  # fmt: skip
+    return price.cost(usd, seconds, tokens_in, tokens_out, None if watts is None else watts * seconds)
+
+
+def table_rows(workload: Workload, named: dict[str, str], row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, found in row.items():
+        if not isinstance(found, dict):
+            continue
+        cells: dict[str, Any] = {"workload": workload.name, **named, "engine": name}
+        titles = {"prefill_tok_s": "prefill tok/s", "ttft_ms": "TTFT ms", "decode_tok_s": "decode tok/s", "tpot_ms": "TPOT ms",
+                  "output_tok_s": "output tok/s", "share_of_bandwidth": "of bandwidth"}  # fmt: skip
+        cells |= {title: found.get(key) for key, title in titles.items()}
+        if "cost" in found:
+            cells["$/M output"] = found["cost"]["usd_per_m_output_tokens"]
+        yield cells
 
 
 def measure(
@@ -106,24 +203,28 @@ def measure(
 def _figures(workload: Workload, runs: list[tuple[float, float, float]]) -> dict[str, Any]:
     tokens_in, tokens_out = workload.requests * workload.tokens_in, workload.requests * workload.tokens_out
     figures: dict[str, Any] = {
-        "prefill_tok_s": percentiles([tokens_in / one for one, _, _ in runs]),
-        "ttft_ms": percentiles([first * 1e3 for _, _, first in runs]),
+        "prefill_tok_s": _spread([tokens_in / one for one, _, _ in runs]),
+        "ttft_ms": _spread([first * 1e3 for _, _, first in runs]),
     }
     if workload.tokens_out > 1:
         decoded = tokens_out - workload.requests
-        figures["decode_tok_s"] = percentiles([decoded / (total - one) for one, total, _ in runs])
-        figures["tpot_ms"] = percentiles(
+        figures["decode_tok_s"] = _spread([decoded / (total - one) for one, total, _ in runs])
+        figures["tpot_ms"] = _spread(
             [(total - one) * 1e3 / (workload.tokens_out - 1) for one, total, _ in runs]
         )
-        figures["output_tok_s"] = percentiles([tokens_out / total for _, total, _ in runs])
+        figures["output_tok_s"] = _spread([tokens_out / total for _, total, _ in runs])
     return figures
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return figure(values, warm_ups=1)
 
 
 def decode_bytes(model: ModelConfig, dtype: str, workload: Workload, bytes_per_weight: float) -> float:
     """Bytes that the decode steps of a workload must move."""
     shape = decoder_shape(model, dtype, bytes_per_weight)
     contexts = range(workload.tokens_in + 1, workload.tokens_in + workload.tokens_out)
-    return float(sum(decoder_step(shape, [(1, context)] * workload.requests).bytes for context in contexts))
+    return float(sum(step_cost(shape, [(1, context)] * workload.requests).bytes for context in contexts))
 
 
 def _line(workload: Workload, row: dict[str, Any]) -> str:
@@ -140,4 +241,8 @@ def _line(workload: Workload, row: dict[str, Any]) -> str:
                 f"{figures['share_of_bandwidth']:.0%} of read bandwidth"
             )
         parts.append(text)
+        if "cost" in figures:
+            parts.append(price.line(figures["cost"]))
+        if "sustain" in figures:
+            parts.append(figures["sustain"]["verdict"])
     return "  |  ".join(parts)

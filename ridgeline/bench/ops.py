@@ -9,11 +9,10 @@ paged attention stands torch's own attention over contiguous keys and values of 
 from __future__ import annotations
 
 import argparse
-import csv
+import functools
 import importlib
-import io
-import json
 import pkgutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,9 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ridgeline.ops
-from ridgeline.bench.device_log import gpu_facts
+from ridgeline.bench import sustain, table
+from ridgeline.bench.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.peaks import MachinePeaks, machine_peaks
 from ridgeline.bench.record import percentiles, record, write
+from ridgeline.bench.sweep import check_runs
+from ridgeline.bench.watch import Watch
 from ridgeline.costs import DTYPE_BYTES, Case
 from ridgeline.errors import ConfigError
 from ridgeline.ops.registry import HAS_TRITON, REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
@@ -66,6 +68,10 @@ GPU_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "prefill-16x512": _rows(*[(512, 512)] * 16),
         "prefill-1x8192": _rows((8192, 8192)),
         "chunk-2048-of-16384": _rows((2048, 16384)),
+    },
+    "decode_attention": {
+        f"decode-{batch}x{length}": _rows(*[(1, length)] * batch) | {"rotary_dim": 128}
+        for batch, length in ((1, 640), (1, 8192), (16, 8192), (128, 640))
     },
     "linear": {
         f"{name}-{tokens}": {"tokens": tokens, "inputs": inputs, "outputs": outputs, "bias": False}
@@ -106,6 +112,7 @@ class Row:
     timed_by: str = ""               # graph, events, clock
     kernels: list[dict[str, Any]] = field(default_factory=list)      # registers, spills and shared memory of each
     error: str = ""
+    sustain: dict[str, Any] = field(default_factory=dict)            # how its time changed over minutes
 
     def cells(self) -> dict[str, str]:
         """The row as text, by column."""
@@ -131,24 +138,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--peaks-again", action="store_true", help="measure this machine's peaks anew")
-    parser.add_argument("--format", choices=["md", "csv", "json"], default="md")
+    sustain.add_arguments(parser)
+    table.add_format(parser)
     parser.add_argument("--out", help="also write the record, as JSON, to this file")
 
 
 def run(args: argparse.Namespace) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+    check_runs(args.samples, 1, "--samples")             # every timing makes calls that do not count before it
+    sustain.check(args.sustain)
     peaks = machine_peaks(args.device, args.peaks_again)
     rows = []
     for row in measure_all(args, peaks):
         rows.append(row)
         if args.format == "md":
             print(_progress(row), flush=True)
+    if args.sustain is not None:
+        sustain_rows([row for row in rows if not row.error], args, peaks)
     setting = {"device": args.device, "samples": args.samples, "peaks": _fields(peaks)}
     made = record("ops", setting, {"rows": [_fields(row) for row in rows]}, gpu=gpu_facts() if args.device == "cuda" else None)
     if args.out:
         write(made, Path(args.out))
-    print(f"\n{rendered(rows, peaks)}" if args.format == "md" else as_csv(rows) if args.format == "csv" else json.dumps(made))
+    print(f"\n{rendered(rows, peaks)}" if args.format == "md" else table.rendered(cells(rows), args.format, made))
+
+
+def sustain_rows(rows: list[Row], args: argparse.Namespace, peaks: MachinePeaks) -> None:
+    """Each row again, for minutes."""
+    with Watch(torch_gpus() if args.device == "cuda" else []) as watch:
+        for row in rows:
+            case = next(case for case in cases(REGISTRY[row.op], args.device) if case.name == row.case)
+            again = functools.partial(
+                measure_case, REGISTRY[row.op], case, row.dtype, args.device, peaks, args.samples, [row.implementation]
+            )
+            row.sustain = sustain.repeat(functools.partial(_median_of, again), args.sustain, watch)
+            print(f"{row.op} {row.implementation} {row.case} {row.dtype}: {row.sustain['verdict']}", file=sys.stderr)
+
+
+def _median_of(measured: Callable[[], Iterator[Row]]) -> dict[str, float]:
+    return {"microseconds": next(measured()).microseconds["median"]}
 
 
 def all_ops() -> dict[str, Op[Any, Any]]:
@@ -260,13 +288,7 @@ def _measure(
         with launched_kernels() as kernels:
             function(*args, **kwargs)
         row.kernels = kernel_facts(kernels)
-        copies = _copies(args, kwargs, device)
-        if device == "cpu":
-            seconds, row.timed_by = _clock(function, copies, samples), "clock"
-        elif _capturable(function, *copies[0]):
-            seconds, row.timed_by = _graph(function, copies, samples), "graph"
-        else:
-            seconds, row.timed_by = _events(function, copies, samples), "events"
+        seconds, row.timed_by = time_calls(function, _copies(args, kwargs, device), device, samples)
     row.microseconds = {name: value * 1e6 for name, value in percentiles(seconds).items()}
 
 
@@ -280,6 +302,17 @@ def _rate(row: Row, cost: Any, dtype: str, peaks: MachinePeaks) -> None:
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def time_calls(
+    function: Callable[..., Any], copies: list[Call], device: str, samples: int
+) -> tuple[list[float], str]:
+    """Seconds per call, a number for each sample, and what they were taken by. The copies are used in turn."""
+    if device == "cpu":
+        return _clock(function, copies, samples), "clock"
+    if _capturable(function, *copies[0]):
+        return _graph(function, copies, samples), "graph"
+    return _events(function, copies, samples), "events"
 
 
 def _copies(args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> list[Call]:
@@ -426,12 +459,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def cells(rows: list[Row]) -> list[dict[str, str]]:
+    return [{column: row.cells().get(column, "") for column in COLUMNS} for row in rows]
+
+
 def rendered(rows: list[Row], peaks: MachinePeaks) -> str:
     """A markdown table, what it is measured against, and paged against contiguous attention."""
-    cells = [[row.cells().get(column, "") for column in COLUMNS] for row in rows]
-    pads = [max(len(column), *(len(line[place]) for line in cells)) for place, column in enumerate(COLUMNS)] if cells else []
-    table = [list(COLUMNS), ["-" * pad for pad in pads], *cells] if cells else []
-    lines = ["| " + " | ".join(cell.ljust(pad) for cell, pad in zip(line, pads, strict=True)) + " |" for line in table]
+    lines = [table.as_markdown(cells(rows))]
     rates = ", ".join(f"{dtype} {rate / 1e12:.2f} TFLOP/s" for dtype, rate in peaks.flops_s.items())
     lines += ["", f"{peaks.device}: reads {peaks.read_bytes_s / 1e9:,.0f} GB/s, {rates} (measured {peaks.measured})"]
     lines += [f"paged / contiguous attention, {name}: {ratio:.2f}" for name, ratio in paged_ratios(rows).items()]
@@ -447,14 +481,6 @@ def paged_ratios(rows: list[Row]) -> dict[str, float]:
         for row in timed
         if row.implementation != CONTIGUOUS and (row.case, row.dtype) in flat
     }
-
-
-def as_csv(rows: list[Row]) -> str:
-    text = io.StringIO()
-    table = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-    table.writeheader()
-    table.writerows(row.cells() for row in rows)
-    return text.getvalue().rstrip("\n")
 
 
 def _progress(row: Row) -> str:

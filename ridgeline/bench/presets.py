@@ -21,18 +21,21 @@ from typing import Any
 
 import torch
 
-from ridgeline.bench import workloads
-from ridgeline.bench.device_log import DeviceLog, gpu_facts
+from ridgeline.bench import price, sustain, table, workloads
+from ridgeline.bench.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.engine import Engine, Run, parse_options, quality_of
-from ridgeline.bench.floors import H200_FLOORS, H200_FLOORS_FOR, Peaks, decoder_shape, preset_floor, shares
+from ridgeline.bench.floors import H200_FLOORS, H200_FLOORS_FOR, preset_floor, shares
 from ridgeline.bench.idle import profile_decode
 from ridgeline.bench.peaks import MachinePeaks, device_kind, machine_peaks
 from ridgeline.bench.quality import LEAST, check_quality
 from ridgeline.bench.record import finish, percentiles, record, write
 from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.bench.sweep import cross, figure, settings
+from ridgeline.bench.watch import Watch
 from ridgeline.bench.workloads import GPU_PRESETS, Preset
+from ridgeline.diagnose.cost import Peaks, decoder_shape
 from ridgeline.engine.children import start_child
-from ridgeline.errors import EngineDead
+from ridgeline.errors import ConfigError, EngineDead
 
 DIRECTORY = "benchmarks/h200"
 
@@ -68,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("GPU workloads")
     group.add_argument("--preset", nargs="+", choices=[*GPU_PRESETS, "h200"], help="h200: all of them, for all shapes")
     group.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="models by their shapes, with dummy weights")
-    group.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
+    group.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options; a name may come several times")
     group.add_argument("--group", nargs="+", choices=list(SUITE), help="only these parts of h200")
     group.add_argument("--label", help="name of the record, if not the shape's")
     group.add_argument("--directory", help=f"where records go, a file per model (--preset h200: {DIRECTORY})")
@@ -81,8 +84,23 @@ def run(args: argparse.Namespace) -> None:
         run_suite(args)
         return
     started = time.monotonic()
-    for shape in args.shape or [""]:
-        finish(measure_model(shape, args, list(dict.fromkeys(args.preset)), started), args.out)
+    lists = {"shape": args.shape or [""], "dtype": args.dtype, "set": [tuple(words) for words in settings(args.set)]}
+    combinations = cross(lists)
+    if args.out and len(combinations) > 1:
+        raise ConfigError("--out holds one record; several combinations need --directory")
+    rows: list[dict[str, Any]] = []
+    for chosen in combinations:
+        one = argparse.Namespace(**vars(args) | {"dtype": chosen["dtype"], "set": list(chosen["set"])})
+        if len(combinations) > len(lists["shape"]):      # the shape alone does not tell them apart
+            one.label = "-".join(filter(None, [args.label or chosen["shape"], chosen["dtype"], *chosen["set"]]))
+        made = measure_model(chosen["shape"], one, list(dict.fromkeys(args.preset)), started)
+        rows += [table_row(made["workload"]["model"], name, row) for name, row in made["figures"]["rows"].items()]
+        if args.format == "md":
+            finish(made, args.out)
+        elif args.out:
+            write(made, Path(args.out))
+    if args.format != "md":
+        print(table.rendered(rows, args.format, made))
 
 
 def run_suite(args: argparse.Namespace) -> None:
@@ -110,8 +128,10 @@ def group_words(name: str, args: argparse.Namespace, left: float) -> list[str]:
     """The command line of a group's own process."""
     group = SUITE[name]
     words = ["--preset", *group.presets, "--shape", group.shape, "--label", name, "--time-limit", f"{left:.0f}"]
-    words += ["--directory", args.directory or DIRECTORY, "--repeats", str(args.repeats), "--dtype", args.dtype]
+    words += ["--directory", args.directory or DIRECTORY, "--repeats", str(args.repeats), "--dtype", *args.dtype]
     words += ["--no-quality"] if args.no_quality else []
+    words += ["--price", str(args.price)] if args.price is not None else []
+    words += ["--sustain", str(args.sustain)] if args.sustain is not None else []
     settings = [*(f"{option}={value}" for option, value in group.options.items()), *args.set]
     return [*words, "--set", *settings] if settings else words
 
@@ -142,13 +162,15 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
         "rows": {}, "not_measured": {},
     }  # fmt: skip
     made: dict[str, Any] = {}
-    with DeviceLog() as log:
+    with Watch(torch_gpus()) as watch:
         for preset in presets:
             if time.monotonic() - started > args.time_limit:
                 figures["not_measured"][preset.name] = "the time limit was over"
             else:
-                figures["rows"][preset.name] = row = measure_preset(engine, preset, shape, peaks, log, args.repeats)
-                print(line(name, preset.name, row), flush=True)
+                figures["rows"][preset.name] = row = measure_preset(engine, preset, shape, peaks, watch, args.repeats)
+                extend(engine, preset, row, args, watch)
+                if args.format == "md":
+                    print(line(name, preset.name, row), flush=True)
             made = record("offline", _setting(engine, name, args, options), figures, quality_of(engine.config), gpu_facts())
             if args.directory:
                 write(made, Path(args.directory) / f"offline-{name}.json")
@@ -165,7 +187,7 @@ def _context(presets: list[Preset]) -> int:
 
 
 def measure_preset(
-    engine: Engine, preset: Preset, model: str, peaks: MachinePeaks, log: DeviceLog, repeats: int
+    engine: Engine, preset: Preset, model: str, peaks: MachinePeaks, watch: Watch, repeats: int
 ) -> dict[str, Any]:
     """One row: runs, medians, floors and what the device did meanwhile."""
     vocab = engine.config.model.vocab_size
@@ -185,11 +207,14 @@ def measure_preset(
         runs.append(_figures(preset, engine.serve(asked, _salt()), one))
     end = time.time()
     names = [name for name in runs[0] if name.endswith("_s") and name != "seconds"]
-    medians = {name: percentiles([each[name] for each in runs])["median"] for name in names}
+    spreads = {name: figure([each[name] for each in runs], warm_ups=1) for name in names}
+    medians = {name: found["median"] for name, found in spreads.items()}
     row: dict[str, Any] = {
         "requests": preset.count, "tokens_in": sum(len(prompt) for prompt, _ in asked),
         "tokens_out": sum(tokens_out for _, tokens_out in asked), "shared_prefix": preset.shared,
-        "runs": runs, "median": medians, "device_log": log.between(begin, end),
+        "runs": runs, "median": medians, "p10": {name: found["p10"] for name, found in spreads.items()},
+        "p90": {name: found["p90"] for name, found in spreads.items()},
+        "device_log": watch.between(begin, end).get("gpu", {}), "watts": watch.watts(begin, end),
     }  # fmt: skip
     row |= _memory(engine)
     config = engine.config
@@ -211,6 +236,19 @@ def measure_preset(
         row["launches_per_step"] = profile["launches_per_step"]
         row["device_idle"] = {name: profile[name] for name in _IDLE}
     return row
+
+
+def extend(engine: Engine, preset: Preset, row: dict[str, Any], args: argparse.Namespace, watch: Watch) -> None:
+    """What was asked for beyond the figures: cost, and what minutes of the same do."""
+    if args.price is not None:
+        seconds = row["tokens_out"] / row["median"]["output_tok_s"]
+        joules = None if row["watts"] is None else row["watts"] * seconds
+        row["cost"] = price.cost(args.price, seconds, row["tokens_in"], row["tokens_out"], joules)
+    if args.sustain is not None:
+        asked = preset.requests(workloads.TIMED, engine.config.model.vocab_size)
+        row["sustain"] = sustain.repeat(
+            lambda: {"output_tok_s": (run := engine.serve(asked, _salt())).tokens / run.seconds}, args.sustain, watch
+        )
 
 
 def _figures(preset: Preset, run: Run, one: Run | None) -> dict[str, Any]:
@@ -256,6 +294,16 @@ def _setting(engine: Engine, name: str, args: argparse.Namespace, options: dict[
     }  # fmt: skip
 
 
+def table_row(model: str, preset: str, row: dict[str, Any]) -> dict[str, Any]:
+    titles = {"decode_tok_s": "decode tok/s", "output_tok_s": "output tok/s", "first_tokens_s": "first tokens s"}
+    cells: dict[str, Any] = {"model": model, "preset": preset}
+    for name, title in titles.items():
+        spread = {key: row[key].get(name) for key in ("median", "p10", "p90")}
+        cells[title] = spread if spread["median"] is not None else None
+        cells[f"{title} of floor"] = row["share_of_floor"]["counted"].get(name)
+    return cells | {"peak bytes": row.get("peak_memory_bytes"), "$/M output": row.get("cost", {}).get("usd_per_m_output_tokens")}
+
+
 def line(model: str, preset: str, row: dict[str, Any]) -> str:
     """A row as one line: medians, and their share of the floor."""
     parts = [f"{model:14s} {preset:12s}"]
@@ -271,4 +319,8 @@ def line(model: str, preset: str, row: dict[str, Any]) -> str:
     if "launches_per_step" in row:
         idle = row["device_idle"]["idle_between_steps_share"]
         parts.append(f"{row['launches_per_step']:.0f} launches a step, idle between steps {idle:.1%}")
+    if "cost" in row:
+        parts.append(price.line(row["cost"]))
+    if "sustain" in row:
+        parts.append(row["sustain"]["verdict"])
     return "  ".join(parts)

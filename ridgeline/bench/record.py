@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline import platform
+from ridgeline.bench.memory import own_peak
 from ridgeline.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def record(
-    name: str, workload: dict[str, Any], figures: dict[str, Any], quality: str = "exact", gpu: dict[str, Any] | None = None
-) -> dict[str, Any]:
+    name: str, workload: dict[str, Any], figures: dict[str, Any], quality: str = "exact", gpu: dict[str, Any] | None = None,
+    peak_memory: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """`quality`: "exact", or the lossy techniques that were on. `peak_memory`: where it is not this process's own."""
     return {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -40,6 +43,7 @@ def record(
         "commit": commit(),
         "source": source_hash(),
         "quality": quality,
+        "peak_memory": own_peak() if peak_memory is None else peak_memory,
         "workload": workload,
         "figures": figures,
     }
@@ -76,8 +80,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def commit() -> str:
-    """The commit; a copy of the tree without its history is told by RIDGELINE_COMMIT."""
-    """RIDGELINE_COMMIT says it where the tree was copied without its history, or with another."""
+    """The commit; RIDGELINE_COMMIT says it where the tree was copied without its history, or with another."""
     if given := os.environ.get("RIDGELINE_COMMIT", ""):
         return given
     root = PACKAGE.parent

@@ -3,7 +3,7 @@
 The child imports, starts an engine, answers one request with one token, and prints its own account
 (`ridgeline/startup.py`): phases that sum to the wall clock since the process was started. The parent's clock says the
 same from outside. With `--cold` every start finds an empty Triton cache and compiles its kernels; otherwise the first
-start, which may fill the cache, is not counted.
+start, which may fill the cache, is not counted. Shapes and engine options may be lists: every combination is started.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from ridgeline import startup
-from ridgeline.bench.record import finish, percentiles, record
+from ridgeline.bench import table
+from ridgeline.bench.record import finish, record, write
 from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.bench.sweep import check_runs, cross, figure, settings
 from ridgeline.engine.children import child_environment, start_child
 from ridgeline.errors import EngineDead
 
@@ -29,35 +32,65 @@ _LONGEST = 600.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="a model by its shapes, with dummy weights")
+    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="models by their shapes, with dummy weights")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--starts", type=int, default=3, help="how many starts are counted")
     parser.add_argument("--cold", action="store_true", help="an empty Triton cache for every start")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options; a name may come twice")
+    table.add_format(parser)
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> None:
-    model = str(write_shape(args.shape, args.layers)) if args.shape else args.model
-    words = [*(["load_format=dummy", "skip_tokenizer_init=on"] if args.shape else []), *args.set]
+    check_runs(args.starts, 1, "--starts")               # a cold start is what --cold wants; a warm one is warmed up below
+    figures: dict[str, Any] = {}
+    rows = []
+    combinations = cross({"shape": args.shape or [""], "words": [tuple(words) for words in settings(args.set)]})
+    for chosen in combinations:
+        found = measure(args, chosen["shape"], list(chosen["words"]))
+        named = ", ".join(filter(None, [chosen["shape"], *chosen["words"]]))
+        figures |= {named: found} if len(combinations) > 1 else found
+        cells = {"ready s": found["ready_s"], "first token s": found["first_token_s"]}
+        rows.append({"model": chosen["shape"] or args.model or "embedded", "options": " ".join(chosen["words"])} | cells)
+    setting = {
+        "model": ", ".join(args.shape or []) or args.model or "embedded", "layers": args.layers, "cold": args.cold,
+        "options": args.set,
+    }  # fmt: skip
+    made = record("startup", setting, figures, found["quality"], found["starts"][-1]["gpu"] or None,
+                  {"engine": found["peak_memory"]})  # fmt: skip
+    if args.format == "md":
+        if len(rows) > 1:
+            print(f"\n{table.as_markdown(rows)}\n")
+        finish(made, args.out)
+        return
+    if args.out:
+        write(made, Path(args.out))
+    print(table.rendered(rows, args.format, made))
+
+
+def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[str, Any]:
+    """All starts of one combination."""
+    model = str(write_shape(shape, args.layers)) if shape else args.model
+    words = [*(["load_format=dummy", "skip_tokenizer_init=on"] if shape else []), *options]
     if not args.cold:
         start_once(model, words)
     starts = []
     for number in range(args.starts):
         with tempfile.TemporaryDirectory(prefix="ridgeline-cold-") as empty:
             starts.append(start_once(model, words, {"TRITON_CACHE_DIR": empty} if args.cold else {}))
-        print(f"start {number + 1}: ready after {starts[-1][READY]:.2f} s, first token after {starts[-1][FIRST_TOKEN]:.2f} s",
-              flush=True)  # fmt: skip
-    middle = sorted(starts, key=lambda each: each[READY])[len(starts) // 2]
-    print(f"\nphases of the median start ({'cold' if args.cold else 'warm'} kernel cache):")
-    print(startup.table(middle["phases"]))
-    print(f"outside, from its start to its end: {middle['outside_s']:.3f} s")
-    setting = {"model": args.shape or args.model or "embedded", "layers": args.layers, "cold": args.cold, "options": words}
-    figures = {
-        "ready_s": percentiles([each[READY] for each in starts]),
-        "first_token_s": percentiles([each[FIRST_TOKEN] for each in starts]), "starts": starts,
+        if args.format == "md":
+            print(f"start {number + 1}: ready after {starts[-1][READY]:.2f} s, "
+                  f"first token after {starts[-1][FIRST_TOKEN]:.2f} s", flush=True)  # fmt: skip
+    if args.format == "md":
+        middle = sorted(starts, key=lambda each: each[READY])[len(starts) // 2]
+        print(f"\nphases of the median start ({'cold' if args.cold else 'warm'} kernel cache):")
+        print(startup.table(middle["phases"]))
+        print(f"outside, from its start to its end: {middle['outside_s']:.3f} s")
+    return {
+        "ready_s": figure([each[READY] for each in starts], 1, "--starts"),
+        "first_token_s": figure([each[FIRST_TOKEN] for each in starts], 1, "--starts"),
+        "starts": starts, "quality": starts[-1]["quality"], "peak_memory": starts[-1]["peak_memory"],
     }  # fmt: skip
-    finish(record("startup", setting, figures, gpu=middle["gpu"] or None), args.out)
 
 
 def start_once(model: str, words: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
@@ -81,7 +114,8 @@ def start_once(model: str, words: list[str], environment: dict[str, str] | None 
 def main(argv: list[str]) -> None:
     """The child: start, answer with one token, give account."""
     from ridgeline.bench.device_log import gpu_facts
-    from ridgeline.bench.engine import Engine, parse_options
+    from ridgeline.bench.engine import Engine, parse_options, quality_of
+    from ridgeline.bench.memory import own_peak
 
     startup.until_now("process and imports")
     options = parse_options(argv[1:])
@@ -91,7 +125,8 @@ def main(argv: list[str]) -> None:
         engine.serve([([1, 2, 3], 1)])
     phases = startup.report()
     first_token = sum(phases.values())
-    print(json.dumps({"phases": phases, READY: ready, FIRST_TOKEN: first_token, "gpu": gpu_facts()}))
+    account = {"phases": phases, READY: ready, FIRST_TOKEN: first_token, "gpu": gpu_facts()}
+    print(json.dumps(account | {"quality": quality_of(engine.config), "peak_memory": own_peak()}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""`ridgeline bench studies`: what three techniques are worth, each against its off version on the same requests.
+"""`ridgeline bench studies`: what techniques are worth, each against its off version on the same requests.
 
 - batching: continuous against static, answers of very different lengths
 - paging: contiguous reservations against paged blocks at the same KV memory: waste, and how many run at once
 - cliff: latency and waste as the KV budget shrinks, across the point where preemption begins
+- cascade: attention with a shared prefix read once, against once per row; on a GPU, and only if asked for (cascade.py)
 """
 
 from __future__ import annotations
@@ -12,27 +13,40 @@ import random
 import time
 from typing import Any
 
+import torch
+
+from ridgeline.bench.cascade import cascade
+from ridgeline.bench.device_log import gpu_facts
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core import EngineCore
+from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams
 
 STUDIES = ("batching", "paging", "cliff")
+CASCADE = "cascade"                  # about the kernels of a GPU, not about the engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES))
+    parser.add_argument("--study", nargs="+", choices=(*STUDIES, CASCADE), default=list(STUDIES))
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> None:
+    if CASCADE in args.study and not torch.cuda.is_available():
+        raise ConfigError("the cascade study times kernels of a GPU, and torch sees none here; choose another --study")
     figures: dict[str, Any] = {}
     for name in args.study:
-        figures[name] = {"batching": batching, "paging": paging, "cliff": cliff}[name](args.model, args.requests)
-    finish(record("studies", {"model": args.model or "embedded", "requests": args.requests}, figures), args.out)
+        if name == CASCADE:
+            figures[name] = cascade("cuda")
+        else:
+            figures[name] = {"batching": batching, "paging": paging, "cliff": cliff}[name](args.model, args.requests)
+    workload = {"model": args.model or "embedded", "requests": args.requests}
+    gpu = gpu_facts() if torch.cuda.is_available() else None
+    finish(record("studies", workload, figures, gpu=gpu), args.out)
 
 
 def batching(model: str, requests: int) -> dict[str, Any]:

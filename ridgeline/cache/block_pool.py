@@ -11,17 +11,21 @@ and takes effect when that step is retired; with nothing in flight that is at on
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+import numpy as np
+
 NULL_BLOCK = 0
+FREE, CACHED, HELD, SHARED = range(4)                            # states of a block; SHARED: several hold it
 
 
 class BlockPool:
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
-        self._references = [0] * num_blocks
+        self._references = array("i", bytes(4 * num_blocks))
         self._free = list(range(num_blocks - 1, 0, -1))          # a stack: low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()     # unheld but indexed, oldest first
         self._indexed: set[int] = set()                          # blocks the prefix cache can find
@@ -42,6 +46,13 @@ class BlockPool:
 
     def references(self, block: int) -> int:
         return self._references[block]
+
+    def states(self) -> np.ndarray:
+        """uint8 [num_blocks - 1]: what each block but the null one is now, for a picture."""
+        found = np.minimum(np.frombuffer(self._references, np.int32), 2).astype(np.uint8)
+        found[found > 0] += HELD - 1
+        found[np.fromiter(self._cached, np.int32, len(self._cached))] = CACHED
+        return found[1:]
 
     # -- life of a block -----------------------------------------------------------------------------------------------
 

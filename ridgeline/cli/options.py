@@ -33,11 +33,18 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+# vLLM's other names of an option.
+_OTHER_NAMES = dict.fromkeys(
+    ("--structured-outputs-config.backend", "--guided-decoding-backend"), "--structured-outputs-backend"
+)
+
+
 def _with_dashes(word: str) -> str:
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    name = name.replace("_", "-")
+    return _OTHER_NAMES.get(name, name) + equals + value
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

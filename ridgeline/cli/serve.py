@@ -15,10 +15,11 @@ from ridgeline.cli.terminal import require_model
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.progress import progress_bar
 from ridgeline.engine.watchdog import Supervision
+from ridgeline.errors import ConfigError
 from ridgeline.log import get_logger
 from ridgeline.server.app import Service, model_name
 from ridgeline.server.app import run as run_server
-from ridgeline.server.keys import VARIABLE, load_keys
+from ridgeline.server.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.limits import ServerOptions
 from ridgeline.version import __version__
 
@@ -40,8 +41,7 @@ def run(args: argparse.Namespace) -> None:
     keys = load_keys(options)
     supervision = Supervision(max_restarts=options.max_engine_restarts, silence=float(options.engine_timeout))
     llm = AsyncLLM(**config.flat(), supervision=supervision)
-    if not options.host.startswith(_LOOPBACK) and not len(keys):
-        logger.warning("listening on %s without authentication: everybody who reaches it can use it", options.host)
+    require_authentication(options, keys)
     with ExitStack() as until_ready:
         tick = until_ready.enter_context(progress_bar(f"loading {model_name(llm, options)}", in_bytes=True))
 
@@ -50,6 +50,18 @@ def run(args: argparse.Namespace) -> None:
             print(welcome(service, address), flush=True)
 
         run_server(llm, options, tick, on_ready, keys)
+
+
+def require_authentication(options: ServerOptions, keys: Keys) -> None:
+    """Who can be reached from elsewhere needs keys, or the word of whoever starts it."""
+    if options.host.startswith(_LOOPBACK) or len(keys):
+        return
+    if not options.insecure_no_auth:
+        raise ConfigError(
+            f"others can reach {options.host}, and there is no API key: set {VARIABLE} or --api-key-file, "
+            "or say --insecure-no-auth"
+        )
+    logger.warning("listening on %s without authentication: everybody who reaches it can use it", options.host)
 
 
 def welcome(service: Service, address: str) -> str:

@@ -7,6 +7,9 @@ tensors; which part of a tensor belongs to whom is `plan.py`'s business.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +25,7 @@ class Communicator:
 
     rank = 0
     size = 1
+    waited = 0.0                     # seconds in collectives so far, where a call returns when its result is there
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, possibly in place."""
@@ -54,23 +58,34 @@ class ProcessGroup(Communicator):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.rank = rank
         self.size = size
+        self._waits = backend == "gloo"                  # NCCL only queues its work
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=size,
             timeout=timedelta(seconds=timeout_seconds),
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
+        with self._waiting():
+            dist.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
+        with self._waiting():
+            dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        dist.broadcast(x, source)
+        with self._waiting():
+            dist.broadcast(x, source)
         return x
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter() if self._waits else 0.0
+        yield
+        if self._waits:
+            self.waited += time.perf_counter() - began
 
     def close(self) -> None:
         dist.destroy_process_group()

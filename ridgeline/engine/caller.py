@@ -6,7 +6,9 @@ Every endpoint's requests pass both places, so no endpoint has to hand these on.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+MAX_TTFT_MS = 3_600_000.0            # milliseconds; the longest deadline that can be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +20,11 @@ class Caller:
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039 (it cannot change)
+
+
+def expect_first_token(milliseconds: float | None) -> None:
+    """A deadline that the request's body brings, for the task that answers it; of several the shortest counts."""
+    if milliseconds is not None:
+        known = CALLER.get()
+        seconds = milliseconds / 1000
+        CALLER.set(replace(known, ttft_deadline=min(seconds, known.ttft_deadline or seconds)))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
+from ridgeline.diagnose.cost import decoder_shape
+from ridgeline.diagnose.steps import StepRecorder
 from ridgeline.engine.executor import Executor, make_executor
 from ridgeline.engine.grammar_check import vocabulary_of
 from ridgeline.engine.grammars import Grammars
@@ -20,6 +22,7 @@ from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.log import get_logger
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.resolve import ResolvedConfig, resolve
+from ridgeline.runner.fetch import pinned_array
 from ridgeline.runner.worker import device_facts
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -35,7 +38,8 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.scheduler = make_scheduler(config)
-        self.grammars = Grammars(lambda: grammar_vocabulary(config))
+        self.grammars = make_grammars(config)
+        self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
 
     @classmethod
@@ -84,6 +88,7 @@ class EngineCore:
         deltas = self._take_grammars() if self.grammars.num_pending else []
         plan = self.scheduler.schedule()
         if len(plan.rows):
+            self.recorder.planned(plan)
             self.executor.submit(plan)
             if self.scheduler.num_constrained:
                 deltas += self._sample_constrained()
@@ -93,7 +98,14 @@ class EngineCore:
                 return deltas
         elif not self.scheduler.num_in_flight:
             return deltas + self._take_grammars(_GRAMMAR_SECONDS)
-        return deltas + self.scheduler.update(self.executor.collect())
+        return deltas + self._take_in()
+
+    def _take_in(self) -> list[TokenDelta]:
+        """The oldest step in flight."""
+        result = self.executor.collect()
+        deltas = self.scheduler.update(result)
+        self.recorder.took(result, self.scheduler.num_waiting, self.scheduler.has_work)
+        return deltas
 
     def _sample_constrained(self) -> list[TokenDelta]:
         """Sample the newest step, some of whose rows have a grammar: what they may say depends on what they said last.
@@ -102,7 +114,7 @@ class EngineCore:
         """
         deltas: list[TokenDelta] = []
         while self.scheduler.num_in_flight > 1:
-            deltas += self.scheduler.update(self.executor.collect())
+            deltas += self._take_in()
         wanted, num_sampled = self.scheduler.constrained()
         self.executor.sample(self.grammars.masks.fill(wanted, num_sampled) if wanted else None)
         return deltas + self.scheduler.fail_constrained()
@@ -153,6 +165,25 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         time_model=MeasuredStepTime(config.step_seconds) if config.step_seconds else NoTimeModel(),
         use_priorities=options.scheduler.scheduling_policy == "priority",
         seed=options.model.seed,
+    )
+
+
+def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
+    """Counts what one rank computes and moves; what its products read of a weight, the runner knows."""
+    ranks = config.options.parallel.tensor_parallel_size
+    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
+    model = getattr(getattr(executor, "runner", None), "model", None)
+    reads = getattr(model, "weight_reads", None)
+    return StepRecorder(shape.shard(ranks) if ranks > 1 else shape, config.dtype, reads)
+
+
+def make_grammars(config: ResolvedConfig, vocabulary: GrammarVocabulary | None = None) -> Grammars:
+    """For the tokenizer's vocabulary, unless another is given."""
+    on_gpu = config.device == "cuda"
+    return Grammars(
+        lambda: vocabulary or grammar_vocabulary(config),
+        config.options.model.structured_outputs_backend,
+        room=lambda shape, _: pinned_array(shape, on_gpu),
     )
 
 

@@ -50,10 +50,12 @@ class Frontend:
     `sampling_defaults` are the fields of SamplingParams that the model's generation_config.json sets.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, sampling_defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, sampling_defaults: Mapping[str, Any] | None = None, backend: str = "auto"
+    ) -> None:
         self.tokenizer = tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.grammars = GrammarChecker(tokenizer) if tokenizer is not None else None
+        self.grammars = GrammarChecker(tokenizer, backend) if tokenizer is not None else None
         self._numbers = itertools.count()
 
     @classmethod
@@ -68,7 +70,7 @@ class Frontend:
                 tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat_template {options.chat_template} cannot be read: {error}") from None
-        return cls(tokenizer, defaults)
+        return cls(tokenizer, defaults, options.structured_outputs_backend)
 
     def default_params(self) -> SamplingParams:
         """For a request that brings none of its own."""
@@ -235,7 +237,8 @@ class RequestState:
         answer.text += text
         answer.token_ids.extend(token_ids)
         answer.text_offsets.extend(offsets)
-        self._end(answer, finish, reason)
+        if finish is not None:
+            self._end(answer, finish, reason)
         return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here
 
     def _end(self, answer: CompletionOutput, finish: str | None, reason: int | str | None) -> None:

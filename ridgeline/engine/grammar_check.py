@@ -45,8 +45,9 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]
 class GrammarChecker:
     """Safe to use from several threads; one grammar is compiled at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, seconds: float = COMPILE_SECONDS) -> None:
+    def __init__(self, tokenizer: Tokenizer, backend: str = "auto", seconds: float = COMPILE_SECONDS) -> None:
         self._tokenizer = tokenizer
+        self._backend = backend                          # which library compiles
         self._seconds = seconds
         self._verdicts: ByteLimitedCache[_Verdict] = ByteLimitedCache(_VERDICT_BYTES)
         self._compiler: _Compiler | None = None
@@ -86,7 +87,8 @@ class GrammarChecker:
     def _compile(self, asked: StructuredOutputs) -> _Verdict:
         if self._compiler is None or not self._compiler.alive:
             tokenizer = self._tokenizer
-            self._compiler = _Compiler(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
+            vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+            self._compiler = _Compiler(self._backend, vocabulary)
         compiler = self._compiler
         try:
             return _Verdict(compiler.ask(msgspec.msgpack.encode(asked), self._seconds).decode())
@@ -120,8 +122,10 @@ class _Verdict(NamedTuple):
 class _Compiler:
     """The process (grammar/worker), ready to be asked."""
 
-    def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        self._process = start_child("ridgeline.grammar.worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    def __init__(self, backend: str, vocabulary: GrammarVocabulary) -> None:
+        self._process = start_child(
+            "ridgeline.grammar.worker", backend, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
         self.end = weakref.finalize(self, _end, self._process)
         try:
             self.ask(msgspec.msgpack.encode(vocabulary), _START_SECONDS)

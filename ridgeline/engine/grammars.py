@@ -7,33 +7,91 @@ the engine needs, is loaded when the first grammar arrives, in the same thread.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ridgeline.errors import RidgelineError, one_line
 from ridgeline.grammar.cache import ByteLimitedCache
 from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.log import get_logger
 from ridgeline.messages import Request
+from ridgeline.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
-    from ridgeline.grammar.matcher import Masks, Matcher
+    from ridgeline.grammar.interface import LibraryMatcher
+    from ridgeline.grammar.matcher import Masks, Matcher, Room
+    from ridgeline.grammar.xgrammar_backend import XGrammar
 
 CACHE_BYTES = 64 * 2**20
+ENOUGH = 8                           # answers at once for each time that a grammar is compiled …
+DEAR_SECONDS = 0.1                   # … unless that takes longer than this
 logger = get_logger("grammars")
 
 Outcome = tuple[Request, dict[int, "Matcher"], str]      # a matcher for each answer, or why there is none
 
 
+class Compiled:
+    """A grammar from which matchers are copied.
+
+    llguidance's copies share what they have learnt, and a lock on it: threads that fill the masks of one grammar's answers
+    would wait for each other. So a grammar with many answers at once is compiled again, as often as there are threads, and
+    new answers go to the copy that has the fewest.
+    """
+
+    def __init__(self, make: Callable[[], LibraryMatcher], most: int) -> None:
+        began = time.perf_counter()
+        self._make = make
+        self._prototypes = [make()]
+        self._alive: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]
+        self._most = most if time.perf_counter() - began < DEAR_SECONDS else 1
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._prototypes)
+
+    @property
+    def first(self) -> LibraryMatcher:
+        return self._prototypes[0]
+
+    def has_room(self, answers: int) -> bool:
+        """So many more can begin without compiling it once more."""
+        return len(self) == self._most or sum(map(len, self._alive)) + answers <= ENOUGH * len(self)
+
+    def start(self, params: SamplingParams, end_ids: Sequence[int]) -> Matcher:
+        """A matcher for another answer."""
+        from ridgeline.grammar.matcher import Matcher
+
+        with self._lock:
+            if not self.has_room(1):
+                self._prototypes.append(self._make())
+                self._alive.append(weakref.WeakSet())
+            fewest = min(range(len(self)), key=lambda number: len(self._alive[number]))
+            made = Matcher(self._prototypes[fewest], params, end_ids)
+            self._alive[fewest].add(made)
+        return made
+
+
 class Grammars:
-    def __init__(self, load_vocabulary: Callable[[], GrammarVocabulary], cache_bytes: int = CACHE_BYTES) -> None:
-        self.cache: ByteLimitedCache[LLMatcher] = ByteLimitedCache(cache_bytes)
+    """`room` makes the buffers that masks are filled into."""
+
+    def __init__(
+        self, load_vocabulary: Callable[[], GrammarVocabulary], backend: str = "auto", room: Room = np.empty,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:  # fmt: skip
+        self.cache: ByteLimitedCache[Compiled] = ByteLimitedCache(cache_bytes)
+        self._name = backend
+        self._room = room
         self._load_vocabulary = load_vocabulary
         self._vocabulary: GrammarVocabulary | None = None
-        self._tokenizer: LLTokenizer | None = None
+        self._backend: LLTokenizer | XGrammar | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._num_pending = 0
@@ -45,11 +103,20 @@ class Grammars:
         return self._num_pending
 
     def prepare(self, request: Request) -> None:
-        """Make matchers for its answers; they come with take()."""
+        """Make matchers for its answers; they come with take(). Copies of what is there take microseconds: they are made at
+        once, so that requests that come together also begin together."""
+        self._num_pending += 1
+        if self._is_there(request):
+            self._prepare(request)
+            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._num_pending += 1
         self._thread.submit(self._prepare, request)
+
+    def _is_there(self, request: Request) -> bool:
+        asked = request.params.structured_outputs
+        compiled = self.cache.get(asked.key) if asked is not None and self._backend is not None else None
+        return compiled is not None and not request.resumed and compiled.has_room(request.params.n)
 
     def take(self, wait_seconds: float = 0.0) -> list[Outcome]:
         """What is there; with a time to wait, as soon as something is."""
@@ -70,7 +137,7 @@ class Grammars:
             from ridgeline.grammar.matcher import Masks
 
             assert self._vocabulary is not None
-            self._masks = Masks(len(self._vocabulary.pieces))
+            self._masks = Masks(len(self._vocabulary.pieces), room=self._room)
         return self._masks
 
     def close(self) -> None:
@@ -89,19 +156,20 @@ class Grammars:
         asked = request.params.structured_outputs
         assert asked is not None
         # The library takes a tenth of a second to import: that is spent here, and only where grammars are used.
-        from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_tokenizer
-        from ridgeline.grammar.matcher import Matcher
+        from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_backend
+        from ridgeline.grammar.matcher import num_threads
 
-        if self._vocabulary is None or self._tokenizer is None:
+        if self._vocabulary is None or self._backend is None:
             self._vocabulary = self._load_vocabulary()
-            self._tokenizer = make_tokenizer(self._vocabulary)
-        compiled = self.cache.get(asked.key)
+            self._backend = make_backend(self._name, self._vocabulary)
+        backend, compiled = self._backend, self.cache.get(asked.key)
         if compiled is None:
-            compiled = compile_grammar(self._tokenizer, asked)
-            self.cache.put(asked.key, compiled, compiled_bytes(asked))
+            most = 1 if self._name == "xgrammar" else num_threads()      # whose matchers share nothing that changes
+            compiled = Compiled(lambda: compile_grammar(backend, asked), most)
         matchers = {}
         for index in range(request.params.n):
-            matcher = matchers[index] = Matcher(compiled, request.params, self._vocabulary.end_ids)
+            matcher = matchers[index] = compiled.start(request.params, self._vocabulary.end_ids)
             for token in (request.resumed or {}).get(index, []):
                 matcher.accept(token)
+        self.cache.put(asked.key, compiled, len(compiled) * compiled_bytes(asked, compiled.first))
         return matchers

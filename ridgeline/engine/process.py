@@ -61,7 +61,7 @@ class EngineLoop:
         core, link, stats = self._core, self._link, self._stats
         while True:
             link.check()
-            busy = core.has_work or core.prepare()
+            busy = core.has_work or core.prepare() or stats.prepare(time.monotonic())
             if not core.has_work:
                 stats.idle()
             for message in link.receive(wait=not busy):

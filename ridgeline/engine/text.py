@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ridgeline.engine.tokenizer import Tokenizer
 
 
+_PIECES = 512                        # that are kept apart; joining them more often would copy the text too often
+
+
 class TextStream:
     """The text of one answer as its tokens arrive.
 
@@ -135,6 +138,8 @@ class TextStream:
         if text:
             self._held = self._held[len(text) :]
             self._shown.append(text)
+            if len(self._shown) >= _PIECES:              # a string of its own costs more than its characters
+                self._shown = ["".join(self._shown)]
         return text
 
 

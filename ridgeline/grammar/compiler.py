@@ -1,4 +1,7 @@
-"""From what a request asks for to a grammar that can be matched, by llguidance and within its limits.
+"""From what a request asks for to a grammar that can be matched, by llguidance and within its limits, or by xgrammar.
+
+xgrammar (grammar/xgrammar_backend) stands behind the same interface: its matchers have the methods of llguidance's, so that
+nobody above needs to know which of the two follows an answer.
 
 Compiling takes milliseconds for an honest grammar and may take seconds for a hostile one, so nobody calls it between two
 steps: the front end does in a process with a time limit (engine/grammar_check), the engine in a thread (engine/grammars).
@@ -7,14 +10,18 @@ steps: the front end does in a process with a time limit (engine/grammar_check),
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ridgeline.errors import BadRequest
+from ridgeline.grammar.interface import LibraryMatcher, structures
 from ridgeline.grammar.vocabulary import GrammarVocabulary, Pieces
 from ridgeline.sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from ridgeline.grammar.xgrammar_backend import XGrammar
 
 # Fuel, not time: the same grammar is refused or taken on every machine. A lexer state takes about 1.5 KB.
 _LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "max_grammar_size": 250_000, "verbose_errors": False}
@@ -25,21 +32,34 @@ _BYTES_PER_BYTE = 256                # … and for each byte of its text: measur
 _ERROR_CHARACTERS = 200
 
 
+def make_backend(name: str, vocabulary: GrammarVocabulary) -> LLTokenizer | XGrammar:
+    """What compiles grammars for this vocabulary: xgrammar, or anything else for llguidance."""
+    if name == "xgrammar":
+        from ridgeline.grammar.xgrammar_backend import XGrammar
+
+        return XGrammar(vocabulary)
+    return make_tokenizer(vocabulary)
+
+
 def make_tokenizer(vocabulary: GrammarVocabulary) -> LLTokenizer:
     wrapped: Any = Pieces(vocabulary)                    # by shape: the class it names is made of another tokenizer
     return LLTokenizer(wrapped, eos_token=vocabulary.end_ids)
 
 
-def compile_grammar(tokenizer: LLTokenizer, asked: StructuredOutputs) -> LLMatcher:
+def compile_grammar(backend: LLTokenizer | XGrammar, asked: StructuredOutputs) -> LibraryMatcher:
     """A matcher at the start of the answer, to be copied for each. BadRequest: it is no grammar, or beyond the limits.
 
     The first mask is computed here too: it can be the dearest by far, and copies find what it has learnt.
     """
+    matcher: LibraryMatcher
     try:
-        text = grammar_text(asked)
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        if isinstance(backend, LLTokenizer):
+            made = LLMatcher(backend, grammar_text(asked), log_level=0, limits=LLParserLimits(**_LIMITS))
+            if not made.is_error():
+                made.compute_bitmask()
+            matcher = made
+        else:
+            matcher = backend.compile(asked)
     except BadRequest:
         raise
     except Exception as error:                           # the converters raise whatever is at hand
@@ -69,27 +89,15 @@ def grammar_text(asked: StructuredOutputs) -> str:
 def _tagged_text(tag: dict[str, Any]) -> str:
     """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as vLLM takes it: a structure belongs to the longest
     trigger that it begins with."""
-    try:
-        triggers = sorted((str(each) for each in tag["triggers"]), key=len, reverse=True)
-        tags = []
-        for structure in tag["structures"]:
-            begin = str(structure["begin"])
-            trigger = next((each for each in triggers if each and begin.startswith(each)), None)
-            if trigger is None:
-                raise BadRequest(f"structured_outputs.structural_tag: no trigger begins {begin[:40]!r}")
-            tags.append(StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=str(structure["end"])))
-    except (KeyError, TypeError):
-        raise BadRequest(
-            "structured_outputs.structural_tag needs triggers and structures, each with begin, schema and end"
-        ) from None
-    if not tags:
-        raise BadRequest("structured_outputs.structural_tag has no structures; give at least one")
+    tags = [
+        StructTag(trigger=trigger, begin=begin, grammar=schema, end=end) for trigger, begin, schema, end in structures(tag)
+    ]
     return str(StructTag.to_grammar(tags, assume_special=False))
 
 
-def compiled_bytes(asked: StructuredOutputs) -> int:
-    """What a compiled grammar takes, roughly: the library does not say."""
-    return _FIXED_BYTES + _BYTES_PER_BYTE * len(asked.key)
+def compiled_bytes(asked: StructuredOutputs, compiled: LibraryMatcher) -> int:
+    """What a compiled grammar takes; llguidance does not say, and roughly has to do."""
+    return getattr(compiled, "num_bytes", _BYTES_PER_BYTE * len(asked.key)) + _FIXED_BYTES
 
 
 def _refused(asked: StructuredOutputs, reason: str) -> BadRequest:

@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
+from ridgeline.grammar.interface import LibraryMatcher
 from ridgeline.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from ridgeline.grammar.xgrammar_backend import BatchFiller, XGrammarMatcher
+
+Room = Callable[[tuple[int, int], type[np.int32]], np.ndarray]
 _ALONE = 4                           # so few rows are done one after the other: less than waking threads for them
 _MAX_THREADS = 8                     # at most half the cores; where those are few, threads would only wait for each other
 _FAILED = "the grammar of structured_outputs failed on this answer: "
@@ -28,15 +34,16 @@ SLOW_SECONDS = 0.25                  # a mask that takes longer holds everybody 
 class Matcher:
     """One answer's place in its grammar."""
 
-    __slots__ = ("_early", "_late", "_matcher", "_min_tokens", "_num_tokens", "error")
+    __slots__ = ("__weakref__", "_early", "_late", "_matcher", "_min_tokens", "_num_tokens", "error", "family")
 
-    def __init__(self, compiled: LLMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
+    def __init__(self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
         self._matcher = compiled.deep_copy()
+        self.family = id(compiled)                       # copies of the same one share a lock inside the library
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        # The ids that are held back before min_tokens, and behind.
-        self._early = np.array(sorted({*end_ids, *params.stop_token_ids}), np.int64)
-        self._late = np.array(end_ids if params.ignore_eos else [], np.int64)
+        # The ids that are held back before min_tokens, and behind: (word of the mask, bit).
+        self._early = _bits({*end_ids, *params.stop_token_ids}) if params.min_tokens else []
+        self._late = _bits(end_ids) if params.ignore_eos else []
         self.error = ""                                  # why it can say nothing more of this answer
 
     def accept(self, token: int) -> bool:
@@ -58,26 +65,47 @@ class Matcher:
     def fail(self, reason: str) -> None:
         self.error = _FAILED + " ".join(reason.replace("<non-verbose/>", "").split())[:200]
 
-    def hold_back(self, mask: np.ndarray) -> None:
-        """Take out of its mask (uint32 words) the ends that are not wanted yet, if that leaves anything."""
-        ids = self._early if self._num_tokens < self._min_tokens else self._late
-        if len(ids):
-            left = mask.copy()
-            np.bitwise_and.at(left, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
-            if left.any():
-                mask[:] = left
+    def hold_back(self, masks: np.ndarray, row: int) -> None:
+        """Take out of its mask the ends that are not wanted yet, if that leaves anything.
+
+        Few masks allow an end, and this is on the path of every token: one that allows none is only looked at.
+        """
+        bits = self._early if self._num_tokens < self._min_tokens else self._late
+        held = [(word, bit) for word, bit in bits if masks.item(row, word) & bit]
+        if held:
+            mask = masks[row].view(np.uint32)
+            for word, bit in held:
+                mask[word] &= ~np.uint32(bit)
+            if not mask.any():
+                for word, bit in held:
+                    mask[word] |= np.uint32(bit)
+
+
+def _bits(ids: Iterable[int]) -> list[tuple[int, int]]:
+    return [(token >> 5, 1 << (token & 31)) for token in sorted(ids)]
+
+
+def num_threads() -> int:
+    """That fill masks at once."""
+    return min(_MAX_THREADS, (os.cpu_count() or 1) // 2)
+
+
+def _family(row: tuple[int, Matcher]) -> int:
+    return row[1].family
 
 
 class Masks:
     """Fills the masks of a step: int32 [rows, ceil(vocab / 32)], id 32 w + b at bit b of word w."""
 
-    def __init__(self, vocab_size: int, threads: int | None = None) -> None:
+    def __init__(self, vocab_size: int, threads: int | None = None, room: Room = np.empty) -> None:
         self.seconds = 0.0                               # spent on them, and …
         self.filled = 0                                  # … how many there were
         self._words = -(-vocab_size // 32)
+        self._room = room                                # makes the buffer: where the device can read it, if it must
         self._buffer = np.empty((0, self._words), np.int32)
-        self._threads = min(_MAX_THREADS, (os.cpu_count() or 1) // 2) if threads is None else threads
+        self._threads = num_threads() if threads is None else threads
         self._executor: LLExecutor | None = None
+        self._others: BatchFiller | None = None          # for matchers of the other library, once there are some
         self._look_for_slow = False
 
     def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray:
@@ -86,9 +114,10 @@ class Masks:
         What it returns is valid until the next call.
         """
         if len(self._buffer) < num_rows:
-            self._buffer = np.empty((num_rows, self._words), np.int32)
+            self._buffer = self._room((max(num_rows, 2 * len(self._buffer)), self._words), np.int32)
         masks = self._buffer[:num_rows]
-        masks.fill(-1)
+        if len(wanted) < num_rows:
+            masks.fill(-1)
         started = time.perf_counter()
         if len(wanted) <= _ALONE or self._threads <= 1 or self._look_for_slow:
             self._one_by_one(wanted, masks)
@@ -100,7 +129,7 @@ class Masks:
             if matcher.error:
                 masks[row] = -1
             else:
-                matcher.hold_back(masks[row].view(np.uint32))
+                matcher.hold_back(masks, row)
         spent = time.perf_counter() - started
         self._look_for_slow = spent > SLOW_SECONDS       # together they were slow: next time, see who it is
         self.seconds += spent
@@ -117,11 +146,24 @@ class Masks:
             if time.perf_counter() - started > SLOW_SECONDS:
                 matcher.fail(f"a mask took more than {SLOW_SECONDS} s; use a simpler grammar")
 
+    def _fill_others(self, listed: list[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> None:
+        if self._others is None:
+            from ridgeline.grammar.xgrammar_backend import BatchFiller
+
+            self._others = BatchFiller(self._threads)
+        self._others.fill(listed, masks)
+
     def _at_once(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
         if self._executor is None:
             self._executor = LLExecutor(self._threads)
-        listed = [(matcher._matcher, row) for row, matcher in wanted]
+        # Threads take stretches of the list: of matchers that share a lock, so that they do not wait for each other.
+        ordered = sorted(wanted, key=_family)
+        guided = [(matcher._matcher, row) for row, matcher in ordered if isinstance(matcher._matcher, LLMatcher)]
+        others: Any = [(matcher._matcher, row) for row, matcher in wanted if not isinstance(matcher._matcher, LLMatcher)]
         try:
-            self._executor.unsafe_compute_mask_ptr(listed, masks.ctypes.data, 4 * self._words, len(masks))
+            if guided:
+                self._executor.unsafe_compute_mask_ptr(guided, masks.ctypes.data, 4 * self._words, len(masks))
+            if others:
+                self._fill_others(others, masks)
         except Exception:                                # it does not say whose fault it is
             self._one_by_one(wanted, masks)

@@ -1,4 +1,4 @@
-"""A process that compiles grammars to see whether they can be: `python -m ridgeline.grammar.worker`.
+"""A process that compiles grammars to see whether they can be: `python -m ridgeline.grammar.worker BACKEND`.
 
 It reads frames from standard input and answers each on standard output: first the vocabulary, then StructuredOutputs; an
 answer is why a grammar is refused, or nothing. Its memory is limited here, its time by whoever waits (engine/grammar_check).
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ridgeline.errors import BadRequest
-from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import read_frame, write_frame
 from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.sampling_params import StructuredOutputs
@@ -22,15 +22,15 @@ from ridgeline.sampling_params import StructuredOutputs
 MEMORY_BYTES = 2**30                 # beyond what the vocabulary takes
 
 
-def serve(vocabulary: GrammarVocabulary) -> None:
+def serve(name: str, vocabulary: GrammarVocabulary) -> None:
     """Serve until the input ends."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    tokenizer = make_tokenizer(vocabulary)
+    backend = make_backend(name, vocabulary)
     _limit_memory()
     write_frame(target, b"ready")
     while (frame := read_frame(source)) is not None:
         try:
-            compile_grammar(tokenizer, msgspec.msgpack.decode(frame, type=StructuredOutputs))
+            compile_grammar(backend, msgspec.msgpack.decode(frame, type=StructuredOutputs))
             answer = ""
         except BadRequest as error:
             answer = str(error)
@@ -49,7 +49,7 @@ def _limit_memory() -> None:
 def main() -> int:
     frame = read_frame(sys.stdin.buffer)
     if frame is not None:
-        serve(msgspec.msgpack.decode(frame, type=GrammarVocabulary))
+        serve(sys.argv[1], msgspec.msgpack.decode(frame, type=GrammarVocabulary))
     return 0
 
 

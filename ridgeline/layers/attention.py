@@ -15,6 +15,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Placement, QKVLinear, RowLinear
 from ridgeline.layers.norm import RMSNorm
+from ridgeline.ops.decode_attention import decode_attention, joined
 from ridgeline.ops.paged_attention import paged_attention
 from ridgeline.ops.rotary_write import rotary_write
 
@@ -49,18 +50,38 @@ class Attention(nn.Module):
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
 
+    def forward(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
+        """From the projection [T, (heads + 2 KV heads) * dim] to what the queries see, [T, heads * dim]; K and V go into
+        the cache on the way."""
+        spec = self.spec
+        group = batch.groups[spec.group]
+        if batch.work is None or not joined(batch.work, len(qkv), group.prefix):
+            return self.read(self.write(qkv, batch, kv), batch, kv)
+        out = decode_attention(
+            qkv, batch.positions, group.slots, spec.rotation, kv.k, kv.v, group.block_table, batch.query_start,
+            batch.kv_len, heads=self.qkv.num_heads, kv_heads=self.qkv.num_kv_heads,
+            query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
+            scale=spec.scale, window=spec.window, softcap=spec.softcap,
+            table_rows=batch.table_rows, work=batch.work, shares=group.shares, workspace=batch.workspace,
+            kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale, **self._norms(),
+        )
+        return out.flatten(1)
+
+    def _norms(self) -> dict[str, Any]:
+        if self.q_norm is None or self.k_norm is None:
+            return {}
+        return {
+            "q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps,
+            "norm_offset": self.q_norm.offset,
+        }  # fmt: skip
+
     def write(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection [T, (heads + 2 KV heads) * dim]: K and V go into the cache, q [T, heads, dim] comes back."""
         spec = self.spec
-        norms: dict[str, Any] = {}
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = {
-                "q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps,
-                "norm_offset": self.q_norm.offset,
-            }  # fmt: skip
         return rotary_write(
             qkv, batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v, heads=self.qkv.num_heads,
-            kv_heads=self.qkv.num_kv_heads, kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale, **norms,
+            kv_heads=self.qkv.num_kv_heads, kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale,
+            **self._norms(),
         )
 
     def read(self, q: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
@@ -71,7 +92,8 @@ class Attention(nn.Module):
             q, kv.k, kv.v, group.block_table, batch.query_start, batch.kv_len,
             query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
-            table_rows=batch.table_rows, work=batch.work, prefix=group.prefix, workspace=batch.workspace,
+            table_rows=batch.table_rows, work=batch.work, prefix=group.prefix, shares=group.shares,
+            query_tiles=batch.query_tiles, workspace=batch.workspace,
             kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale,
         )
         return out.flatten(1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from ridgeline.ops.decode_shares import DeviceShares
 from ridgeline.ops.paged_attention import AttentionWork, AttentionWorkspace, SharedPrefix
 
 
@@ -24,6 +25,7 @@ class GroupBatch:
     slots: Tensor                    # int64 [T]: where each token's KV is written (block * block_size + offset)
     block_table: Tensor              # int32 [*, B]: block ids per row of the table; which is whose: Batch.table_rows
     prefix: SharedPrefix | None = None           # leading blocks that decode rows have in common
+    shares: DeviceShares | None = None           # which program reads which keys of the decodes
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class Batch:
     picks: np.ndarray                # which of the S the plan asked for, in its order …
     device_picks: Tensor             # … and the same on the device, int64
     table_rows: Tensor | None = None             # int32 [R]: each row's place in the block tables; None: its own number
+    query_tiles: Tensor | None = None            # int32 [N, 4]: the prompts as a kernel wants them cut; None: nobody does
     sampled: Batch | None = None                 # the rows with logits, one query each, for the last layer; None: all
     workspace: AttentionWorkspace | None = None  # scratch of attention, made once
     work: AttentionWork | None = None            # what the host knows of the step's shape; None: see the lists above

@@ -42,6 +42,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
+MAX_LAYERS = 4_096
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
 
 
@@ -181,7 +182,7 @@ class Fields:
             value = self.defaults.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
         value = self.get(name, default)
         if value is None:
             raise ModelError(f"{self.where}: {name} is missing")
@@ -189,6 +190,8 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ModelError(f"{self.where}: {name} must be an integer of at least {minimum}, got {value!r}")
+        if value > maximum:                              # no model has it, and lists of that length would be made
+            raise ModelError(f"{self.where}: {name} must be at most {maximum}, got {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -253,7 +256,7 @@ def hf_model_config(
     for checked in (fields, Fields("generation_config.json", generation, {})):
         checked.ids("eos_token_id")
 
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     hidden_size = fields.integer("hidden_size")
@@ -264,7 +267,7 @@ def hf_model_config(
     ropes, max_position = _hf_ropes(fields, family, head_dim, max_position, windows)
 
     activation = fields.get("hidden_activation") or fields.get("hidden_act") or family.activation
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ModelError(f"{where}: hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
     attention_bias = fields.flag("attention_bias")
@@ -404,7 +407,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
-    num_layers = fields.integer(key("block_count"))
+    num_layers = fields.integer(key("block_count"), maximum=MAX_LAYERS)
     num_heads = fields.integer(key("attention.head_count"))
     num_kv_heads = fields.integer(key("attention.head_count_kv"), num_heads)
     hidden_size = fields.integer(key("embedding_length"))

@@ -48,13 +48,15 @@ class DecoderLayer(nn.Module):
         `sampled`: nobody reads more of the result than these rows' last tokens, so only those attend and go on.
         """
         qkv, residual = self.attention.qkv.normed(x, residual, self.attention_norm, batch)
-        q = self.attention.write(qkv, batch, kv)
-        if sampled is not None:
+        if sampled is None:
+            out = self.attention(qkv, batch, kv)
+        else:
+            q = self.attention.write(qkv, batch, kv)
             q, residual = q.index_select(0, batch.logits_index), residual.index_select(0, batch.logits_index)
             if not len(q):
                 return residual, None
             batch = sampled
-        out = self.attention.read(q, batch, kv)
+            out = self.attention.read(q, batch, kv)
         x, stream = self._onto(residual, self.attention.output, out, self.post_attention_norm, batch)
         out, stream = self.mlp(x, stream, self.mlp_norm, batch)
         return self._onto(stream, self.mlp.down, out, self.post_mlp_norm, batch)
@@ -126,6 +128,12 @@ class Decoder(nn.Module):
         linears = [module for module in self.modules() if isinstance(module, Linear)]
         read = sum(linear.scheme.read_bytes(linear, rows) for linear in linears)
         return read / sum(linear.weight.numel() for linear in linears)
+
+    def weight_reads(self, rows: int) -> tuple[int, int]:
+        """The same in bytes, apart: of all the layers' linears, and of the head."""
+        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
+        read = sum(linear.scheme.read_bytes(linear, rows) for linear in linears)
+        return read, self.head.scheme.read_bytes(self.head, rows)
 
     @property
     def weight_bytes(self) -> int:

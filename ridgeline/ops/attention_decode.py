@@ -3,7 +3,11 @@
 Every program walks one share of one row's keys for one KV head, all heads of that group together, so that a KV byte is
 read once. A row that is cut into several shares leaves partial results (maximum, sum, accumulated) in a workspace; the
 program that arrives last merges them, always in the order of the shares, so that arrival never shows in the result.
-Grids are host numbers; lengths are read on the device, and programs beyond them leave at once.
+Grids are host numbers; who has which share is read on the device, and programs beyond the list leave at once.
+
+FRESH: the queries come straight from the projection. Every program normalises and rotates those of its group; the one
+whose share ends with the newest position does the same with that key, and puts it and its value into the page before it
+reads the page. No other program looks at that slot, so nobody has to wait.
 
 `attend_keys` is the loop of all attention kernels: the prompt kernels (attention_prefill.py) use it too.
 """
@@ -16,9 +20,9 @@ from ridgeline.ops.registry import tl, triton_kernel
 
 
 @triton_kernel()
-def share_of(span, SHARES: tl.constexpr, MINIMUM: tl.constexpr, TILE_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys per share when `span` keys are cut into at most SHARES: whole tiles, and at least MINIMUM."""
-    share = tl.maximum(tl.cdiv(span, SHARES), MINIMUM)
+def share_of(span, shares, MINIMUM: tl.constexpr, TILE_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys per share when `span` keys are cut into at most so many: whole tiles, and at least MINIMUM."""
+    share = tl.maximum(tl.cdiv(span, shares), MINIMUM)
     return tl.cdiv(share, TILE_KEYS) * TILE_KEYS
 
 
@@ -27,12 +31,21 @@ def load_query(  # type: ignore[no-untyped-def]
     q_ptr, offset, live, k_scale_ptr, dim, score_scale,
     HEAD_DIM: tl.constexpr, K_SCALE: tl.constexpr, K_NARROW: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    q = tl.load(q_ptr + offset, mask=live, other=0.0)
+    return prepared(q, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST)
+
+
+@triton_kernel()
+def prepared(  # type: ignore[no-untyped-def]
+    q, k_scale_ptr, dim, score_scale,
+    HEAD_DIM: tl.constexpr, K_SCALE: tl.constexpr, K_NARROW: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """The query tile, and what its scores are to be multiplied by: a number, or for narrow keys one per query.
 
     Scales per channel of K are multiplied into the queries once, instead of into every key. Eight-bit keys become
     float16, which takes one instruction where bfloat16 takes three; the queries are brought into its range.
     """
-    q = tl.load(q_ptr + offset, mask=live, other=0.0)
+    own_type: tl.constexpr = q.dtype
     if K_SCALE == "channel":
         q = q.to(tl.float32) * tl.load(k_scale_ptr + dim, mask=dim < HEAD_DIM, other=0.0)[None, :]
     if UPCAST:
@@ -43,7 +56,7 @@ def load_query(  # type: ignore[no-untyped-def]
         q = (q / largest[:, None]).to(tl.float16)
         score_scale = score_scale * largest
     else:
-        q = q.to(q_ptr.dtype.element_ty)
+        q = q.to(own_type)
     return q, score_scale
 
 
@@ -191,62 +204,147 @@ def scale_values(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def merge_shares(  # type: ignore[no-untyped-def]
-    accumulated_ptr, statistics_ptr, out_ptr, first_slot, used_prefix, used, out_head_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PREFIX_SHARES: tl.constexpr, SHARES: tl.constexpr,
-    TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr, TILE_SLOTS: tl.constexpr, ALL_SLOTS: tl.constexpr,
+    accumulated_ptr, statistics_ptr, out_ptr, first_prefix, first_slot, used_prefix, used, out_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_GROUP: tl.constexpr,
+    TILE_DIM: tl.constexpr, TILE_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Merge one (row, KV head)'s partial results, those of its shared prefix first; `out_ptr` is at its first head.
 
-    ALL_SLOTS: PREFIX_SHARES + SHARES, rounded up to a power of two.
+    In their order, TILE_SLOTS at a time: few enough to be in registers, and usually all.
     """
     head = tl.arange(0, TILE_GROUP)
     dim = tl.arange(0, TILE_DIM)
-    slots = tl.arange(0, ALL_SLOTS)
-    there = (slots < used_prefix) | ((slots >= PREFIX_SHARES) & (slots < PREFIX_SHARES + used))
-    all_known = there[:, None] & (head < GROUP)[None, :]
-    statistics = statistics_ptr + (first_slot + slots)[:, None] * (2 * GROUP) + head[None, :]
-    # Written by other programs a moment ago: read from L2, never from this processor's own cache.
-    all_maxima = tl.load(statistics, mask=all_known, other=-1e30, cache_modifier=".cg")
-    sums = tl.load(statistics + GROUP, mask=all_known, other=0.0, cache_modifier=".cg")
-    if ALL_SLOTS == TILE_SLOTS:                          # all at once, while the statistics are on their way
-        parts = tl.load(
-            accumulated_ptr + ((first_slot + slots)[:, None] * GROUP + head[None, :])[:, :, None] * TILE_DIM
-            + dim[None, None, :], mask=all_known[:, :, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-    maximum = tl.max(all_maxima, axis=0)
-    shrink = tl.exp2(all_maxima - maximum[None, :])
-    total = tl.sum(shrink * sums, axis=0)
-
-    if ALL_SLOTS == TILE_SLOTS:
-        merged = tl.sum(parts * shrink[:, :, None], axis=0)
-    else:
-        merged = tl.zeros([TILE_GROUP, TILE_DIM], tl.float32)
-        for begin in range(0, PREFIX_SHARES + used, TILE_SLOTS):
-            slot = begin + tl.arange(0, TILE_SLOTS)
-            known = (slot < used_prefix) | ((slot >= PREFIX_SHARES) & (slot < PREFIX_SHARES + used))
-            known_heads = known[:, None] & (head < GROUP)[None, :]
-            place = (first_slot + slot)[:, None] * GROUP + head[None, :]
-            maxima = tl.load(
-                statistics_ptr + (first_slot + slot)[:, None] * (2 * GROUP) + head[None, :],
-                mask=known_heads, other=-1e30, cache_modifier=".cg",
-            )  # fmt: skip
-            part = tl.load(
-                accumulated_ptr + place[:, :, None] * TILE_DIM + dim[None, None, :],
-                mask=known_heads[:, :, None], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            merged += tl.sum(part * tl.exp2(maxima - maximum[None, :])[:, :, None], axis=0)
+    maximum = tl.full([TILE_GROUP], -1e30, tl.float32)
+    total = tl.zeros([TILE_GROUP], tl.float32)
+    merged = tl.zeros([TILE_GROUP, TILE_DIM], tl.float32)
+    for begin in range(0, used_prefix + used, TILE_SLOTS):
+        part = begin + tl.arange(0, TILE_SLOTS)
+        slot = tl.where(part < used_prefix, first_prefix + part, first_slot + (part - used_prefix) * KV_HEADS)
+        known = (part < used_prefix + used)[:, None] & (head < GROUP)[None, :]
+        statistics = statistics_ptr + slot[:, None] * (2 * GROUP) + head[None, :]
+        # Written by other programs a moment ago: read from L2, never from this processor's own cache.
+        maxima = tl.load(statistics, mask=known, other=-1e30, cache_modifier=".cg")
+        sums = tl.load(statistics + GROUP, mask=known, other=0.0, cache_modifier=".cg")
+        place = (slot[:, None] * GROUP + head[None, :])[:, :, None] * TILE_DIM + dim[None, None, :]
+        parts = tl.load(accumulated_ptr + place, mask=known[:, :, None], other=0.0, cache_modifier=".cg")
+        new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
+        decay = tl.exp2(maximum - new_maximum)
+        shrink = tl.exp2(maxima - new_maximum[None, :])
+        total = total * decay + tl.sum(shrink * sums, axis=0)
+        merged = merged * decay[:, None] + tl.sum(parts * shrink[:, :, None], axis=0)
+        maximum = new_maximum
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     live = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(out_ptr + head[:, None] * out_head_stride + dim[None, :], merged.to(out_ptr.dtype.element_ty), mask=live)
 
 
+# ── new tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton_kernel()
+def in_runs(index, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Say of indices that jump at HALF alone that runs of eight are contiguous: they are then loaded together."""
+    if HALF % 8 == 0:
+        index = tl.max_contiguous(tl.multiple_of(index, 8), 8)
+    return index
+
+
+@triton_kernel()
+def partner_of(dim, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The dimension that each one is rotated with; beyond 2 * HALF there is none."""
+    return in_runs(tl.where(dim < HALF, dim + HALF, dim - HALF), HALF)
+
+
+@triton_kernel()
+def angles(cos_sin_ptr, position, dim, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cosine of every dimension of a head, and the sine with the sign that its partner takes; 1 and 0 beyond rotation.
+
+    `position` is a number, or [N, 1].
+    """
+    place = position * (2 * HALF) + in_runs(tl.where(dim < HALF, dim, dim - HALF), HALF)[None, :]
+    turns = (dim < 2 * HALF)[None, :]
+    cos = tl.load(cos_sin_ptr + place, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(cos_sin_ptr + HALF + place, mask=turns, other=0.0).to(tl.float32)
+    return cos, tl.where((dim < HALF)[None, :], -sin, sin)
+
+
+@triton_kernel()
+def norm_weights(  # type: ignore[no-untyped-def]
+    norm_ptr, dim, norm_offset, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """What the norm multiplies every dimension and its partner by; without a norm nothing that counts."""
+    own = dim.to(tl.float32)
+    other = own
+    if NORM:
+        own = tl.load(norm_ptr + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32) + norm_offset
+        other = tl.load(norm_ptr + partner_of(dim, HALF), mask=dim < 2 * HALF, other=0.0).to(tl.float32) + norm_offset
+    return own, other
+
+
+@triton_kernel()
+def load_heads(ptr, offset, dim, live, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Heads that begin at `offset` [N, 1], each value for itself and where its partner stands: the second load finds it
+    in the cache, and both then lie where the product wants them."""
+    own = tl.load(ptr + offset + dim[None, :], mask=live, other=0.0)
+    paired = live & (dim < 2 * HALF)[None, :]
+    return own, tl.load(ptr + offset + partner_of(dim, HALF)[None, :], mask=paired, other=0.0)
+
+
+@triton_kernel()
+def turned(  # type: ignore[no-untyped-def]
+    own, other, weight, other_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """What `load_heads` has loaded, normalised and rotated, in float32."""
+    own = own.to(tl.float32)
+    other = other.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
+        own *= scale * weight[None, :]
+        other *= scale * other_weight[None, :]
+    return own * cos + other * sin
+
+
+@triton_kernel()
+def store_scaled(  # type: ignore[no-untyped-def]
+    cache_ptr, offset, value, live, scale_ptr, scale_offset, head_scale_stride, dim_scale_stride, head, dim, largest,
+    LIMIT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """value / scale into the cache. SCALES 0: there are none; 1: read; 2: each head's is its largest value's."""
+    if SCALES == 1:
+        place = scale_offset + head[:, None] * head_scale_stride + dim[None, :] * dim_scale_stride
+        value = value / tl.load(scale_ptr + place, mask=live, other=1.0)
+    if SCALES == 2:
+        value = value / tl.where(largest > 0, largest / LIMIT, 1.0)[:, None]
+    if SCALES != 0:
+        value = tl.clamp(value, -LIMIT, LIMIT)
+    tl.store(cache_ptr + offset, value.to(cache_ptr.dtype.element_ty), mask=live)
+
+
+@triton_kernel()
+def store_newest(  # type: ignore[no-untyped-def]
+    cache_ptr, value, dim, scale_ptr,
+    HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, LIMIT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """One head [1, dimensions] of K or V at its place in the page, and its scale if that is the token's own."""
+    head = tl.arange(0, 1)
+    largest = tl.max(tl.abs(value), axis=1)
+    if SCALES == 2:
+        tl.store(scale_ptr + head, tl.where(largest > 0, largest / LIMIT, 1.0))
+    store_scaled(
+        cache_ptr, dim[None, :], value, dim[None, :] < HEAD_DIM, scale_ptr, 0, 0, 1 if SCALE == "channel" else 0, head,
+        dim, largest, LIMIT, SCALES,
+    )  # fmt: skip
+
+
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton_kernel(do_not_specialize=["table_stride"])
+@triton_kernel(do_not_specialize=["table_stride", "prefix_shares", "own_slots"])
 def decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, kv_len_ptr, prefix_len_ptr, k_scale_ptr, v_scale_ptr,
-    accumulated_ptr, statistics_ptr, arrived_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, kv_len_ptr, prefix_len_ptr,
+    item_row_ptr, first_item_ptr, size_ptr, k_scale_ptr, v_scale_ptr,
+    accumulated_ptr, statistics_ptr, arrived_ptr, prefix_shares, own_slots,
+    positions_ptr, slots_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, eps, norm_offset,
     score_scale, softcap, table_stride,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride,
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
@@ -255,19 +353,30 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     K_NARROW: tl.constexpr, V_NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr,
-    SHARES: tl.constexpr, MINIMUM_SHARE: tl.constexpr, PREFIX_SHARES: tl.constexpr, MINIMUM_PREFIX: tl.constexpr,
-    TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
-    TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr, ALL_SLOTS: tl.constexpr,
-    DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
+    MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
+    TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr,
+    FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+    K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program: one share of one row's keys for one KV head. KV heads are the fastest index: programs that run at
-    the same time then read neighbouring bytes of the same pages."""
+    """One program: one item of the list, which is one share of one row's keys, for one KV head (decode_shares.py).
+
+    KV heads are the fastest index: programs that run at the same time then read neighbouring bytes of the same pages.
+    Partial results of prefixes have `prefix_shares` slots for each row and KV head; from slot `own_slots` on every item
+    has one for each KV head.
+    """
     kv_head = tl.program_id(0)
-    row = tl.program_id(1)
-    share = tl.program_id(2)
-    # Lengths and tables were written when the step began, and all keys but the newest in earlier steps: they need not
-    # wait for the kernel before this one.
+    item = tl.program_id(1)
+    # Lists, lengths and tables were written when the step began, and all keys but the newest in earlier steps: they
+    # need not wait for the kernel before this one.
+    row = tl.load(item_row_ptr + item)
+    if row < 0:
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        return
     kv_len = tl.load(kv_len_ptr + row)
+    size = tl.load(size_ptr + row)
+    first_item = tl.load(first_item_ptr + row)
     table_row = row
     if HAS_TABLE_ROWS:
         table_row = tl.load(table_rows_ptr + row)
@@ -275,12 +384,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     used_prefix = 0
     if HAS_PREFIX:
         first = tl.load(prefix_len_ptr + row)
-        used_prefix = tl.cdiv(first, share_of(first, PREFIX_SHARES, MINIMUM_PREFIX, TILE_PREFIX))
+        used_prefix = tl.cdiv(first, share_of(first, prefix_shares, MINIMUM_PREFIX, TILE_PREFIX))
     if WINDOW > 0:
         first = tl.maximum(kv_len - WINDOW, 0)
-    span = kv_len - first
-    size = share_of(span, SHARES, MINIMUM_SHARE, TILE_KEYS)
-    used = tl.cdiv(span, size)
+    used = tl.cdiv(kv_len - first, size)
+    share = item - first_item
 
     dim = tl.arange(0, TILE_DIM)
     member = tl.arange(0, TILE_QUERIES)
@@ -303,6 +411,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     k_scale_ptr += kv_head * k_scale_head_stride
     v_scale_ptr += kv_head * v_scale_head_stride
     block = first_blocks(table_ptr, begin, end, BLOCK_SIZE, TILE_KEYS)
+    if FRESH:
+        newest = tl.load(slots_ptr + row)
+        cos, sin = angles(cos_sin_ptr, tl.load(positions_ptr + row), dim, HALF)
+        q_weight, q_partner = norm_weights(q_norm_ptr, dim, norm_offset, HEAD_DIM, HALF, NORM)
+        k_weight, k_partner = norm_weights(k_norm_ptr, dim, norm_offset, HEAD_DIM, HALF, NORM)
     if DEPENDENT:
         slot = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1) % BLOCK_SIZE
         fetch_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM)
@@ -311,8 +424,36 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     if K_SCALE == "head":
         score_scale *= tl.load(k_scale_ptr)
-    q_offset = row.to(tl.int64) * q_token_stride + (kv_head * GROUP + member)[:, None] * q_head_stride + dim[None, :]
-    q, score_scale = load_query(q_ptr, q_offset, live, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST)
+    q_ptr += row.to(tl.int64) * q_token_stride
+    q_offset = (kv_head * GROUP + member)[:, None] * q_head_stride
+    if FRESH:
+        # All loads first: what the newest position needs is on its way while the queries are turned.
+        own, other = load_heads(q_ptr, q_offset, dim, live, HALF)
+        new_head = (KV_HEADS * GROUP + kv_head + tl.arange(0, 1))[:, None] * q_head_stride
+        is_mine = (dim < tl.where(end == kv_len, HEAD_DIM, 0))[None, :]
+        own_k, other_k = load_heads(q_ptr, new_head, dim, is_mine, HALF)
+        v = tl.load(q_ptr + new_head + KV_HEADS * q_head_stride + dim[None, :], mask=is_mine, other=0.0).to(tl.float32)
+        turned_q = turned(own, other, q_weight, q_partner, cos, sin, eps, HEAD_DIM, NORM).to(q_ptr.dtype.element_ty)
+        if end == kv_len:
+            new_block = newest // BLOCK_SIZE
+            new_slot = newest % BLOCK_SIZE
+            k = turned(own_k, other_k, k_weight, k_partner, cos, sin, eps, HEAD_DIM, NORM)
+            store_newest(
+                k_ptr + new_block * k_block_stride + new_slot * k_slot_stride, k, dim,
+                k_scale_ptr + new_block * k_scale_block_stride + new_slot * k_scale_slot_stride,
+                HEAD_DIM, K_SCALE, K_LIMIT, K_SCALES,
+            )  # fmt: skip
+            store_newest(
+                v_ptr + new_block * v_block_stride + new_slot * v_slot_stride, v, dim,
+                v_scale_ptr + new_block * v_scale_block_stride + new_slot * v_scale_slot_stride,
+                HEAD_DIM, V_SCALE, V_LIMIT, V_SCALES,
+            )  # fmt: skip
+            tl.debug_barrier()                           # all threads see it when they read the page
+        q, score_scale = prepared(turned_q, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST)
+    else:
+        q, score_scale = load_query(
+            q_ptr, q_offset + dim[None, :], live, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST
+        )  # fmt: skip
 
     maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
@@ -327,15 +468,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
 
     pair = row * KV_HEADS + kv_head
-    first_slot = pair.to(tl.int64) * (PREFIX_SHARES + SHARES)
+    first_prefix = pair.to(tl.int64) * prefix_shares
     mine = member < GROUP
     if HAS_PREFIX:
-        if SHARES == 1:                                  # nobody else to wait for: the prefix is there already
-            for slot in range(used_prefix):
-                statistics = statistics_ptr + (first_slot + slot) * (2 * GROUP) + member
+        if used == 1:                                    # nobody else to wait for: the prefix is there already
+            for part in range(used_prefix):
+                statistics = statistics_ptr + (first_prefix + part) * (2 * GROUP) + member
                 their_maximum = tl.load(statistics, mask=mine, other=-1e30, cache_modifier=".cg")
                 their_total = tl.load(statistics + GROUP, mask=mine, other=0.0, cache_modifier=".cg")
-                place = ((first_slot + slot) * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
+                place = ((first_prefix + part) * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
                 theirs = tl.load(accumulated_ptr + place, mask=mine[:, None], other=0.0, cache_modifier=".cg")
                 new_maximum = tl.maximum(maximum, their_maximum)
                 decay = tl.exp2(maximum - new_maximum)
@@ -343,24 +484,23 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 total = total * decay + their_total * their_decay
                 accumulated = accumulated * decay[:, None] + theirs * their_decay[:, None]
                 maximum = new_maximum
-            used_prefix = 0
-    if used + used_prefix == 1:
+    if used == 1:
         out = accumulated / total[:, None]
         tl.store(
             out_ptr + member[:, None] * out_head_stride + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=live
         )
         return
-    if SHARES > 1:
-        slot = first_slot + PREFIX_SHARES + share
-        tl.store(statistics_ptr + slot * (2 * GROUP) + member, maximum, mask=mine)
-        tl.store(statistics_ptr + slot * (2 * GROUP) + GROUP + member, total, mask=mine)
-        place = (slot * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
-        tl.store(accumulated_ptr + place, accumulated, mask=mine[:, None])
-        tl.debug_barrier()                               # all threads have stored before one of them says so
-        arrived = tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel")
-        if arrived == used - 1:
-            tl.store(arrived_ptr + pair, 0)              # ready for the next launch
-            merge_shares(
-                accumulated_ptr, statistics_ptr, out_ptr, first_slot, used_prefix, used, out_head_stride,
-                GROUP, HEAD_DIM, PREFIX_SHARES, SHARES, TILE_GROUP, TILE_DIM, TILE_SLOTS, ALL_SLOTS,
-            )  # fmt: skip
+    first_slot = (own_slots + first_item * KV_HEADS + kv_head).to(tl.int64)
+    slot = first_slot + share * KV_HEADS
+    tl.store(statistics_ptr + slot * (2 * GROUP) + member, maximum, mask=mine)
+    tl.store(statistics_ptr + slot * (2 * GROUP) + GROUP + member, total, mask=mine)
+    place = (slot * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
+    tl.store(accumulated_ptr + place, accumulated, mask=mine[:, None])
+    tl.debug_barrier()                                   # all threads have stored before one of them says so
+    arrived = tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel")
+    if arrived == used - 1:
+        tl.store(arrived_ptr + pair, 0)                  # ready for the next launch
+        merge_shares(
+            accumulated_ptr, statistics_ptr, out_ptr, first_prefix, first_slot, used_prefix, used, out_head_stride,
+            KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM, TILE_SLOTS,
+        )  # fmt: skip

@@ -7,7 +7,14 @@ those at the far edge of a window, compare positions.
 
 from __future__ import annotations
 
-from ridgeline.ops.attention_decode import attend_keys, first_blocks, load_query, scale_values, share_of
+from ridgeline.ops.attention_decode import (
+    attend_keys,
+    fetch_tile,
+    first_blocks,
+    load_query,
+    scale_values,
+    share_of,
+)
 from ridgeline.ops.registry import tl, triton_kernel
 
 # ── prompt chunks ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -113,17 +120,17 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 # ── shared prefixes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton_kernel(do_not_specialize=["table_stride"])
+@triton_kernel(do_not_specialize=["table_stride", "prefix_shares"])
 def prefix_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, tile_row_ptr, tile_len_ptr, tile_first_ptr, tile_count_ptr, members_ptr,
-    k_scale_ptr, v_scale_ptr, accumulated_ptr, statistics_ptr,
+    k_scale_ptr, v_scale_ptr, accumulated_ptr, statistics_ptr, prefix_shares,
     score_scale, softcap, table_stride, q_token_stride, q_head_stride,
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_NARROW: tl.constexpr,
-    V_NARROW: tl.constexpr, SHARES: tl.constexpr, PREFIX_SHARES: tl.constexpr, MINIMUM_PREFIX: tl.constexpr,
+    V_NARROW: tl.constexpr, MINIMUM_PREFIX: tl.constexpr,
     TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
     DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -135,27 +142,39 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     share = tl.program_id(2)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # Tiles and tables were written when the step began, and the prefix in earlier steps.
     prefix_len = tl.load(tile_len_ptr + tile)
-    size = share_of(prefix_len, PREFIX_SHARES, MINIMUM_PREFIX, TILE_KEYS)
+    count = tl.load(tile_count_ptr + tile)
+    table_row = tl.load(tile_row_ptr + tile).to(tl.int64)
+    first_member = tl.load(tile_first_ptr + tile)
+    size = share_of(prefix_len, prefix_shares, MINIMUM_PREFIX, TILE_KEYS)
     begin = share * size
     if begin >= prefix_len:
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         return
     end = tl.minimum(begin + size, prefix_len)
-    count = tl.load(tile_count_ptr + tile)
-    table_ptr += tl.load(tile_row_ptr + tile).to(tl.int64) * table_stride
+    table_ptr += table_row * table_stride
 
     pair = tl.arange(0, TILE_QUERIES)
     member = pair // GROUP
     own_head = pair % GROUP
     there = member < count
-    row = tl.load(members_ptr + tl.load(tile_first_ptr + tile) + member, mask=there, other=0).to(tl.int64)
+    row = tl.load(members_ptr + first_member + member, mask=there, other=0).to(tl.int64)
     dim = tl.arange(0, TILE_DIM)
     live = there[:, None] & (dim < HEAD_DIM)[None, :]
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
     k_scale_ptr += kv_head * k_scale_head_stride
     v_scale_ptr += kv_head * v_scale_head_stride
+    block = first_blocks(table_ptr, begin, end, BLOCK_SIZE, TILE_KEYS)
+    if DEPENDENT:
+        slot = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1) % BLOCK_SIZE
+        fetch_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM)
+        fetch_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if K_SCALE == "head":
         score_scale *= tl.load(k_scale_ptr)
     q_offset = row[:, None] * q_token_stride + (kv_head * GROUP + own_head)[:, None] * q_head_stride + dim[None, :]
@@ -165,10 +184,7 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([TILE_QUERIES], tl.float32)
     accumulated = tl.zeros([TILE_QUERIES, TILE_DIM], tl.float32)
     last = tl.full([TILE_QUERIES], 0, tl.int32) + (end - 1)
-    k_ptr += kv_head * k_head_stride
-    v_ptr += kv_head * v_head_stride
     inner = begin + (end - begin) // TILE_KEYS * TILE_KEYS
-    block = first_blocks(table_ptr, begin, end, BLOCK_SIZE, TILE_KEYS)
     maximum, total, accumulated, block = attend_keys(
         q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, inner, end,
         last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
@@ -183,7 +199,7 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
 
-    slot = (row * KV_HEADS + kv_head) * (PREFIX_SHARES + SHARES) + share
+    slot = (row * KV_HEADS + kv_head) * prefix_shares + share
     tl.store(statistics_ptr + slot * (2 * GROUP) + own_head, maximum, mask=there)
     tl.store(statistics_ptr + slot * (2 * GROUP) + GROUP + own_head, total, mask=there)
     place = (slot * GROUP + own_head)[:, None] * TILE_DIM

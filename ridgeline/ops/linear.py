@@ -1,7 +1,7 @@
 """The product with a weight matrix as it is stored, [outputs, inputs], alone and between its neighbours.
 
-Packed and quantised weights are quant/'s business. The kernels are in gemv.py and small_gemm.py; linear_plan.py says which
-of them, or the library, multiplies how many rows.
+Packed and quantised weights are quant/'s business. The kernels are in ring_gemv.py and gemv.py (one row), small_gemm.py (a
+few) and gated_gemm.py (many, with a gate); linear_plan.py says which of them, or the library, multiplies how many rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from torch import Tensor
 from ridgeline.costs import LINEAR_CASES, NORMED_LINEAR_CASES, linear_cost, normed_linear_cost
 from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation, gated_activation_reference
+from ridgeline.ops.gated_gemm import gated_gemm, suits
 from ridgeline.ops.gemv import gemv
 from ridgeline.ops.launch import shared_memory
 from ridgeline.ops.linear_plan import MOST_ROWS, GemmPlan, GemvPlan, Plan, plan
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
+from ridgeline.ops.ring_gemv import ring_for, ring_gemv
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.ops.small_gemm import small_gemm
 
@@ -61,12 +63,21 @@ def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan:
     return chosen
 
 
+def _one_row(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: GemvPlan, gate: str | None = None, **norm: Any
+) -> tuple[Tensor, Tensor]:
+    ring = ring_for(x.shape[1], gate is not None, x.device) if weight.data_ptr() % 16 == 0 else None
+    if ring is None:
+        return gemv(x, weight, bias, chosen, gate=gate, **norm)
+    return ring_gemv(x, weight, bias, ring, gate=gate, **norm)
+
+
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     chosen = _plan(x, weight, gated=False)
     if chosen is None:
         return F.linear(x, weight, bias)
     if isinstance(chosen, GemvPlan):
-        return gemv(x, weight, bias, chosen)[0]
+        return _one_row(x, weight, bias, chosen)[0]
     return small_gemm(x, weight, bias, chosen)
 
 
@@ -76,8 +87,8 @@ def normed_linear_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     chosen = _plan(x, weight, gate is not None) if x.dtype in NARROW else None
     if isinstance(chosen, GemvPlan):
-        return gemv(
-            x, weight, bias, chosen, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate
+        return _one_row(
+            x, weight, bias, chosen, gate, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual
         )
     if residual is None:
         normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x
@@ -87,6 +98,8 @@ def normed_linear_triton(
         return linear(normed, weight, bias), stream
     if isinstance(chosen, GemmPlan):
         return small_gemm(normed, weight, bias, chosen, gate=gate), stream
+    if x.dtype in NARROW and suits(normed, weight, bias):
+        return gated_gemm(normed, weight, gate), stream
     return gated_activation(linear(normed, weight, bias), gate), stream
 
 

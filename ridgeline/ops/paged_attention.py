@@ -12,12 +12,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.costs import PAGED_ATTENTION_CASES, paged_attention_cost
-from ridgeline.ops import attention_decode, attention_prefill, native
+from ridgeline.ops import attention_decode, attention_prefill, attention_tma, native
+from ridgeline.ops.decode_shares import DeviceShares, num_items, programs_at_once, share_out
 from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.registry import (
     TRITON_DTYPES,
@@ -48,7 +50,6 @@ class AttentionWork:
     num_decodes: int                 # leading rows that have exactly one query each; padding among them has kv_len 0
     longest_query: int               # no later row has more queries than this; 0: there are none
     deterministic: bool = False      # a row's result depends on that row alone, to the last bit
-    uneven: bool = False             # a few decodes are far longer than the others: worth programs that mostly idle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +66,19 @@ class SharedPrefix:
     tile_count: Tensor               # int32 [N]: how many they are
     members: Tensor                  # int32 [M]: batch rows, each in one tile at most
     prefix_len: Tensor               # int32 [R]: tile_len of the row's tile, less than kv_len; 0: shares nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreshTokens:
+    """What is still to be done with the new tokens of decodes: norm and rotation, and the write of K and V. One a row."""
+
+    positions: Tensor                # int64 [R]: row of cos_sin
+    slots: Tensor                    # int64 [R]: block * block_size + offset, where the row's table has the newest position
+    cos_sin: Tensor                  # [max_position, 2, rotary_dim / 2]
+    q_norm: Tensor | None = None     # [D]: weights of the norm on each head
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    norm_offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +192,8 @@ def paged_attention_reference(
     table_rows: Tensor | None = None,    # int32 [R]: the row of block_table that is each row's; None: its own number
     work: AttentionWork | None = None,
     prefix: SharedPrefix | None = None,
+    shares: DeviceShares | None = None,  # which program reads which keys of the decodes; None: it is worked out anew
+    query_tiles: Tensor | None = None,   # int32 [N, 4]: the rows after the decodes, cut up by attention_tma.query_tiles
     kv_format: KVFormat | None = None,   # of quantised caches, with their scales
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -187,7 +203,7 @@ def paged_attention_reference(
 ) -> Tensor:
     """softmax(softcap(scale * q k^T) + mask) v -> [T, H, D]. A row without keys (padding) gives zeros.
 
-    `work`, `prefix` and `workspace` serve the kernels; they do not change the result.
+    `work`, `prefix`, `shares`, `query_tiles` and `workspace` serve the kernels; they do not change the result.
     """
     if kv_len_host is None:
         kv_len_host = kv_len.tolist()
@@ -387,13 +403,7 @@ def _attend(
 
 Launch = dict[str, int]              # Triton's options of a launch
 LOG2E = math.log2(math.e)
-MAX_SHARES = 64
 PREFIX_MINIMUM = 256                 # keys of a prefix that are worth a program
-MINIMUM_SHARE = 64                   # keys that are worth a program
-UNEVEN_SHARES = 8                    # of long rows among many short ones; of at least so many keys:
-UNEVEN_MINIMUM = 1024
-DETERMINISTIC_SHARES = 8             # of a row's keys, whatever else is in the batch; of at least so many keys:
-DETERMINISTIC_MINIMUM = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -410,16 +420,11 @@ def workspace_floats(
     deterministic: bool = False,
 ) -> int:  # fmt: skip
     """Most float32 partials that a launch with up to `max_rows` decodes leaves behind."""
-    slots = prefix = 0
+    programs = programs_at_once(multiprocessors, kv_heads)
+    slots = 0
     for rows in range(1, max_rows + 1):
-        shares = decode_shares(rows, kv_heads, multiprocessors)
-        if prefix_tiles:
-            prefix = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors)
-        if shares > 1 or prefix:
-            slots = max(slots, rows * (shares + prefix))
-    slots = max(slots, min(max_rows, 256) * UNEVEN_SHARES)
-    if deterministic:
-        slots = max(slots, max_rows * DETERMINISTIC_SHARES)
+        prefix = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors) if prefix_tiles else 0
+        slots = max(slots, num_items(rows, programs, deterministic) + rows * prefix)
     return _partial_floats(slots, heads, head_dim)
 
 
@@ -438,35 +443,27 @@ def tile_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def decode_shares(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Into how many shares a row's keys are cut at most: four programs for every multiprocessor, no more than run at
-    once. A single row takes one for each: what more of them would read faster, the merge would lose."""
-    pairs = rows * kv_heads
-    return max(1, min(MAX_SHARES, 4 * multiprocessors // pairs, max(16, multiprocessors // pairs)))
-
-
 def prefix_shares(rows: int, group: int, kv_heads: int, multiprocessors: int) -> int:
     """Into how many shares a prefix of so many rows is cut at most: one program fills a multiprocessor."""
     tiles = -(-rows // prefix_tile_rows(group))
     return max(1, min(16, multiprocessors // (tiles * kv_heads)))
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, programs: int, multiprocessors: int) -> tuple[int, Launch]:
-    """(keys per tile, launch options), as measured on an H200."""
+def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int) -> tuple[int, int, Launch]:
+    """(keys per tile, partial values that a merge takes at once, launch options) for so many pairs of a row and a KV
+    head, as measured on an H200; 0 for deterministic mode, where the number of rows may not matter."""
     if dtype == torch.float32:
         # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
-        return 32, {"num_warps": 4, "num_stages": 2}
+        return 32, 4096, {"num_warps": 4, "num_stages": 2}
     if narrow:
-        return 128, {"num_warps": 4, "num_stages": 2}
-    if programs <= multiprocessors:
-        return (64, {"num_warps": 2, "num_stages": 3}) if head_dim <= 128 else (32, {"num_warps": 2, "num_stages": 3})
-    if programs > 40 * multiprocessors and head_dim <= 128:
-        return 64, {"num_warps": 4, "num_stages": 3}
-    if programs > 6 * multiprocessors:
+        return 128, 8192, {"num_warps": 4, "num_stages": 2}
+    if pairs > 40 * processors and 64 < head_dim <= 128:
+        return 64, 4096, {"num_warps": 4, "num_stages": 3}
+    if pairs > 6 * processors:
         # Small enough for eight on a multiprocessor: rows of equal length are then all under way at once, where two
         # waves of them would both begin and both end without anything to stream.
-        return 32, {"num_warps": 2, "num_stages": 2}
-    return 32, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
+        return 64 if head_dim <= 64 else 32, 2048, {"num_warps": 2, "num_stages": 2, "maxnreg": 128}
+    return 32, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, pairs: int) -> tuple[int, int, Launch]:
@@ -485,10 +482,12 @@ def paged_attention_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor, *,
     query_start_host: list[int] | None = None, kv_len_host: list[int] | None = None, scale: float,
     window: int | None = None, softcap: float | None = None, table_rows: Tensor | None = None,
-    work: AttentionWork | None = None, prefix: SharedPrefix | None = None, kv_format: KVFormat | None = None,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, older: OlderKV | None = None,
-    workspace: AttentionWorkspace | None = None, out: Tensor | None = None,
+    work: AttentionWork | None = None, prefix: SharedPrefix | None = None, query_tiles: Tensor | None = None,
+    kv_format: KVFormat | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    older: OlderKV | None = None, workspace: AttentionWorkspace | None = None, out: Tensor | None = None,
+    shares: DeviceShares | None = None, fresh: FreshTokens | None = None,
 ) -> Tensor:  # fmt: skip
+    """`fresh`, for decodes alone: q is the projection [R, H + 2 KH, D], and its keys and values go into the cache here."""
     if older is not None:                                # the kernels read one KV format per row; the definition, several
         return paged_attention_reference(
             q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
@@ -497,10 +496,13 @@ def paged_attention_triton(
         )  # fmt: skip
     if work is None:
         work = _work_of(query_start_host if query_start_host is not None else query_start.tolist())
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tokens, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
+    if fresh is not None:
+        heads -= 2 * kv_heads
+    if out is None:
+        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    new_tensors, new_constants = _fresh_arguments(fresh, q, kv_format, k_cache, v_cache)
     group = heads // kv_heads
     k_layout, k_scale, k_scale_strides = _scale_argument(k_scale, kv_format.k_scale if kv_format else "none", q)
     v_layout, v_scale, v_scale_strides = _scale_argument(v_scale, kv_format.v_scale if kv_format else "none", q)
@@ -524,51 +526,49 @@ def paged_attention_triton(
     if decodes:
         if window is not None or work.deterministic:
             prefix = None
-        processors = 8 if TRITON_INTERPRETED else multiprocessors(q.device)      # it runs one program after another
-        shares, minimum = decode_shares(decodes, kv_heads, processors), MINIMUM_SHARE
-        programs = decodes * kv_heads * shares
+        if shares is None:
+            shares = _shares_of(kv_len, kv_len_host, decodes, kv_heads, window, prefix, work.deterministic)
+        items = shares.item_row.shape[0]
+        processors = _processors(q.device)
         tiles = 0 if prefix is None else prefix.tile_row.shape[0]
         prefix_cut = prefix_shares(decodes, group, kv_heads, processors) if tiles else 0
-        if work.uneven and workspace is not None:
-            room = workspace.partials.shape[0] // _partial_floats(decodes, heads, head_dim) - prefix_cut
-            if min(UNEVEN_SHARES, room) > shares:
-                shares, minimum = min(UNEVEN_SHARES, room), UNEVEN_MINIMUM
-        if work.deterministic:
-            shares, minimum, programs = DETERMINISTIC_SHARES, DETERMINISTIC_MINIMUM, 0
-        narrow = _is_narrow(k_cache, q) or _is_narrow(v_cache, q)
-        tile_keys, launch = decode_tiles(q.dtype, head_dim, narrow, programs, processors)
-        slots = decodes * (shares + prefix_cut)
+        slots = decodes * prefix_cut + items
         if workspace is None:
             workspace = make_workspace(_partial_floats(slots, heads, head_dim), decodes, kv_heads, q.device)
-        elif shares + prefix_cut > 1 and workspace.partials.shape[0] < _partial_floats(slots, heads, head_dim):
+        elif workspace.partials.shape[0] < _partial_floats(slots, heads, head_dim):
             raise ValueError(f"the attention workspace was made for fewer than {decodes} decodes, or without prefixes")
         accumulated, statistics = workspace.partials, workspace.partials[slots * heads * tile_dim(head_dim) :]
-        _, prefix_keys, prefix_launch = prefill_tiles(q.dtype, head_dim, PREFIX_QUERIES)
+        # As many queries as the rows can have together: a tile of few is faster.
+        prefix_queries = max(16, min(PREFIX_QUERIES, 1 << (decodes * group - 1).bit_length()))
+        _, prefix_keys, prefix_launch = prefill_tiles(q.dtype, head_dim, prefix_queries)
         if prefix is not None and tiles:
             attention_prefill.prefix_kernel[tiles, kv_heads, prefix_cut](
                 q, k_cache, v_cache, block_table, prefix.tile_row, prefix.tile_len, prefix.tile_first,
-                prefix.tile_count, prefix.members, k_scale, v_scale, accumulated, statistics,
+                prefix.tile_count, prefix.members, k_scale, v_scale, accumulated, statistics, prefix_cut,
                 score_scale, cap, block_table.stride(0), *strides[:2], *strides[4:], **constants,
-                KV_HEADS=kv_heads, SHARES=shares, PREFIX_SHARES=prefix_cut, MINIMUM_PREFIX=PREFIX_MINIMUM,
-                TILE_QUERIES=PREFIX_QUERIES, TILE_KEYS=prefix_keys,
+                KV_HEADS=kv_heads, MINIMUM_PREFIX=PREFIX_MINIMUM, TILE_QUERIES=prefix_queries, TILE_KEYS=prefix_keys,
                 **prefix_launch, **dependent_launch(q.device),
             )  # fmt: skip
+        narrow = _is_narrow(k_cache, q) or _is_narrow(v_cache, q)
+        pairs = 0 if work.deterministic else decodes * kv_heads
+        tile_keys, tile_values, launch = decode_tiles(q.dtype, head_dim, narrow, pairs, processors)
         tile_group = 1 << (group - 1).bit_length()
-        all_slots = 1 << (shares + prefix_cut - 1).bit_length()
-        attention_decode.decode_kernel[kv_heads, decodes, shares](
+        attention_decode.decode_kernel[kv_heads, items](
             q, k_cache, v_cache, out, block_table, kv_len if table_rows is None else table_rows, kv_len,
-            kv_len if prefix is None else prefix.prefix_len, k_scale, v_scale,
-            accumulated, statistics, workspace.arrived,
-            score_scale, cap, block_table.stride(0), *strides, **constants,
+            kv_len if prefix is None else prefix.prefix_len, shares.item_row, shares.first_item, shares.size,
+            k_scale, v_scale, accumulated, statistics, workspace.arrived, prefix_cut, decodes * kv_heads * prefix_cut,
+            *new_tensors, score_scale, cap, block_table.stride(0), *strides, **constants, **new_constants,
             KV_HEADS=kv_heads, WINDOW=window or 0, HAS_TABLE_ROWS=table_rows is not None, HAS_PREFIX=tiles > 0,
-            SHARES=shares, MINIMUM_SHARE=minimum, PREFIX_SHARES=prefix_cut, MINIMUM_PREFIX=PREFIX_MINIMUM,
-            TILE_PREFIX=prefix_keys, TILE_QUERIES=max(16, tile_group), TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
-            TILE_SLOTS=max(1, min(all_slots, 8192 // (tile_group * tile_dim(head_dim)))), ALL_SLOTS=all_slots,
-            **launch, **dependent_launch(q.device),
+            MINIMUM_PREFIX=PREFIX_MINIMUM, TILE_PREFIX=prefix_keys, TILE_QUERIES=max(16, tile_group),
+            TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
+            TILE_SLOTS=max(1, tile_values // (tile_group * tile_dim(head_dim))), **launch, **dependent_launch(q.device),
         )  # fmt: skip
 
     rows = kv_len.shape[0] - decodes
-    if rows and work.longest_query:
+    plain = window is None and softcap is None and k_layout == v_layout == "none" and not work.deterministic
+    if query_tiles is not None and plain and attention_tma.suits(q, k_cache, v_cache, out):
+        attention_tma.prompt_attention(q, k_cache, v_cache, block_table, query_tiles, out, scale)
+    elif rows and work.longest_query:
         pairs = PREFIX_QUERIES if work.deterministic else work.longest_query * group
         tile_queries, tile_keys, launch = prefill_tiles(q.dtype, head_dim, pairs)
         tile_queries = max(tile_queries, 1 << (group - 1).bit_length())
@@ -580,6 +580,50 @@ def paged_attention_triton(
             TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, **launch,
         )  # fmt: skip
     return out
+
+
+def _fresh_arguments(
+    fresh: FreshTokens | None, unused: Tensor, kv_format: KVFormat | None, k_cache: Tensor, v_cache: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(tensors and numbers, constants) for a decode kernel that reads new tokens, or does not."""
+    if fresh is None:
+        constants = {"FRESH": False, "HALF": 1, "NORM": False, "K_SCALES": 0, "V_SCALES": 0, "K_LIMIT": 0.0, "V_LIMIT": 0.0}
+        return (unused,) * 5 + (0.0, 0.0), constants
+    tensors = (
+        fresh.positions, fresh.slots, fresh.cos_sin, unused if fresh.q_norm is None else fresh.q_norm,
+        unused if fresh.k_norm is None else fresh.k_norm, fresh.eps, fresh.norm_offset,
+    )  # fmt: skip
+    layouts = ("none", "none") if kv_format is None else (kv_format.k_scale, kv_format.v_scale)
+    k_scales, v_scales = ({"none": 0, "token": 2}.get(layout, 1) for layout in layouts)
+    return tensors, {
+        "FRESH": True, "HALF": fresh.cos_sin.shape[-1], "NORM": fresh.q_norm is not None,
+        "K_SCALES": k_scales, "V_SCALES": v_scales,
+        "K_LIMIT": torch.finfo(k_cache.dtype).max, "V_LIMIT": torch.finfo(v_cache.dtype).max,
+    }  # fmt: skip
+
+
+def _processors(device: torch.device) -> int:
+    return 8 if TRITON_INTERPRETED else multiprocessors(device)      # the interpreter runs one program after another
+
+
+def device_shares(
+    lengths: list[int], kv_heads: int, window: int | None, prefix: SharedPrefix | None, deterministic: bool,
+    device: torch.device,
+) -> DeviceShares:  # fmt: skip
+    """For decodes of so many positions; whoever has them every step keeps them on the device (runner/rows.py)."""
+    read = np.array(lengths, np.int32) if window is None else np.minimum(np.array(lengths, np.int32), window)
+    if prefix is not None:
+        read = read - prefix.prefix_len.cpu().numpy()[: len(read)]
+    found = share_out(read, programs_at_once(_processors(device), kv_heads), deterministic)
+    return DeviceShares(*(torch.from_numpy(each).to(device) for each in (found.item_row, found.first_item, found.size)))
+
+
+def _shares_of(
+    kv_len: Tensor, kv_len_host: list[int] | None, decodes: int, kv_heads: int, window: int | None,
+    prefix: SharedPrefix | None, deterministic: bool,
+) -> DeviceShares:  # fmt: skip
+    lengths = kv_len.tolist() if kv_len_host is None else kv_len_host
+    return device_shares(lengths[:decodes], kv_heads, window, prefix, deterministic, kv_len.device)
 
 
 def _work_of(query_start: list[int]) -> AttentionWork:
@@ -708,6 +752,7 @@ def _inputs(
         "scale": head_dim**-0.5, "window": window, "softcap": softcap,
     }  # fmt: skip
     place = None
+    decodes = _leading_decodes(query_start)
     if scattered:
         place = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
         spread = torch.zeros(len(rows) + 2, table.shape[1], dtype=torch.int32)
@@ -720,6 +765,17 @@ def _inputs(
             groups, len(rows), heads // kv_heads, table_rows=None if place is None else place.tolist(),
             tiles=len(rows) + 1, device=device,
         )  # fmt: skip
+    if decodes:
+        kwargs["shares"] = device_shares(
+            kv_len[:decodes], kv_heads, window, None if window is not None else kwargs.get("prefix"), False,
+            torch.device(device),
+        )  # fmt: skip
+    if decodes < len(rows):
+        table_rows = torch.arange(len(rows)) if place is None else place
+        cut = attention_tma.query_tiles(
+            np.array(query_start[decodes:]), np.array(kv_len[decodes:]), table_rows[decodes:].numpy(), heads // kv_heads
+        )
+        kwargs["query_tiles"] = torch.from_numpy(cut).to(device)
     k_cache, v_cache = k_cache.to(dtype), v_cache.to(dtype)
     if kv_format is not None:
         form = KVFormat(getattr(torch, kv_format[0]), getattr(torch, kv_format[2]), kv_format[1], kv_format[3])

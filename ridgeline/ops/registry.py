@@ -39,8 +39,9 @@ if HAS_TRITON:
     os.environ.setdefault("TRITON_CACHE_DIR", str(platform.cache_dir() / "triton"))
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
 else:
-    triton = tl = None
+    triton = tl = gluon = None
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,6 +67,18 @@ def triton_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[.
 
     def decorate(function: Callable[..., None]) -> Any:
         return triton.jit(function, do_not_specialize=list(do_not_specialize)) if HAS_TRITON else function
+
+    return decorate
+
+
+def gluon_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
+    """`gluon.jit`, or the bare function where there is none: Triton's language for kernels that say where every number
+    lies and when it comes. Its interpreter does not know it."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        if not HAS_TRITON or TRITON_INTERPRETED:
+            return function
+        return gluon.jit(function, do_not_specialize=list(do_not_specialize))
 
     return decorate
 
@@ -96,7 +109,7 @@ class Tolerance:
 
 REGISTRY: dict[str, Op[Any, Any]] = {}
 _kernels = "auto"
-_nvtx = False
+_mark: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
 
 
 class Op(Generic[P, R]):
@@ -131,8 +144,8 @@ class Op(Generic[P, R]):
         if function is None:
             site = Site(first.device.type, first.dtype, first.shape[-1])
             function = self.choose(site).function
-            if _nvtx:
-                function = _marked(self.name, function)
+            if _mark is not None:
+                function = _mark(self.name, function)
             self._chosen[first.is_cpu, first.dtype, first.shape[-1]] = function
         return function(*args, **kwargs)
 
@@ -164,13 +177,18 @@ def set_kernels(kernels: str) -> None:
 
 def set_nvtx(on: bool) -> None:
     """A range around every op, for a profiler. Off, it costs nothing."""
-    global _nvtx
-    _nvtx = on
+    set_mark(_nvtx_range if on else None)
+
+
+def set_mark(mark: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
+    """Wrap every op's function from its next call on, by name; None: as they are."""
+    global _mark
+    _mark = mark
     for op in REGISTRY.values():
         op.forget()
 
 
-def _marked(name: str, function: Callable[P, R]) -> Callable[P, R]:
+def _nvtx_range(name: str, function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         torch.cuda.nvtx.range_push(name)
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.costs import ROTARY_WRITE_CASES, rotary_write_cost
+from ridgeline.ops.attention_decode import store_scaled
 from ridgeline.ops.kv_write import kv_write
 from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.paged_attention import KVFormat, quantise_kv, token_scales
@@ -73,22 +74,6 @@ def _quantised(
 
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@triton_kernel()
-def _store_scaled(  # type: ignore[no-untyped-def]
-    cache_ptr, offset, value, live, scale_ptr, scale_offset, head_scale_stride, dim_scale_stride, head, dim, largest,
-    LIMIT: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """value / scale into the cache. SCALES 0: there are none; 1: read; 2: each head's is its largest value's."""
-    if SCALES == 1:
-        place = scale_offset + head[:, None] * head_scale_stride + dim[None, :] * dim_scale_stride
-        value = value / tl.load(scale_ptr + place, mask=live, other=1.0)
-    if SCALES == 2:
-        value = value / tl.where(largest > 0, largest / LIMIT, 1.0)[:, None]
-    if SCALES != 0:
-        value = tl.clamp(value, -LIMIT, LIMIT)
-    tl.store(cache_ptr + offset, value.to(cache_ptr.dtype.element_ty), mask=live)
 
 
 @triton_kernel()
@@ -181,16 +166,16 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
             k_scale_ptr + scale_place + kv_head * k_scale_head_stride,
             tl.where(largest > 0, largest / K_LIMIT, 1.0), mask=kv_head < KV_HEADS,
         )
-    _store_scaled(
+    store_scaled(
         k_ptr, place + pair[None, :], k_first, kv_live, k_scale_ptr, scale_place, k_scale_head_stride,
         k_scale_dim_stride, kv_head, pair, largest, K_LIMIT, K_SCALES,
     )  # fmt: skip
-    _store_scaled(
+    store_scaled(
         k_ptr, place + HALF + pair[None, :], k_second, kv_live, k_scale_ptr, scale_place, k_scale_head_stride,
         k_scale_dim_stride, kv_head, HALF + pair, largest, K_LIMIT, K_SCALES,
     )  # fmt: skip
     if has_rest:
-        _store_scaled(
+        store_scaled(
             k_ptr, place + 2 * HALF + rest[None, :], k_remaining, kv_live_rest, k_scale_ptr, scale_place,
             k_scale_head_stride, k_scale_dim_stride, kv_head, 2 * HALF + rest, largest, K_LIMIT, K_SCALES,
         )  # fmt: skip
@@ -205,7 +190,7 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
             v_scale_ptr + scale_place + kv_head * v_scale_head_stride,
             tl.where(largest > 0, largest / V_LIMIT, 1.0), mask=kv_head < KV_HEADS,
         )
-    _store_scaled(
+    store_scaled(
         v_ptr, place + dim[None, :], v, v_live, v_scale_ptr, scale_place, v_scale_head_stride,
         v_scale_dim_stride, kv_head, dim, largest, V_LIMIT, V_SCALES,
     )  # fmt: skip

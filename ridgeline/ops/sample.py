@@ -95,12 +95,16 @@ def _exponential(words: Tensor) -> Tensor:
 
 # ── what changes the logits, in place ─────────────────────────────────────────────────────────────────────────────────
 
-def apply_mask_reference(logits: Tensor, mask: Tensor) -> None:
-    """Forbid what the mask does not allow: bool [S, V], or int32 [S, ceil(V / 32)], id 32 w + b at bit b of word w."""
-    if mask.dtype != torch.bool:
-        bits = torch.arange(32, dtype=torch.int32, device=mask.device)
-        mask = ((mask[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    logits.masked_fill_(~mask, -torch.inf)
+def apply_mask_reference(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor) -> None:
+    """Logits [S, V] into `out`, without what the mask does not allow: bool [S, V], or int32 [S, ceil(V / 32)], id 32 w + b at
+    bit b of word w. `broken` [S]: which rows have a NaN or an infinity, which a mask could hide."""
+    out.copy_(logits)
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+            mask = ((mask[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
+        out.masked_fill_(~mask, -torch.inf)
+    torch.logical_not(logits.amax(dim=1) < torch.inf, out=broken)        # a NaN is the largest, and less than nothing
 
 
 def keep_only(logits: Tensor, rows: Tensor, row: Tensor, ids: Tensor) -> None:
@@ -413,11 +417,12 @@ def greedy_on_gpu(
     sample_triton.draw(logits, None, tokens, failed, rows, last_token)
 
 
-def apply_mask_on_gpu(logits: Tensor, mask: Tensor) -> None:
-    if mask.dtype == torch.int32 and logits.stride(1) == mask.stride(1) == 1:
-        sample_triton.mask_logits(logits, mask)
+def apply_mask_on_gpu(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor) -> None:
+    packed = mask is None or (mask.dtype == torch.int32 and mask.stride(1) == 1)
+    if packed and logits.stride(1) == out.stride(1) == 1:
+        sample_triton.mask_logits(logits, mask, out, broken)
     else:
-        apply_mask_reference(logits, mask)
+        apply_mask_reference(logits, mask, out, broken)
 
 
 def reserve(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> None:
@@ -465,8 +470,14 @@ def _greedy_inputs(
 def _mask_inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str, *, rows: int, vocab: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The second and third row are broken; the second's mask hides it."""
     words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator)
-    return (torch.randn(rows, vocab, generator=generator).to(device, dtype), words.to(device, torch.int32)), {}
+    logits = torch.randn(rows, vocab, generator=generator)
+    logits[1:2, vocab // 2], logits[2:3, vocab - 1] = torch.inf, torch.inf
+    words[1:2, vocab // 2 // 32], words[2:3, (vocab - 1) // 32] = 0, -1
+    broken = torch.zeros(rows, dtype=torch.bool, device=device)
+    logits = logits.to(device, dtype)
+    return (logits, words.to(device, torch.int32), torch.empty_like(logits), broken), {}
 
 
 greedy = Op(

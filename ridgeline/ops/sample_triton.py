@@ -477,16 +477,23 @@ def _before(logits_ptr, vocab, best, temperature, floor, cut, cut_id, TILE: tl.c
 
 @triton_kernel()
 def _mask_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, mask_ptr, vocab, stride, mask_stride, WORDS: tl.constexpr
-):
+    logits_ptr, mask_ptr, out_ptr, broken_ptr, vocab, stride, mask_stride, out_stride,
+    MASKED: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """One program: the ids of some words of one row's mask."""
     row = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     bit = tl.arange(0, 32)
     ids = word[:, None] * 32 + bit[None, :]
-    words = tl.load(mask_ptr + row * mask_stride + word, mask=word * 32 < vocab, other=0)
-    forbidden = ((words[:, None] >> bit[None, :]) & 1) == 0
-    tl.store(logits_ptr + row * stride + ids, float("-inf"), mask=forbidden & (ids < vocab))
+    inside = ids < vocab
+    logits = tl.load(logits_ptr + row * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    kept = logits
+    if MASKED:
+        words = tl.load(mask_ptr + row * mask_stride + word, mask=word * 32 < vocab, other=0)
+        kept = tl.where(((words[:, None] >> bit[None, :]) & 1) == 0, float("-inf"), logits)
+    tl.store(out_ptr + row * out_stride + ids, kept, mask=inside)
+    wrong = tl.max(tl.max(((logits != logits) | (logits == float("inf"))).to(tl.int32), axis=1), axis=0)
+    tl.store(broken_ptr + row, 1, mask=wrong > 0)        # whoever finds it writes the same
 
 
 # ── on the host ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -625,11 +632,13 @@ def draw(
         )
 
 
-def mask_logits(logits: Tensor, mask: Tensor) -> None:
+def mask_logits(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor) -> None:
     """apply_mask of ops/sample.py for packed masks."""
     rows, vocab = logits.shape
+    broken.zero_()
     if rows:
-        words = 128
+        words = 64
         _mask_kernel[(triton.cdiv(vocab, 32 * words), rows)](
-            logits, mask, vocab, logits.stride(0), mask.stride(0), WORDS=words, num_warps=4
-        )
+            logits, logits if mask is None else mask, out, broken.view(torch.uint8), vocab, logits.stride(0),
+            0 if mask is None else mask.stride(0), out.stride(0), MASKED=mask is not None, WORDS=words, num_warps=4,
+        )  # fmt: skip

@@ -1,7 +1,9 @@
-"""Results on their way from the device to the host, and the time a step took there. Neither waits until it is asked."""
+"""Results on their way from the device to the host, masks on theirs to it, and the time a step took there. Nothing here
+waits until it is asked."""
 
 from __future__ import annotations
 
+import functools
 import time
 
 import numpy as np
@@ -28,6 +30,29 @@ class Fetched:
         if self._arrived is not None:
             self._arrived.synchronize()
         return [tensor.numpy() for tensor in self._tensors]
+
+
+def pinned_array(shape: tuple[int, int], on_gpu: bool) -> np.ndarray:
+    """Room for int32 that is sent to the device again and again (`send_beside`); on a CPU it is the device's own."""
+    return torch.empty(shape, dtype=torch.int32, pin_memory=True).numpy() if on_gpu else np.empty(shape, np.int32)
+
+
+def send_beside(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, sent while the device computes what was launched before: what is launched from now on waits
+    for it. The array must stay as it is until the step that was launched last has been read."""
+    if device.type != "cuda":
+        return torch.from_numpy(array)
+    with torch.cuda.stream(_beside(device)):
+        sent = torch.from_numpy(array).pin_memory().to(device, non_blocking=True)       # pinned already: not copied
+    here = torch.cuda.current_stream(device)
+    here.wait_stream(_beside(device))
+    sent.record_stream(here)
+    return sent
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Clock:

@@ -30,6 +30,8 @@ class Computed:
 
 
 class Forward(Protocol):
+    replays: int                     # steps that were a recorded graph
+
     def shape(self, plan: StepPlan) -> Shape | None:
         """What this plan's batch is to be filled up to; None: as it is."""
 
@@ -41,6 +43,8 @@ class Forward(Protocol):
 
 
 class EagerForward:
+    replays = 0
+
     def __init__(self, model: Decoder, kv: list[LayerKV], last_token: Tensor) -> None:
         self._model, self._kv, self._last_token = model, kv, last_token
         self._tokens = torch.empty_like(last_token)

@@ -48,7 +48,7 @@ class _Seen:
     uses: int = 0
 
 
-_Key = tuple[Shape, bool, tuple[bool, ...], bool]        # shape, greedy, groups with a shared prefix, uneven lengths
+_Key = tuple[Shape, bool, tuple[bool, ...]]              # shape, greedy, groups with a shared prefix
 
 
 class GraphForward:
@@ -76,8 +76,7 @@ class GraphForward:
     def run(self, batch: Batch, greedy: bool) -> Computed:
         if self._shape is None:
             return self._eager.run(batch, greedy)
-        uneven = batch.work is not None and batch.work.uneven
-        key = (self._shape, greedy, tuple(group.prefix is not None for group in batch.groups), uneven)
+        key = (self._shape, greedy, tuple(group.prefix is not None for group in batch.groups))
         recorded = self._recorded.get(key)
         if recorded is None:
             seen = self._waiting.setdefault(key, _Seen(batch))

@@ -20,6 +20,8 @@ from ridgeline.graph_shapes import Shape
 from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import StepPlan, Want
+from ridgeline.ops import attention_tma
+from ridgeline.ops.decode_shares import DeviceShares, num_items, programs_at_once, share_out
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.ops.paged_attention import (
     AttentionWork,
@@ -30,8 +32,6 @@ from ridgeline.ops.paged_attention import (
 )
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.staging import Staging
-
-UNEVEN_LENGTH, UNEVEN_RATIO = 2048, 4        # of the longest row, and to the average
 
 
 @dataclass(slots=True)
@@ -46,12 +46,6 @@ class _Layout:
     num_decodes: int                 # leading rows with one token
     num_tokens: int                  # padding included
     longest: int                     # bound of the tokens of a later row
-
-
-def _uneven(kv_len: np.ndarray) -> bool:
-    """Is one row so much longer than the others that it alone would be at work for most of the time?"""
-    longest = int(kv_len.max(initial=0))
-    return longest >= UNEVEN_LENGTH and longest * int(np.count_nonzero(kv_len)) > UNEVEN_RATIO * int(kv_len.sum())
 
 
 def leading_ones(counts: np.ndarray) -> int:
@@ -74,7 +68,7 @@ class DeviceRows:
         kv_heads = groups[0].num_kv_heads
         tile_rows = prefix_tile_rows(heads // kv_heads)
         self.prefixes = [
-            SharedPrefixes(self.block_size, tile_rows) if shared_prefixes and group.window is None
+            SharedPrefixes(self.block_size, tile_rows) if shared_prefixes and group.window is None and not deterministic
             else NoSharedPrefixes() for group in groups
         ]
         self._workspace = None
@@ -87,6 +81,12 @@ class DeviceRows:
             self._workspace = make_workspace(floats, max_rows, kv_heads, device)
         self._padding_row = max_rows
         self._deterministic = deterministic
+        # Query heads per KV head, where prompts are attended to tile by tile of a list; None: there is no list.
+        self._tile_group: int | None = None
+        if not deterministic and attention_tma.wants_tiles(device, heads // kv_heads, groups[0].head_dim, self.block_size):
+            self._tile_group = heads // kv_heads
+        self._windows = [group.window for group in groups]
+        self._programs = programs_at_once(multiprocessors(device), kv_heads)     # that attend at once, per KV head
         max_blocks = -(-max_model_len // self.block_size)
         self._tables = np.zeros((len(groups), max_rows + 1, max_blocks), np.int32)
         self._device_tables = torch.from_numpy(self._tables)         # on the CPU both are one memory
@@ -101,6 +101,11 @@ class DeviceRows:
         num_tiles = -(-max_rows // tile_rows) + SPARE_TILES
         num_bytes = 8 * (max(max_step_tokens, max_rows) * (2 + len(groups)) + 10 * (max_rows + 1))
         num_bytes += len(groups) * (4 * (4 * num_tiles + 2 * max_rows) + 6 * 16)
+        # How decodes are shared out: of all layers but the last, and of that one.
+        items = num_items(max_rows, self._programs, deterministic)
+        num_bytes += len(groups) * 2 * (4 * (items + 2 * max_rows) + 3 * 16)
+        if self._tile_group is not None:
+            num_bytes += 16 * (attention_tma.most_tiles(max_step_tokens, max_rows, self._tile_group) + 1)
         self._staging = Staging(num_bytes + 12 * self._most_changes + 16 * (24 + len(groups)), depth + 1, device)
 
     # -- the delta -----------------------------------------------------------------------------------------------------
@@ -177,9 +182,7 @@ class DeviceRows:
         kv_len[live] = ends[live]
         last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
         on_cpu = self.device.type == "cpu"
-        work = None if on_cpu else AttentionWork(
-            layout.num_decodes, layout.longest, self._deterministic, _uneven(kv_len[: layout.num_decodes])
-        )
+        work = None if on_cpu else AttentionWork(layout.num_decodes, layout.longest, self._deterministic)
         goes_on = None if layout.num_tokens == len(rows) else self._goes_on(plan, layout)
 
         changes = self._changes()
@@ -192,9 +195,13 @@ class DeviceRows:
         logits_index = staging.put(last)
         sample_rows = staging.put(rows[layout.sampled])
         table_rows = None if on_cpu else staging.put(rows.astype(np.int32))
-        prefixes = [self._put_prefix(group, rows, layout, on_cpu) for group in range(len(slots))]
+        query_tiles = self._put_tiles(rows, query_start, kv_len, layout, shape)
+        decoding = [
+            (None, None) if on_cpu else self._put_decodes(group, rows, kv_len, layout) for group in range(len(slots))
+        ]
         if goes_on is not None:
             last_kv_len, last_rows = staging.put(kv_len[goes_on]), staging.put(rows[goes_on].astype(np.int32))
+            last_shares = [] if on_cpu else [self._put_shares(window, kv_len[goes_on]) for window in self._windows]
         picks = staging.put(layout.picks)                # from here on sizes vary: nothing a graph reads
         decodes = np.nonzero(~given & (counts > 0))[0]
         decode_rows, decode_places = staging.put(rows[decodes]), staging.put(query_start[decodes].astype(np.int64))
@@ -208,8 +215,8 @@ class DeviceRows:
             device_tokens.index_copy_(0, decode_places, self.last_token.index_select(0, decode_rows))
         num_blocks = -(-int(ends.max()) // self.block_size)
         groups = [
-            GroupBatch(slot_tensor, table[:, :num_blocks].index_select(0, device_rows) if on_cpu else table, prefix)
-            for slot_tensor, table, prefix in zip(slot_tensors, self._device_tables, prefixes, strict=True)
+            GroupBatch(slot_tensor, table[:, :num_blocks].index_select(0, device_rows) if on_cpu else table, *shared)
+            for slot_tensor, table, shared in zip(slot_tensors, self._device_tables, decoding, strict=True)
         ]
         self.length[rows[live]] = ends[live]
         batch = Batch(
@@ -225,11 +232,12 @@ class DeviceRows:
             picks=layout.picks,
             device_picks=picks,
             table_rows=table_rows,
+            query_tiles=query_tiles,
             work=work,
             workspace=self._workspace,
         )
         if goes_on is not None:
-            batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_rows)
+            batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_rows, last_shares)
         return batch
 
     def _layout(self, plan: StepPlan, shape: Shape | None) -> _Layout:
@@ -260,7 +268,9 @@ class DeviceRows:
             return None
         return self._arange[: len(layout.rows)][layout.sampled]
 
-    def _last_tokens(self, batch: Batch, places: np.ndarray, kv_len: Tensor, table_rows: Tensor) -> Batch:
+    def _last_tokens(
+        self, batch: Batch, places: np.ndarray, kv_len: Tensor, table_rows: Tensor, shares: list[DeviceShares | None]
+    ) -> Batch:
         """The same step with one query a row, its last: to attend that needs no more of the positions."""
         count, lengths = len(places), batch.kv_len_host
         if lengths is not None:
@@ -272,23 +282,50 @@ class DeviceRows:
                 query_start_host=list(range(count + 1)),
                 kv_len_host=[lengths[place] for place in places.tolist()],
                 groups=[GroupBatch(each.slots, each.block_table.index_select(0, chosen)) for each in batch.groups],
+                query_tiles=None,
             )
         return replace(
             batch,
             query_start=self._ones[: count + 1],
             kv_len=kv_len,
-            groups=[GroupBatch(each.slots, each.block_table) for each in batch.groups],
+            groups=[
+                GroupBatch(each.slots, each.block_table, shares=share)
+                for each, share in zip(batch.groups, shares, strict=True)
+            ],
             table_rows=table_rows,
+            query_tiles=None,
             work=AttentionWork(count, 0, self._deterministic),
         )
 
-    def _put_prefix(self, group: int, rows: np.ndarray, layout: _Layout, on_cpu: bool) -> SharedPrefix | None:
-        if on_cpu:
+    def _put_tiles(
+        self, rows: np.ndarray, query_start: np.ndarray, kv_len: np.ndarray, layout: _Layout, shape: Shape | None
+    ) -> Tensor | None:
+        """The prompts, cut into tiles of queries: of a shape always as many."""
+        first, group = layout.num_decodes, self._tile_group
+        if group is None or first == len(rows):
             return None
+        size = None if shape is None else attention_tma.most_tiles(shape.prompt_tokens, shape.prompts, group)
+        return self._staging.put(attention_tma.query_tiles(query_start[first:], kv_len[first:], rows[first:], group, size))
+
+    def _put_decodes(
+        self, group: int, rows: np.ndarray, kv_len: np.ndarray, layout: _Layout
+    ) -> tuple[SharedPrefix | None, DeviceShares | None]:
+        """What rows with one token have in common in a group, and who reads the rest."""
         decodes = rows[: layout.num_decodes]
-        decodes = decodes[decodes != self._padding_row]
-        found = self.prefixes[group].find(self._tables[group], decodes, self.length[decodes], len(rows))
-        return None if found is None else SharedPrefix(*(self._staging.put(array) for array in found.arrays()))
+        live = decodes[decodes != self._padding_row]
+        found = self.prefixes[group].find(self._tables[group], live, self.length[live], len(rows))
+        own = kv_len[: layout.num_decodes]
+        if found is None:
+            return None, self._put_shares(self._windows[group], own)
+        prefix = SharedPrefix(*(self._staging.put(array) for array in found.arrays()))
+        return prefix, self._put_shares(None, own - found.prefix_len[: len(own)])
+
+    def _put_shares(self, window: int | None, lengths: np.ndarray) -> DeviceShares | None:
+        if not len(lengths):
+            return None
+        read = lengths if window is None else np.minimum(lengths, window)
+        shares = share_out(read, self._programs, self._deterministic)
+        return DeviceShares(*(self._staging.put(array) for array in (shares.item_row, shares.first_item, shares.size)))
 
     def _given_tokens(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, query_start: np.ndarray, given: np.ndarray

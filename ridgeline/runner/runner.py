@@ -18,8 +18,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.logits import logprobs as token_logprobs
-from ridgeline.ops.sample import to_device
-from ridgeline.runner.fetch import Clock, Fetched
+from ridgeline.runner.fetch import Clock, Fetched, send_beside
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.rows import DeviceRows
@@ -41,6 +40,9 @@ class _Step:
     clock: Clock
     prompt_logprobs: dict[int, Fetched]
     hidden: dict[int, Fetched]
+    shared: int                      # KV positions that are read once for several rows
+    replayed: bool
+    waited: float                    # seconds for other ranks: at its begin so far, later its own
     tokens: Fetched | None = None    # sampled tokens, and which rows failed
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
@@ -69,17 +71,22 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
+        waited = self._comm.waited
         clock = Clock(self.rows.device)
         clock.start()
         self._apply(plan)
         starts = self.rows.length[plan.rows]
         batch = self.rows.pack(plan, self.forward.shape(plan))
         places = np.nonzero(plan.want & np.int8(Want.TOKEN))[0]
+        replays = self.forward.replays
         computed = self.forward.run(batch, self._is_greedy(plan, places))
         lengths = self.rows.length[plan.rows].astype(np.int32)
         prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
         pooled = self._pooled(plan, starts, computed.hidden)
-        self._steps.append(_Step(plan, batch, computed, lengths, places, clock, prompt_logprobs, pooled))
+        shared, replayed = self.rows.prefixes[0].saved, self.forward.replays > replays
+        self._steps.append(
+            _Step(plan, batch, computed, lengths, places, clock, prompt_logprobs, pooled, shared, replayed, waited)
+        )
 
     def remove(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
@@ -158,13 +165,14 @@ class Runner:
             if len(logits) > len(rows):                  # the others are padding, or nobody's wish
                 logits = logits.index_select(0, batch.device_picks)
                 sample_rows = sample_rows.index_select(0, batch.device_picks)
-            allowed = None if masks is None else to_device(masks, logits.device)
+            allowed = None if masks is None else send_beside(masks, logits.device)
             sampled = self._sampler.sample(logits, rows, allowed)
             tokens = self._comm.broadcast(sampled.tokens)
             self.rows.last_token.index_copy_(0, sample_rows, tokens)
             step.tokens = Fetched(tokens, sampled.failed)
             self._fetch_logprobs(step, rows, logits, tokens)
         step.clock.stop()
+        step.waited = self._comm.waited - step.waited
         computed.logits = computed.hidden = None
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
@@ -208,6 +216,9 @@ class Runner:
             recomputed=plan.recomputed,
             padded=len(step.batch.tokens) - plan.total_tokens,
             device_seconds=step.clock.seconds(),
+            shared=step.shared,
+            replayed=step.replayed,
+            communication=step.waited,
         )
 
 

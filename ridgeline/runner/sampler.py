@@ -184,20 +184,27 @@ class Sampler:
             tokens, failed = sample(logits, how)
         else:
             who = np.flatnonzero(edited)
-            others = how.copy()
-            others["temperature"][who] = 0
-            tokens, failed = sample(logits, others)          # of those that are edited, only whether they are broken
+            if len(who) < len(rows):
+                others = how.copy()
+                others["temperature"][who] = 0
+                tokens, failed = sample(logits, others)
+            else:
+                tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+                failed = torch.empty(len(rows), dtype=torch.bool, device=self._device)
             for start in range(0, len(who), len(self._edited_logits)):
                 part = who[start : start + len(self._edited_logits)]
-                place = to_device(part, self._device)
                 copied = self._edited_logits[: len(part)]
-                copied.copy_(logits if len(part) == len(rows) else logits.index_select(0, place))
-                if masks is not None:
-                    apply_mask(copied, masks if len(part) == len(rows) else masks.index_select(0, place))
+                broken = torch.empty(len(part), dtype=torch.bool, device=self._device)
+                place = None if len(part) == len(rows) else to_device(part, self._device)
+                mine = [each if each is None or place is None else each.index_select(0, place) for each in (logits, masks)]
+                apply_mask(mine[0], mine[1], copied, broken)     # nor may a mask hide that a row is broken
                 self._edit_logits(copied, rows[part], how[part], edit[part], too_early[part])
                 chosen, left_none = sample(copied, how[part])
-                tokens.index_copy_(0, place, chosen)
-                failed.index_copy_(0, place, failed[place] | left_none)      # nor may a mask hide that a row is broken
+                if place is None:
+                    tokens, failed = chosen, left_none | broken
+                else:
+                    tokens.index_copy_(0, place, chosen)
+                    failed.index_copy_(0, place, left_none | broken)
         self._choice["index"][rows] += 1
         if edit["remembers"].any():
             self._say(rows, edit, tokens)

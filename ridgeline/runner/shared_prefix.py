@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # Tokens that are not read again, summed over the rows, from which a kernel more per layer pays.
-FEWEST_SAVED = 16_384
+FEWEST_SAVED = 32_768
 SPARE_TILES = 8                      # beyond what one large group would fill: so many groups may end in a half-full tile
 
 
@@ -28,6 +28,11 @@ class Tiles:
     members: np.ndarray              # [R]: places in the batch
     prefix_len: np.ndarray           # [R]: by place
 
+    @property
+    def saved(self) -> int:
+        """KV positions that are read once for a tile and not for each of its members."""
+        return int((np.maximum(self.count - 1, 0) * self.length).sum())
+
     def arrays(self) -> tuple[np.ndarray, ...]:
         return self.row, self.length, self.first, self.count, self.members, self.prefix_len
 
@@ -38,6 +43,7 @@ class SharedPrefixes:
         self._seen = (b"", 0)        # the rows and the padding that `_found` is for
         self._found: Tiles | None = None
         self.steps = 0               # in which something was shared
+        self.saved = 0               # tokens that the newest step did not read again
 
     def forget(self) -> None:
         """A row has other blocks than before."""
@@ -48,6 +54,7 @@ class SharedPrefixes:
         asked = (rows.tobytes(), padded)
         if asked != self._seen:
             self._seen, self._found = asked, self._search(table, rows, length, padded)
+            self.saved = 0 if self._found is None else self._found.saved
         self.steps += self._found is not None
         return self._found
 

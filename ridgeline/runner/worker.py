@@ -30,7 +30,7 @@ from ridgeline.startup import phase
 logger = get_logger("worker")
 
 # The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
-GPU_RUNTIME_BYTES = 700 * 2**20
+GPU_RUNTIME_BYTES = 760 * 2**20
 
 
 def device_facts(config: EngineConfig) -> DeviceFacts:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ridgeline.cache.manager import Hit, KVManager
+from ridgeline.cache.manager import Hit, KVManager, SequenceBlocks
 from ridgeline.errors import BadRequest
 from ridgeline.messages import Logprobs, Request, RowAdded, Snapshot, StepPlan, StepResult, TokenDelta, Want
 from ridgeline.scheduler.policy import (
@@ -122,6 +122,7 @@ class Scheduler:
         self._live: dict[str, list[Sequence]] = {}                       # request id -> its unfinished answers
         self._flights: deque[_InFlight] = deque()
         self._delta = _Delta()
+        self._unpublished: list[tuple[Sequence, SequenceBlocks, int]] = []       # and known tokens once the step has run
         self._step = 0
         self._arrivals = 0
 
@@ -246,6 +247,7 @@ class Scheduler:
         Such a plan is not booked: it brings no result, and what it would tell the device goes with the next one.
         """
         self.started = []
+        self._publish_all()
         rows, tokens, budget, short = self._give_to_running()
         if not short and budget > 0 and self._waiting and self.admission.open(len(self._rows)):
             joined, joined_tokens = self._admit(budget)
@@ -299,11 +301,20 @@ class Scheduler:
         return rows, tokens, budget - int(tokens.sum()), short
 
     def _publish(self, row: int, num_tokens: int) -> None:
-        """The row computes so many prompt tokens in the step being planned: what gets full can be shared at once."""
+        """The row computes so many prompt tokens in the step being planned: what gets full can be shared at once.
+
+        At once is before anybody looks for it. The step itself does not wait for that.
+        """
         sequence = self._rows.sequences[row]
         assert sequence is not None and sequence.blocks is not None
         end = int(self._rows.computed[row]) + num_tokens
-        self.manager.publish(sequence.blocks, sequence.tokens, min(end, len(sequence.tokens)))
+        self._unpublished.append((sequence, sequence.blocks, min(end, len(sequence.tokens))))
+
+    def _publish_all(self) -> None:
+        for sequence, blocks, num_tokens in self._unpublished:
+            if sequence.blocks is blocks:                        # it has them still
+                self.manager.publish(blocks, sequence.tokens, num_tokens)
+        self._unpublished.clear()
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for a running sequence, at somebody's expense if need be. False: it waits, or was preempted itself."""
@@ -368,6 +379,7 @@ class Scheduler:
                 unready.append(heapq.heappop(self._waiting))
                 continue
             known = len(sequence.tokens)
+            self._publish_all()
             hit = self._hit(sequence)
             rest = known - hit.num_tokens
             count = min(rest, budget) if self.limits.chunked_prefill else rest

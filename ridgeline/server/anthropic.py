@@ -7,13 +7,15 @@ not declared is refused by name. Structs in, structs and bytes out; no ASGI.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from ridgeline.engine.outputs import AnswerDelta, RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.chat import ChatWriter
+from ridgeline.server.error_bodies import anthropic_body
+from ridgeline.server.generation import Deadline, refuse
 
 _encode = msgspec.json.Encoder().encode
 
@@ -147,11 +149,12 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     context_management: Any = None
     mcp_servers: Any = None
 
+    HINTS: ClassVar[tuple[str, ...]] = ("cache_control",)
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"context_management": ({},), "mcp_servers": ([],)}
+
     def check(self) -> None:
         """Refuse what is understood and not done."""
-        for name in ("context_management", "mcp_servers", "container"):
-            if getattr(self, name, None):
-                raise Unsupported(f"{name} is not supported by this server; leave it out")
+        refuse(self, self.REFUSED)
 
     def chat(self) -> dict[str, Any]:
         """The same as a chat request, as plain data."""
@@ -189,14 +192,21 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
+    ttft_deadline_ms: Deadline | None = None             # ours
     metadata: Any = None                 # hints
     service_tier: Any = None
     inference_geo: Any = None
     container: Any = None
 
+    HINTS: ClassVar[tuple[str, ...]] = (*CountRequest.HINTS, "metadata", "service_tier", "inference_geo")
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = CountRequest.REFUSED | {"container": ("",)}
+
     def chat(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")}
+        given = {name: getattr(self, name) for name in _SAME}
         return super().chat() | given | {"stop": self.stop_sequences}
+
+
+_SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream", "ttft_deadline_ms")
 
 
 def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> None:
@@ -292,31 +302,6 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class ErrorDetail(msgspec.Struct):
-    type: str
-    message: str
-
-
-class ErrorReply(msgspec.Struct):
-    error: ErrorDetail
-    type: str = "error"
-
-
-_ERROR_TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 415: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error",
-    503: "overloaded_error",
-}  # fmt: skip
-
-
-def error_body(status: int, openai_body: bytes) -> bytes:
-    """An error that was written for OpenAI's clients, for Anthropic's."""
-    message = msgspec.json.decode(openai_body)["error"]["message"]
-    # The one parameter that has another name there; our messages begin with the name.
-    message = "stop_sequences" + message[4:] if message.startswith("stop ") else message
-    return _encode(ErrorReply(ErrorDetail(_ERROR_TYPES.get(status, "api_error"), message)))
-
-
 def named_event(data: dict[str, Any]) -> bytes:
     """One server-sent event, whole; its name is the data's type."""
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), _encode(data))
@@ -354,7 +339,7 @@ class MessagesWriter(ChatWriter):
         return [named_event(event) for event in events]
 
     def error_event(self, status: int, openai_body: bytes) -> bytes:
-        return b"event: error\ndata: %b\n\n" % error_body(status, openai_body)
+        return b"event: error\ndata: %b\n\n" % anthropic_body(status, openai_body)
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
         output = outputs[0]

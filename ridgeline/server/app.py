@@ -9,7 +9,9 @@ no pydantic; limits on what a connection may cost are below, in server/limits.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
+import gc
 import logging
 import math
 import random
@@ -20,7 +22,7 @@ import socket
 import ssl
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,20 +38,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ridgeline import embedded
-from ridgeline.engine.async_llm import AnswerStream, AsyncLLM
+from ridgeline.engine.answer_stream import AnswerStream, Batch
+from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.caller import expect_first_token
 from ridgeline.engine.frontend import Prompt
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, ConfigError, Overloaded, RequestError, RidgelineError, TimedOut, Unsupported
 from ridgeline.log import get_logger
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server import admin, anthropic, metrics, openapi, responses
+from ridgeline.server import admin, anthropic, dashboard, metrics, openapi, responses, roofline
 from ridgeline.server.body import parse_body
 from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.error_bodies import anthropic_body, body_for, error_body
 from ridgeline.server.gate import Gate
 from ridgeline.server.generation import FIT
-from ridgeline.server.hosts import HostGuard
+from ridgeline.server.hosts import HostGuard, Scope
 from ridgeline.server.keys import Keys
-from ridgeline.server.limits import ServerOptions, Slots, error_body, limited_protocol
+from ridgeline.server.limits import ServerOptions, Slots, limited_protocol
 from ridgeline.server.protocol import (
     ChatRequest,
     ChatWriter,
@@ -62,6 +67,7 @@ from ridgeline.server.protocol import (
     parse,
 )
 from ridgeline.server.stream import (
+    DIRECT,
     ClientGone,
     EventStream,
     Headers,
@@ -73,6 +79,7 @@ from ridgeline.server.stream import (
 )
 from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from ridgeline.server.tools import reading
+from ridgeline.server.tracing import NoTracing, start_tracing
 from ridgeline.version import __version__
 
 try:
@@ -93,6 +100,10 @@ NOT_READY = {
     "restarting": "the engine is being started again",
     "dead": STOPPED,
 }
+EVENTS_AT_ONCE = 4                   # that are written before their client is asked whether it keeps up
+LARGE_BLOCK = 512 * 1024             # bytes
+_M_MMAP_THRESHOLD = -3               # of malloc.h
+COLLECT_AFTER = 50_000               # objects made and not freed, before the youngest are looked through for garbage
 DEAD_SECONDS = 2.0                   # how long health answers 503 after the engine's death, before the server leaves
 
 
@@ -117,6 +128,7 @@ class Service:
     name: str                        # of the model
     keys: Keys = field(default_factory=Keys)
     slots: Slots = field(default_factory=Slots)
+    tracing: NoTracing = field(default_factory=NoTracing)
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -205,6 +217,7 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:200]} does not exist here"
     body = error_body(message, "invalid_request_error", code="not_found")
+    body = body_for(request.scope["path"], error.status_code, body)
     return Response(body, error.status_code, media_type="application/json", headers=error.headers)
 
 
@@ -245,7 +258,7 @@ class NamedEvents(Dialect):
 
 class AnthropicDialect(NamedEvents):
     def error(self, status: int, body: bytes) -> bytes:
-        return anthropic.error_body(status, body)
+        return anthropic_body(status, body)
 
 
 CHAT, RESPONSES, ANTHROPIC = Dialect(), NamedEvents(), AnthropicDialect()
@@ -329,9 +342,7 @@ async def prepare_messages(service: Service, body: bytes) -> Job:
         return as_chat(service, parse_body(anthropic.MessagesRequest, body))
 
     request, params = await away_if_long(body, work)
-    job = await chat_job(service, request, params, "msg_", anthropic.MessagesWriter)
-    job.headers.append((b"request-id", job.headers[0][1]))       # where Anthropic's clients look for it
-    return job
+    return await chat_job(service, request, params, "msg_", anthropic.MessagesWriter)
 
 
 async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
@@ -403,14 +414,15 @@ class Endpoint(ABC):
         self._service = service
         self._dialect = dialect
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._service.require_ready()
             with self._service.slots.taking(1):          # before a byte of the body is looked at
                 check_media_type(scope)
                 body = await read_body(receive)
                 metrics.note_arrival(scope)
-                await while_connected(receive, self._answer(body, send))
+                self._service.tracing.note(scope)
+                await while_connected(receive, self._answer(scope, body, send))
         except ClientGone:
             pass
         except Exception as error:
@@ -418,7 +430,7 @@ class Endpoint(ABC):
             await send_json(send, status, self._dialect.error(status, told), headers)
 
     @abstractmethod
-    async def _answer(self, body: bytes, send: Send) -> None: ...
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None: ...
 
 
 class Question(Endpoint):
@@ -430,7 +442,7 @@ class Question(Endpoint):
         super().__init__(service, dialect)
         self._make = answer
 
-    async def _answer(self, body: bytes, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         await send_json(send, 200, msgspec.json.encode(await self._make(self._service, body)))
 
 
@@ -443,9 +455,14 @@ class Generation(Endpoint):
         super().__init__(service, dialect)
         self._prepare = prepare
 
-    async def _answer(self, body: bytes, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        with self._service.tracing.request():
+            await self._generate(scope, body, send)
+
+    async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
         job = await self._prepare(self._service, body)
         metrics.switch(self._service.llm, job.request.techniques)
+        expect_first_token(job.request.ttft_deadline_ms)
         count = len(job.prompts) * job.params.n
         with self._service.slots.taking(count, already=1):
             stream = await self._service.llm.stream(
@@ -454,7 +471,8 @@ class Generation(Endpoint):
             )  # fmt: skip
             try:
                 if job.request.stream:
-                    await self._send_events(stream, job, send)
+                    events = EventStream(send, job.headers, self._dialect.framed, scope.get(DIRECT))
+                    await self._send_events(stream, job, events)
                 else:
                     body = job.writer.body(await stream.complete())
                     if metrics.wants_timings(job.request.return_timings):
@@ -462,18 +480,38 @@ class Generation(Endpoint):
                     await send_json(send, 200, body, job.headers)
             finally:
                 metrics.note_in_log(self._service.llm, stream.outputs)
+                self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
                 stream.close()
+                stream.error = None                      # which knows this frame: no cycle is left to the garbage collector
 
-    async def _send_events(self, stream: AnswerStream, job: Job, send: Send) -> None:
-        """Nothing is sent before the first news: until then a failure still has a status of its own."""
-        events = EventStream(send, job.headers, self._dialect.framed)
+    async def _send_events(self, stream: AnswerStream, job: Job, events: EventStream) -> None:
+        """Nothing is sent before the first news: until then a failure still has a status of its own.
+
+        Whatever comes after it is written as it comes, in the same moment. Only what a client is too slow for wakes this
+        task, and the end.
+        """
         timed = metrics.wants_timings(job.request.return_timings) and not self._dialect.framed
+
+        def written(batch: Batch) -> list[bytes]:
+            new = job.writer.events(stream.outputs, batch)
+            if new and timed and all(output.finished for output in stream.outputs):
+                new[-1] = metrics.with_timings(new[-1], self._service.llm, stream.outputs)
+            return new
+
+        def deliver(batch: Batch) -> bool:
+            if not events.is_free:
+                return False
+            if new := written(batch):
+                events.write_now(new)
+            return True
+
+        stream.deliver_to(deliver)
         try:
             async for batch in stream:
-                if new := job.writer.events(stream.outputs, batch):
-                    if timed and all(output.finished for output in stream.outputs):
-                        new[-1] = metrics.with_timings(new[-1], self._service.llm, stream.outputs)
-                    await events.write(new)
+                # A slow client's deltas wait as such, which is short; only a few at a time become events.
+                for place in range(0, len(batch), EVENTS_AT_ONCE):
+                    if new := written(batch[place : place + EVENTS_AT_ONCE]):
+                        await events.write(new)
             await events.write(job.writer.last_events(stream.outputs))
         except Exception as error:
             if not events.started:
@@ -483,7 +521,7 @@ class Generation(Endpoint):
         await events.end()
 
 
-def check_media_type(scope: MutableMapping[str, Any]) -> None:
+def check_media_type(scope: Scope) -> None:
     kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if kind.split(b";")[0].strip().lower() != b"application/json":
         raise WrongMediaType("the body must be JSON and say so: Content-Type: application/json")
@@ -511,6 +549,13 @@ def make_app(service: Service) -> Starlette:
 
     async def load(request: Request) -> Response:
         return json_response(metrics.load(llm))
+
+    async def where(request: Request) -> Response:
+        seconds = roofline.window_seconds(request.query_params.get("seconds"))
+        return json_response(roofline.document(llm, service.name, service.state, seconds))
+
+    async def page(request: Request) -> Response:
+        return dashboard.page()
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
@@ -553,6 +598,8 @@ def make_app(service: Service) -> Starlette:
             Route("/version", version),
             Route("/metrics", prometheus),
             Route("/load", load),
+            Route("/roofline", where),
+            Route("/dashboard", page),
         ],
         exception_handlers={HTTPException: http_error, RidgelineError: failed},
     )
@@ -652,6 +699,7 @@ async def serve(
             return await http
         starting.result()
         service.open()
+        collect_rarely()
         on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
@@ -665,6 +713,14 @@ async def serve(
         starting.cancel()
         await asyncio.wait({http, starting})
         await llm.shutdown()
+
+
+def collect_rarely() -> None:
+    """What the server is made of will never be garbage, and open streams are long-lived: looking through all of it for
+    cycles, which Python does after every 700 objects, takes a third of the time that a token costs here."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 20, 50)
 
 
 def address_of(listener: socket.socket, scheme: str) -> str:
@@ -692,11 +748,25 @@ def run(
 ) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     check_certificate(options)
+    name = model_name(llm, options)
+    tracing = start_tracing(options.otlp_traces_endpoint, name)
     listener = bind(options)
     raise_file_limit(options.max_connections)
-    service = Service(llm, options, model_name(llm, options), keys or Keys())
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
-        runner.run(admin.beside(llm, options.admin_socket, serve(service, listener, on_loading, on_ready)))
+    give_back_large_blocks()
+    service = Service(llm, options, name, keys or Keys(), tracing=tracing)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+            runner.run(admin.beside(llm, options.admin_socket, serve(service, listener, on_loading, on_ready)))
+    finally:
+        tracing.close()
+
+
+def give_back_large_blocks() -> None:
+    """glibc serves large blocks from the system and gives them back, until it has seen one freed: from then on blocks up to
+    that size stay with the process. A threshold that is set once does not move, so a body of 16 MB leaves nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)        # other C libraries have none, and no such habit
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def raise_file_limit(connections: int) -> None:

@@ -11,6 +11,8 @@ import msgspec
 
 from ridgeline.errors import BadRequest
 
+MAX_MESSAGE = 500                    # characters
+
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
@@ -41,7 +43,8 @@ def parse_body(kind: type[T], body: bytes) -> T:
 
 
 def readable(message: str, kind: Any) -> str:
-    """msgspec's words, with the field first: `temperature: expected ..., got ...`."""
+    """msgspec's words, with the field first: `temperature: expected ..., got ...`. They may quote as much as was sent."""
+    message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …"
     place = _PLACE.search(message)
     where = place.group(1) if place else ""
     unknown = _UNKNOWN_FIELD.search(message)

@@ -120,7 +120,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     web_search_options: Any = None
     chat_template: Any = None
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -343,6 +343,9 @@ class ChatWriter(Writer):
             if finish:
                 news[-1].finish_reason, news[-1].stop_reason = finish, delta.stop_reason
         return chunks + news
+
+    def _text_choice(self, index: int, text: str) -> ChatChunkChoice | None:
+        return ChatChunkChoice(index, ChatDelta(content=text)) if self._parsers[index] is None else None
 
     def _deltas(self, events: list[Event]) -> Iterator[ChatDelta]:
         """Each of one kind, in their order: readers open and close the parts of a message as they come."""

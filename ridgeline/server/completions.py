@@ -21,12 +21,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     best_of: int | None = None
 
     suffix: Any = None
-    use_beam_search: Any = None
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
-        "suffix": ("",),
-        "use_beam_search": (False,),
-    }
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {"suffix": ("",)}
 
     def check(self) -> None:
         super().check()
@@ -108,6 +104,9 @@ class CompletionWriter(Writer):
         if first:
             self._tell_prompt(chunk, output)
         return [chunk]
+
+    def _text_choice(self, index: int, text: str) -> CompletionChoice | None:
+        return None if self._prompt_only else CompletionChoice(index, text)
 
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> CompletionChoice:
         text, logprobs, finish, stop = answer.text, None, answer.finish_reason, answer.stop_reason

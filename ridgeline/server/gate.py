@@ -17,17 +17,18 @@ from typing import Any, TextIO
 
 import msgspec
 
-from ridgeline.engine.caller import CALLER, Caller
+from ridgeline.engine.caller import CALLER, MAX_TTFT_MS, Caller
 from ridgeline.errors import ConfigError
+from ridgeline.server.error_bodies import body_for, error_body, is_anthropic
 from ridgeline.server.hosts import Scope
 from ridgeline.server.keys import Keys
-from ridgeline.server.limits import ServerOptions, error_body
-from ridgeline.server.stream import Headers, Message, Receive, Send, send_json
+from ridgeline.server.limits import ServerOptions
+from ridgeline.server.stream import DIRECT, Headers, Message, Receive, Send, send_json
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})    # what a load balancer asks
+# What a load balancer asks, and the empty page of a browser: its data needs a key.
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/dashboard"})
 LOG = "ridgeline.log"
 TTFT_HEADER = b"x-ttft-deadline-ms"
-MAX_TTFT_MS = 3_600_000.0
 
 _REQUEST_ID = re.compile(rb"[0-9A-Za-z._:-]{1,128}")
 _ORIGIN = re.compile(r"\*|https?://[0-9a-z.\-\[\]:]+")
@@ -44,7 +45,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
-        answer = _Answer(send, _request_id(headers), self._cors(headers))
+        answer = _Answer(send, _request_id(headers), self._cors(headers), is_anthropic(scope["path"]))
         scope[LOG] = noted = dict[str, Any]()
         try:
             await self._pass(scope, headers, receive, answer.send)
@@ -64,7 +65,7 @@ class Gate:
             if number is None:
                 message = "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
                 body = error_body(message, "invalid_request_error", code="invalid_api_key")
-                await send_json(send, 401, body, [(b"www-authenticate", b"Bearer")])
+                await send_json(send, 401, body_for(scope["path"], 401, body), [(b"www-authenticate", b"Bearer")])
                 return
             scope[LOG]["key"] = number
             salt = self._keys.salt_of(number)
@@ -74,7 +75,8 @@ class Gate:
             seconds = _seconds(deadline)
             if seconds is None:
                 message = f"{TTFT_HEADER.decode()} must be milliseconds, a number above 0 and at most {MAX_TTFT_MS:.0f}"
-                await send_json(send, 400, error_body(message, "invalid_request_error", TTFT_HEADER.decode()))
+                body = error_body(message, "invalid_request_error", TTFT_HEADER.decode())
+                await send_json(send, 400, body_for(scope["path"], 400, body))
                 return
         ends = time.monotonic() + self._timeout if self._timeout else None
         # A connection's requests run in tasks of their own: nobody else sees this value.
@@ -100,11 +102,12 @@ class Gate:
 class _Answer:
     """The way back: adds headers to the answer, and remembers what the log wants to know."""
 
-    __slots__ = ("_headers", "_send", "began", "bytes_out", "first", "given_id", "request_id", "status")
+    __slots__ = ("_headers", "_id_names", "_send", "began", "bytes_out", "first", "given_id", "request_id", "status")
 
-    def __init__(self, send: Send, given_id: bytes, headers: Headers) -> None:
+    def __init__(self, send: Send, given_id: bytes, headers: Headers, anthropic: bool) -> None:
         self._send = send
         self._headers = headers
+        self._id_names = (b"x-request-id", b"request-id")[: 1 + anthropic]   # Anthropic's clients look for the second
         self.given_id = given_id
         self.request_id = given_id
         self.began = time.monotonic()
@@ -120,7 +123,8 @@ class _Answer:
             own = _value(headers, b"x-request-id")
             self.request_id = self.given_id or own or secrets.token_hex(12).encode()
             rest = [each for each in headers if each[0] != b"x-request-id"]
-            message = {**message, "headers": [*rest, (b"x-request-id", self.request_id), *self._headers]}
+            ids = [(name, self.request_id) for name in self._id_names]
+            message = {**message, "headers": [*rest, *ids, *self._headers]}
         else:
             self.bytes_out += len(message.get("body", b""))
         await self._send(message)
@@ -149,7 +153,7 @@ class AccessLog:
             "status": answer.status,                     # 0: the client was gone before there was one
             "seconds": round(time.monotonic() - answer.began, 6),
             "first_byte_seconds": round(answer.first, 6),
-            "bytes_out": answer.bytes_out,
+            "bytes_out": answer.bytes_out + getattr(scope.get(DIRECT), "bytes_out", 0),
             **noted,
         }
         try:

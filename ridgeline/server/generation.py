@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ridgeline.engine.caller import MAX_TTFT_MS
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Unsupported
@@ -22,10 +23,12 @@ from ridgeline.version import __version__
 
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
 DONE = b"[DONE]"
+MARK = "\x00text\x00"                # where an event's text goes; nothing behind it holds anything like it
 PADDING = 64                         # with include_obfuscation an event's length tells no more than how many of these
 
 # Whether the model has a token id is the engine's to say; what is larger than this could not even be sent there.
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_TTFT_MS)]  # milliseconds
 
 encode = msgspec.json.Encoder().encode
 
@@ -69,10 +72,12 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     priority: Integer | None = None
     cache_salt: str | None = None
+    ttft_deadline_ms: Deadline | None = None
     return_timings: bool | None = None
     techniques: dict[str, bool] | None = None            # switched for this request alone; see server/metrics
 
@@ -91,18 +96,27 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    guided_decoding_backend: Any = None
 
-    # Known to clients, not done here; NEUTRAL has the values of each that ask for nothing and are let through.
+    # Known to clients, not done here.
     lora_request: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    guided_whitespace_pattern: Any = None
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {"lora_request": ()}
+    HINTS: ClassVar[tuple[str, ...]] = (
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "guided_decoding_backend",
+    )  # fmt: skip
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that ask for nothing and are let through
+        "lora_request": (), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+        "guided_whitespace_pattern": (),
+    }  # fmt: skip
 
     def check(self) -> None:
         """Refuse what is understood and not done."""
-        for name, neutral in self.NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                raise Unsupported(f"{name} is not supported by this server; leave it out")
+        refuse(self, self.REFUSED)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true")
 
@@ -133,6 +147,14 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
             if field not in known:
                 raise BadRequest(f"structured_outputs has no field {shown(field)}; it has {', '.join(known)}")
         return structured_outputs(name, **fields)
+
+
+def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Unsupported for a field that asks for something: it is there, and has none of the values that do not."""
+    for name, neutral in fields.items():
+        value = getattr(request, name)
+        if value is not None and value not in neutral:
+            raise Unsupported(f"{name} is not supported by this server; leave it out")
 
 
 FIT = -1                             # as truncate_prompt_tokens: cut to what the context has room for
@@ -241,6 +263,9 @@ class Writer(ABC):
         self._obfuscate = bool(options.include_obfuscation)
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self._wants_token_ids = bool(request.return_token_ids)
+        self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
+        self._each_differs = self._usage_always or self._obfuscate or self._wants_token_ids
+        self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: what stands around the text of an event
         self._begun: set[int] = set()                    # choices of which something was sent
         self._sent = False                               # anything at all
 
@@ -248,7 +273,13 @@ class Writer(ABC):
         """Everything that is new, an event each; an answer's tokens without visible text wait for the next."""
         events = []
         for prompt, delta in batch:
-            for choice in self._chunks(outputs[prompt], prompt * self._params.n + delta.index, delta):
+            index = prompt * self._params.n + delta.index
+            frame = self._frames.get(index)
+            if frame is not None and delta.finish_reason is None and delta.logprobs is None:
+                if delta.text:
+                    events.append(frame[0] + encode(delta.text) + frame[1])
+                continue
+            for choice in self._chunks(outputs[prompt], index, delta):
                 reply = self._reply([choice])
                 if self._usage_always:
                     reply.usage = self._usage_of(outputs)
@@ -258,7 +289,19 @@ class Writer(ABC):
                     self._sent = True
                     self._tell_prompt_ids(reply, outputs)
                 events.append(self._event(reply))
+            if frame is None and index in self._begun and not self._each_differs:
+                self._keep_frame(index)
         return events
+
+    def _keep_frame(self, index: int) -> None:
+        """Most events of a choice differ in nothing but their text: the rest of them is written once."""
+        choice = self._text_choice(index, MARK)
+        if choice is not None:
+            reply = self._reply([choice])
+            if self._usage:
+                reply.usage = None
+            before, _, after = self._event(reply).rpartition(encode(MARK))
+            self._frames[index] = before, after
 
     def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
         if not self._usage:
@@ -300,11 +343,17 @@ class Writer(ABC):
         """The choices that tell of this delta, an event each."""
 
     @abstractmethod
+    def _text_choice(self, index: int, text: str) -> Any:
+        """The choice of an event that tells of text alone; None where text is not all that there is to tell."""
+
+    @abstractmethod
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> Any:
         """One whole answer."""
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.token_text(token) if self._tokenizer else f"token_id:{token}"
+        if self._tokenizer is None or self._names_tokens_by_id:
+            return f"token_id:{token}"
+        return self._tokenizer.token_text(token)
 
     def _bytes(self, token: int) -> list[int] | None:
         return list(self._tokenizer.token_bytes(token)) if self._tokenizer else None

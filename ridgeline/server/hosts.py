@@ -2,8 +2,8 @@
 
 A web page can point a name of its own at 127.0.0.1, and the browser then takes this server for a part of that page. It
 still sends the page's name as Host. So a Host that nobody gave this server is refused, before anything else is looked at.
-Knows one header and nothing of paths. A request that does not come from a browser can send what it likes: this is no
-authentication.
+Knows one header, and of a path only which shape errors have there. A request that does not come from a browser can send
+what it likes: this is no authentication.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.server.limits import ServerOptions, error_body
+from ridgeline.server.error_bodies import body_for, error_body
+from ridgeline.server.limits import ServerOptions
 from ridgeline.server.stream import Receive, Send, send_json
 
 Scope = MutableMapping[str, Any]
@@ -37,12 +38,13 @@ class HostGuard:
         host = host_name(given[0]) if len(given) == 1 else None
         if host is None:
             message = "the request needs one Host header with the name or address of this server"
-            await send_json(send, 400, error_body(message, "invalid_request_error"))
+            await send_json(send, 400, body_for(scope["path"], 400, error_body(message, "invalid_request_error")))
         elif host in self._known or (self._any_address and _is_address(host)):
             await self._app(scope, receive, send)
         else:
             message = f"this server does not answer to {host[:200]!r}; --allowed-host adds a name to it"
-            await send_json(send, 421, error_body(message, "invalid_request_error", code="unknown_host"))
+            body = error_body(message, "invalid_request_error", code="unknown_host")
+            await send_json(send, 421, body_for(scope["path"], 421, body))
 
 
 def host_name(header: bytes) -> str | None:

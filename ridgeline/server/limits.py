@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import TimerHandle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ridgeline.config import option
 from ridgeline.errors import BadRequest, Overloaded
+from ridgeline.server.error_bodies import body_for, error_body
+from ridgeline.server.stream import DIRECT
 
 MAX_URL = 8 * 1024
 MAX_HEADER = 16 * 1024               # name and value of one header
@@ -27,6 +28,7 @@ MAX_HEAD = 64 * 1024                 # all headers together
 HEAD_SECONDS = 10.0                  # from the connection, or a request's first byte, to the end of its headers
 BODY_SECONDS = 30.0                  # from there to the end of the body
 WRITE_SECONDS = 60.0                 # a client that reads nothing for so long is gone
+WRITE_BUFFER = 16 * 1024             # bytes that wait here for a client, beside what the system holds for it
 LINGER_SECONDS = 1.0                 # a refused client gets that long to read why, before the connection closes
 
 
@@ -58,16 +60,15 @@ class ServerOptions:
     )
     api_key_file: str = option("", "file with API keys, one per line; RIDGELINE_API_KEY holds keys too, separated by commas")
     api_key: str = option("", "API keys, separated by commas; other users of the machine can read them in the process list")
+    insecure_no_auth: bool = option(False, "listen where others can reach it without any API key")
     allowed_origins: str = option("", "origins whose web pages may use this server, separated by commas; *: all")
     ssl_certfile: str = option("", "certificate chain (PEM) for HTTPS; needs ssl_keyfile")
     ssl_keyfile: str = option("", "private key (PEM) for HTTPS; needs ssl_certfile")
     admin_socket: str = option("", "path of a unix socket for `ridgeline admin`, open to this user alone; empty: none")
+    otlp_traces_endpoint: str = option(
+        "", "OpenTelemetry collector for traces, like http://localhost:4318/v1/traces; empty: what OTEL_* variables say, or none"
+    )
     access_log: str = option("", "file for a line of JSON per request, without prompts or keys; -: stderr")
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """An error as OpenAI's clients expect it."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 class Slots:
@@ -101,6 +102,30 @@ class LimitExceeded(Exception):
         self.status = status
 
 
+class DirectWrites:
+    """Parts of an answer's body for its connection, without the way through ASGI; see server/stream.Direct.
+
+    The same bytes as uvicorn's own `send` would write, in the middle of a body that `send` has begun and will end.
+    """
+
+    __slots__ = ("_cycle", "bytes_out")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self.bytes_out = 0
+
+    @property
+    def is_free(self) -> bool:
+        cycle = self._cycle
+        return cycle.response_started and not cycle.response_complete and not cycle.flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        cycle = self._cycle
+        if not cycle.disconnected:                       # else nobody reads it; the endpoint will hear of it
+            self.bytes_out += len(body)
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. Use `limited_protocol(options)` to bind the options."""
 
@@ -111,8 +136,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed = 0                               # bytes since the parser last made sense of something
         self._head_bytes = 0
         self._body_bytes = 0
+        self._hosts = 0
+        self._is_coded = False                           # it has a Transfer-Encoding
         self._limit: LimitExceeded | None = None
         self._refused = False
+        self.url = b""
         self._in_message = False                         # a request has begun to arrive and is not whole
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
@@ -121,6 +149,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
         if len(self.connections) > self.options.max_connections:
             self._refuse(503, f"the server has its {self.options.max_connections} connections; try again later")
         else:
@@ -153,7 +182,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._unparsed = self._head_bytes = self._body_bytes = 0
+        self._unparsed = self._head_bytes = self._body_bytes = self._hosts = 0
+        self._is_coded = False
         self._in_message = True
         self._expect_within(HEAD_SECONDS)
 
@@ -173,14 +203,27 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(431, f"there are more than {MAX_HEADERS} headers")
         if self._head_bytes > MAX_HEAD:
             self._stop(431, f"the headers are larger than {MAX_HEAD} bytes")
-        if name.lower() == b"content-length" and value.strip().isdigit():
+        lower = name.lower()
+        if lower == b"content-length" and value.strip().isdigit():
             self._check_body(int(value))                 # no need to wait for a body that will be too large
+        elif lower == b"host":
+            self._hosts += 1
+            if self._hosts > 1:                          # a proxy before us may have gone by the other one
+                self._stop(400, "the request needs one Host header")
+        elif lower == b"transfer-encoding":
+            self._is_coded = True
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._unparsed = 0
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1") or (version == "1.0" and self._is_coded):
+            self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")
         self._expect_within(BODY_SECONDS)
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            scope: MutableMapping[str, Any] = cast(Any, self.scope)
+            scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -245,7 +288,7 @@ class LimitedProtocol(HttpToolsProtocol):
         answering = cycle is not None and not cycle.response_complete
         if not (answering and cycle.response_started):
             kind = "overloaded_error" if status == 503 else "invalid_request_error"
-            body = error_body(message, kind)
+            body = body_for(self._path(), status, error_body(message, kind))
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             retry = b"retry-after: 1\r\n" if status == 503 else b""
             self.transport.write(STATUS_LINE[status] + retry + head + body)
@@ -255,6 +298,11 @@ class LimitedProtocol(HttpToolsProtocol):
         # Closing with unread bytes would reset the connection, and the client might never see the answer.
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+    def _path(self) -> str:
+        """As far as it is known; the URL comes first."""
+        return self.url.partition(b"?")[0].decode("latin-1")
 
 
 def limited_protocol(options: ServerOptions) -> type[LimitedProtocol]:

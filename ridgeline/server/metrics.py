@@ -17,11 +17,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ridgeline.diagnose.verdict import TERMS
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.caller import CALLER
 from ridgeline.engine.outputs import RequestOutput
 from ridgeline.errors import BadRequest
 from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram
+from ridgeline.server import roofline
 from ridgeline.server.gate import LOG
 from ridgeline.version import __version__
 
@@ -48,7 +50,7 @@ def families(llm: AsyncLLM) -> list[Family]:
     num_blocks = ready.num_blocks if ready else 0
     waiting = engine.waiting if llm.state == "ok" else llm.load.open_answers      # without an engine nobody runs
     wait = llm.predicted_wait() or 0.0
-    used = 1 - llm.free_blocks / num_blocks if num_blocks else 0.0
+    full = 1 - llm.free_blocks / num_blocks if num_blocks else 0.0
     made: list[Family] = []
 
     def add(kind: str, name: str, text: str, *samples: float | Histogram | tuple[Labels, float]) -> None:
@@ -60,7 +62,7 @@ def families(llm: AsyncLLM) -> list[Family]:
 
     add("gauge", "vllm:num_requests_running", "Sequences that have a row in the batch.", llm.running)
     add("gauge", "vllm:num_requests_waiting", "Sequences that wait for a row.", waiting)
-    add("gauge", "vllm:kv_cache_usage_perc", "Part of the KV blocks that sequences hold; 1 is all of them.", used)
+    add("gauge", "vllm:kv_cache_usage_perc", "Part of the KV blocks that sequences hold; 1 is all of them.", full)
     add("counter", "vllm:num_preemptions", "Sequences that lost their blocks to others.", metrics.counter("preemptions"))
     add("counter", "vllm:prompt_tokens", "Prompt tokens of requests that began to answer.", metrics.prompt_tokens)
     add("counter", "vllm:generation_tokens", "Tokens of answers.", metrics.generation_tokens)
@@ -111,6 +113,21 @@ def families(llm: AsyncLLM) -> list[Family]:
     add("gauge", "ridgeline:engine_up", "1 while the engine takes requests.", int(llm.is_alive))
     add("gauge", "ridgeline:queued_prompt_tokens", "Prompt tokens that wait to start.", llm.load.waiting_tokens)
     add("gauge", "ridgeline:predicted_wait_seconds", "What a request sent now would wait; 0 too while unknown.", wait)
+    live = roofline.look(llm)
+    used = live.total
+    add("gauge", "ridgeline:mfu", "Useful FLOPs by those of the measured rate, while busy; last 10 s.", used.mfu)
+    add("gauge", "ridgeline:hfu", "The same with what was computed for nothing.", used.hfu)
+    add("gauge", "ridgeline:mbu", "Bytes of weights and KV by those of the measured bandwidth, while busy; last 10 s.", used.mbu)
+    gap = [("padding", used.padding), ("recomputation", used.recomputation), ("rejected", used.rejected)]
+    add("gauge", "ridgeline:wasted_flops_share", "Part of the FLOPs computed for nothing, by cause.", *by("cause", gap))
+    bound = [(term, int(term == live.verdict.term)) for term in TERMS]
+    add("gauge", "ridgeline:bound", "1 for the term that binds, 0 for the others.", *by("term", bound))
+    add("gauge", "ridgeline:roof_headroom", "Times as fast if every op were at its roof.", live.verdict.headroom)
+    parts = by("part", live.split.items())
+    add("gauge", "ridgeline:step_time_share", "Busy time by what the iron law divides it into.", *parts)
+    rates = llm.roofline.rates
+    add("gauge", "ridgeline:peak_read_bytes_per_second", "Measured bandwidth; 0 while not measured.", rates.read_bytes_s)
+    add("gauge", "ridgeline:peak_flops_per_second", "Measured matrix rate; 0 while not measured.", rates.flops_s)
     add("gauge", "ridgeline:build_info", "The version, in the label.", ({"version": __version__}, 1))
     return made
 

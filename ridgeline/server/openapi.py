@@ -14,7 +14,9 @@ import msgspec
 
 from ridgeline.server import anthropic, protocol, responses
 from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.error_bodies import AnthropicError
 from ridgeline.server.metrics import Load
+from ridgeline.server.roofline import RooflineReply
 from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from ridgeline.version import __version__
 
@@ -82,9 +84,9 @@ OPERATIONS = (
     Operation("/v1/responses", "A conversation, for clients of the Responses API", responses.ResponsesRequest,
               responses.ResponseReply, streams=True),
     Operation("/v1/messages", "A conversation, for Anthropic's clients", anthropic.MessagesRequest,
-              anthropic.MessageReply, anthropic.ErrorReply, streams=True),
+              anthropic.MessageReply, AnthropicError, streams=True),
     Operation("/v1/messages/count_tokens", "How many tokens its prompt has", anthropic.CountRequest,
-              anthropic.TokenCount, anthropic.ErrorReply),
+              anthropic.TokenCount, AnthropicError),
     Operation("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingReply),
     Operation("/tokenize", "A prompt or a conversation as token ids", TokenizeRequest, TokenizeReply),
     Operation("/detokenize", "Token ids as text", DetokenizeRequest, DetokenizeReply),
@@ -97,6 +99,8 @@ OPERATIONS = (
     Operation("/version", "The server's version", gives=Version),
     Operation("/metrics", "Figures for Prometheus"),
     Operation("/load", "How much there is to do", gives=Load),
+    Operation("/roofline", "Which resource binds, and how far it is to the roof", gives=RooflineReply),
+    Operation("/dashboard", "A page that shows it, for a browser"),
 )  # fmt: skip
 
 

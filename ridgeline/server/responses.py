@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ridgeline.engine.outputs import AnswerDelta, RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.anthropic import named_event
 from ridgeline.server.chat import ChatWriter
+from ridgeline.server.generation import Deadline, refuse
 
 _encode = msgspec.json.Encoder().encode
 _LOGPROBS = "message.output_text.logprobs"
@@ -124,6 +125,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    ttft_deadline_ms: Deadline | None = None             # ours
 
     # Hints: they cannot change an answer.
     user: Any = None
@@ -141,15 +143,21 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     prompt: Any = None
     context_management: Any = None
 
+    HINTS: ClassVar[tuple[str, ...]] = (
+        "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options",
+        "max_tool_calls",
+    )  # fmt: skip
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "conversation": (), "background": (False,), "prompt": ({},), "context_management": ([], {}),
+    }  # fmt: skip
+
     def check(self) -> None:
         """Refuse what is understood and not done."""
         if self.previous_response_id is not None:
             raise Unsupported("previous_response_id: no response is stored here; send the whole conversation as input")
         if self.store:
             raise Unsupported("store: no response is stored here; set it to false or leave it out")
-        for name in ("conversation", "background", "prompt", "context_management"):
-            if getattr(self, name):
-                raise Unsupported(f"{name} is not supported by this server; leave it out")
+        refuse(self, self.REFUSED)
         if self.truncation not in (None, "disabled"):
             raise Unsupported("truncation must be 'disabled' here: input that is too long is an error")
         for entry in self.include or []:
@@ -190,7 +198,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "ttft_deadline_ms",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,13 +79,14 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUs
         raise BadRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
     plain = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in plain]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise BadRequest(f"tools has two functions with the name {twice!r}")
     mode, wanted = _choice(choice, names)
     if mode == "none":
         return ToolUse()
-    return ToolUse(mode, tuple(tool for tool in plain if tool["function"]["name"] in wanted), parallel)
+    callable_ones = frozenset(wanted)
+    return ToolUse(mode, tuple(tool for tool in plain if tool["function"]["name"] in callable_ones), parallel)
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[str, Iterable[str]]:
@@ -112,8 +114,9 @@ def _name_of(allowed: Any) -> Any:
 
 
 def _known(given: list[Any], names: list[str]) -> list[str]:
+    known = frozenset(names)
     for name in given:
-        if name not in names:
+        if not isinstance(name, str) or name not in known:
             raise BadRequest(f"tool_choice names the function {shown(name)}, which is not among the tools")
     return given
 

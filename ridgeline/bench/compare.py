@@ -1,0 +1,213 @@
+"""`ridgeline bench compare A B --max-regression 3%`: a gate over two records of the same benchmark.
+
+Figures are matched by their name and their setting; which way is better is known by the name (`directions.py`). A figure
+has got worse when its median is worse by more than the limit and, where both records tell P10 and P90, when the two
+ranges do not overlap: what lies inside the noise of both is no finding. Exit code 1 on a regression.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ridgeline.bench import table
+from ridgeline.bench.directions import HIGHER, better
+from ridgeline.errors import ConfigError
+
+# Fields by which rows of a list are told apart; a list whose rows have none is not compared.
+IDENTITY = (
+    "setting", "op", "implementation", "case", "dtype", "name", "model", "workload", "preset", "rate", "streams", "offered",
+    "requests", "batch", "rows", "part",
+)  # fmt: skip
+WORKLOAD = ("model", "dtype", "device", "dataset", "endpoint", "turns", "slo")     # settings of a record that should agree
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    median: float
+    p10: float | None = None         # None: a single run, whose noise nobody knows
+    p90: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    name: str
+    direction: str                   # which way is better
+    before: Figure
+    after: Figure
+    limit: float
+
+    @property
+    def worse_by(self) -> float:
+        """Above 0: worse, as a share of what it was; infinite where there was nothing before."""
+        gone = self.before.median - self.after.median if self.direction == HIGHER else self.after.median - self.before.median
+        if gone == 0:
+            return 0.0
+        return gone / abs(self.before.median) if self.before.median else float("inf") if gone > 0 else float("-inf")
+
+    @property
+    def within_noise(self) -> bool:
+        ranges = (self.before.p10, self.before.p90, self.after.p10, self.after.p90)
+        if any(end is None for end in ranges):
+            return False
+        low_before, high_before, low_after, high_after = (float(end) for end in ranges if end is not None)
+        return low_before <= high_after and low_after <= high_before
+
+    @property
+    def verdict(self) -> str:
+        if abs(self.worse_by) <= self.limit:
+            return "same"
+        if self.within_noise:
+            return "noise"
+        return "worse" if self.worse_by > 0 else "better"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A", help="a record: the baseline")
+    parser.add_argument("after", metavar="B", help="a record of the same benchmark")
+    parser.add_argument("--max-regression", default="3%", help="how much worse a median may be, as 3%% or 0.03 (default: 3%%)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="judge only figures whose name holds one of these")
+    parser.add_argument("--all", action="store_true", help="show what did not change, too")
+    table.add_format(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    limit = parse_share(args.max_regression)
+    before, after = read(args.before), read(args.after)
+    check_same(before, after)
+    changes, missing = compare(before, after, limit, args.only)
+    if not changes:
+        raise ConfigError("the two records have no figure in common that could be judged")
+    worse = [change for change in changes if change.verdict == "worse"]
+    shown = changes if args.all else [change for change in changes if change.verdict != "same"]
+    order = {"worse": 0, "better": 1, "noise": 2, "same": 3}
+    rows = [row(change) for change in sorted(shown, key=lambda change: (order[change.verdict], -abs(change.worse_by)))]
+    made = {"limit": limit, "compared": len(changes), "regressions": len(worse), "missing": missing, "changes": rows}
+    if args.format != "md":
+        print(table.rendered(rows, args.format, made))
+        return 1 if worse else 0
+    for line in differences(before, after):
+        print(line)
+    if rows:
+        print(table.as_markdown(rows))
+    for name in missing:
+        print(f"missing in {args.after}: {name}")
+    said = f"{len(worse)} of {len(changes)} figures got worse by more than {limit:.1%}" if worse else (
+        f"no regression: none of {len(changes)} figures got worse by more than {limit:.1%} beyond its noise"
+    )
+    print(said)
+    return 1 if worse else 0
+
+
+def parse_share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ConfigError(f"--max-regression must be a share such as 3% or 0.03, got {text!r}")
+    return share
+
+
+def read(path: str) -> dict[str, Any]:
+    try:
+        made = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no record: {error}") from None
+    if not isinstance(made, dict) or "benchmark" not in made or "figures" not in made:
+        raise ConfigError(f"{path} is no record: `bench … --out FILE` writes one")
+    return made
+
+
+def check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    if before["benchmark"] != after["benchmark"]:
+        raise ConfigError(f"records of two benchmarks cannot be compared: {before['benchmark']} and {after['benchmark']}")
+    for name in WORKLOAD:
+        one, other = (made.get("workload", {}).get(name) for made in (before, after))
+        if one is not None and other is not None and one != other:
+            raise ConfigError(f"the records have different workloads: {name} is {one!r} in the first and {other!r} in the second")
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader should know before believing a difference."""
+    one, other = (made.get("machine", {}) for made in (before, after))
+    for name in ("cpu", "cores"):
+        if one.get(name) != other.get(name):
+            yield f"different machines: {name} {one.get(name)} and {other.get(name)}"
+    gpus = [(made.get("gpu") or {}).get("name") for made in (one, other)]
+    if gpus[0] != gpus[1]:
+        yield f"different GPUs: {gpus[0]} and {gpus[1]}"
+    if before.get("quality") != after.get("quality"):
+        yield f"different quality: {before.get('quality')} and {after.get('quality')}"
+
+
+def compare(
+    before: Mapping[str, Any], after: Mapping[str, Any], limit: float, only: list[str] | None = None
+) -> tuple[list[Change], list[str]]:
+    """What can be judged in both, and the names that only the first has."""
+    old, new = figures_of(before), figures_of(after)
+    names = [name for name in old if not only or any(word in " ".join(name) for word in only)]
+    changes = [
+        Change(" ".join(name), better(name), old[name], new[name], limit) for name in names if name in new and better(name)
+    ]
+    return changes, [" ".join(name) for name in names if name not in new and better(name)]
+
+
+def figures_of(made: Mapping[str, Any]) -> dict[tuple[str, ...], Figure]:
+    """Every number of a record's figures, and its peak memory, by its path."""
+    found = dict(_walk(made["figures"], ()))
+    return found | dict(_walk(made.get("peak_memory") or {}, ("peak_memory",)))
+
+
+def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Figure]]:
+    if isinstance(tree, bool) or tree is None:
+        return
+    if isinstance(tree, int | float):
+        yield path, Figure(float(tree))
+    elif isinstance(tree, Mapping):
+        if {"median", "p10", "p90"} <= set(tree) and not isinstance(tree["median"], Mapping):
+            yield path, Figure(*(float(tree[name]) for name in ("median", "p10", "p90")))
+            return
+        if isinstance(tree.get("median"), Mapping):          # medians by name, with their spreads beside them
+            low, high = (tree.get(name) or {} for name in ("p10", "p90"))
+            for name, median in tree["median"].items():
+                yield (*path, str(name)), Figure(float(median), low.get(name), high.get(name))
+        for name, value in tree.items():
+            if name in ("median", "p10", "p90") and isinstance(value, Mapping):
+                continue
+            yield from _walk(value, (*path, str(name)))
+    elif isinstance(tree, list):
+        for value in tree:
+            identity = _identity(value)
+            if identity:
+                yield from _walk(value, (*path, identity))
+
+
+def _identity(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return ""
+    parts = []
+    for name in IDENTITY:
+        each = value.get(name)
+        if isinstance(each, Mapping):
+            parts += [f"{key}={inner}" for key, inner in each.items() if inner is not None]
+        elif isinstance(each, str | int | float):
+            parts.append(str(each))
+    return "[" + ", ".join(parts) + "]" if parts else ""
+
+
+def row(change: Change) -> dict[str, Any]:
+    def shown(figure: Figure) -> Any:
+        if figure.p10 is None or figure.p90 is None:
+            return figure.median
+        return {"median": figure.median, "p10": figure.p10, "p90": figure.p90}
+
+    relative = -change.worse_by if change.direction == HIGHER else change.worse_by
+    return {
+        "figure": change.name, "better": change.direction, "before": shown(change.before), "after": shown(change.after),
+        "change": f"{relative:+.1%}", "verdict": change.verdict,
+    }  # fmt: skip

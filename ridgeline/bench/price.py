@@ -1,0 +1,56 @@
+"""What tokens cost: dollars from a price per hour, joules from the power that the devices reported.
+
+A machine's hour pays for input and output together. So three figures stand beside each other: all of the cost on the
+output tokens, all of it on the input tokens, and both together; a tariff lies somewhere between the first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ridgeline.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--price", type=float, metavar="USD",
+        help="dollars per hour of the machine: adds $ per million tokens, and J per token where power is reported",
+    )  # fmt: skip
+
+
+def check(price: float | None) -> None:
+    if price is not None and not price > 0:
+        raise ConfigError(f"--price must be above 0 dollars per hour, got {price:g}")
+
+
+def cost(
+    price: float | None, seconds: float, tokens_in: float, tokens_out: float, joules: float | None = None
+) -> dict[str, Any]:
+    """Of a run that took so long; empty without a price. Energy only where something measured it."""
+    if price is None:
+        return {}
+    dollars = price / 3600 * seconds
+    found: dict[str, Any] = {"usd_per_hour": price}
+    for name, tokens in (("output", tokens_out), ("input", tokens_in), ("all", tokens_in + tokens_out)):
+        if tokens:
+            found[f"usd_per_m_{name}_tokens"] = dollars / tokens * 1e6
+    if joules is not None:
+        found["joules"] = joules
+        for name, tokens in (("output", tokens_out), ("all", tokens_in + tokens_out)):
+            if tokens:
+                found[f"j_per_{name}_token"] = joules / tokens
+    return found
+
+
+def line(found: dict[str, Any]) -> str:
+    parts = [
+        f"${found[f'usd_per_m_{name}_tokens']:.4g} per million {name} tokens"
+        for name in ("output", "input", "all")
+        if f"usd_per_m_{name}_tokens" in found
+    ]
+    if "j_per_output_token" in found:
+        parts.append(f"{found['j_per_output_token']:.3g} J per output token")
+    elif found:
+        parts.append("no device reports its power here")
+    return ", ".join(parts)

@@ -1,0 +1,304 @@
+"""`ridgeline bench serve URL`: load for any OpenAI-compatible server, and what its users would have felt.
+
+Asks what the server can do (`target.py`), warms it up, sends prompts (`prompts.py`) at their times (`arrivals.py`,
+`load.py`), and turns what happened into figures (`latency.py`): a table, a record, and a page (`report.py`). No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from ridgeline.bench import client_check, price, sustain, table
+from ridgeline.bench.client_check import ClientCheck
+from ridgeline.bench.http_client import HttpClient
+from ridgeline.bench.latency import Outcome, backlog_growth, figures, timeline
+from ridgeline.bench.load import Load
+from ridgeline.bench.memory import own_peak, server_peak
+from ridgeline.bench.prompts import PromptSource
+from ridgeline.bench.record import record, write
+from ridgeline.bench.report import report
+from ridgeline.bench.serve_options import Plan, Setting, add_arguments, headers, plan
+from ridgeline.bench.sweep import merged, middle
+from ridgeline.bench.target import Target
+from ridgeline.bench.watch import Watch
+from ridgeline.engine.progress import progress_bar
+from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.server.app import raise_file_limit, uvloop
+
+__all__ = ["add_arguments", "run"]
+
+MOST_CACHED = 0.05                   # of the tokens of random prompts: more means that they are not new to the server
+MOST_GROWTH = 0.1                    # of the offered requests may pile up: more is a queue that only gets longer
+_LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def run(args: argparse.Namespace) -> None:
+    asked = plan(args)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+        made, points = runner.run(_bench(asked))
+    if args.out:
+        write(made, Path(args.out))
+    if args.html:
+        Path(args.html).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.html).write_text(report(made, points))
+    if args.format == "md":
+        print("\n".join(lines(made)))
+        return
+    print(table.rendered([row(point) for point in made["figures"]["points"]], args.format, made))
+
+
+async def _bench(asked: Plan) -> tuple[dict[str, Any], list[list[Outcome]]]:
+    """The record, and every request of each point's last run."""
+    args = asked.args
+    url, local, port = base_url(args.url)
+    client = HttpClient(url, headers(args), not args.insecure)
+    target = Target(
+        client, asked.path, args.model, asked.extra, timeout=args.timeout,
+        tokenizer=Tokenizer.load(args.tokenizer) if args.tokenizer else None,
+    )  # fmt: skip
+    generated = asked.dataset != "custom"
+    await target.meet(args.ignore_eos if args.ignore_eos is not None else generated)
+    target.quality = args.quality or target.quality
+    most = max((setting.concurrency for setting in asked.settings), default=0)
+    raise_file_limit(most or 4096)
+    points: list[dict[str, Any]] = []
+    last_runs: list[list[Outcome]] = []
+    with Watch() if local else nullcontext() as watch:
+        for number, setting in enumerate(asked.settings):
+            try:
+                point, outcomes = await _point(asked, target, setting, number, watch)
+            except asyncio.CancelledError:                   # Ctrl-C: what is measured already is kept
+                if not points:
+                    raise
+                print(f"interrupted: {len(points)} of {len(asked.settings)} settings were measured", file=sys.stderr)
+                break
+            points.append(point)
+            last_runs.append(outcomes)
+            if args.format == "md":
+                print(progress_line(point), flush=True)
+    client.close()
+    found = {"points": points} | _best(points)
+    peak = {"client": own_peak(), "server_bytes": server_peak(port) if local else None}
+    return record("serve", _workload(asked, target, url), found, target.quality, peak_memory=peak), last_runs
+
+
+async def _point(
+    asked: Plan, target: Target, setting: Setting, number: int, watch: Watch | None
+) -> tuple[dict[str, Any], list[Outcome]]:
+    source, args = asked.source(setting, target.words), asked.args
+    await _warm_up(asked, target, setting, source)
+    runs = []
+    for repeat in range(args.repeats):
+        # Every run has prompts of its own: none finds in a prefix cache what another left there.
+        found, outcomes, check = await _run_once(asked, target, setting, source, f"{args.seed}-{number}-{repeat}", watch)
+        runs.append(found | {"client": check})
+    together = merged(runs)
+    together["client"]["reasons"] = list(dict.fromkeys(reason for run in runs for reason in run["client"]["reasons"]))
+    together["client"]["is_bottleneck"] = bool(together["client"]["reasons"])
+    point: dict[str, Any] = {
+        "setting": setting.named(), "process": asked.arrivals(setting).name if not asked.closed(setting) else "closed loop",
+        "runs": len(runs), "figures": together, "timeline": timeline(outcomes),
+    }  # fmt: skip
+    if args.sustain is not None:
+        names = ("output_throughput", "request_throughput", "ttft_ms")
+        series = {name: [(at["at_s"], at[name]) for at in point["timeline"] if name in at] for name in names}
+        machine = runs[-1].get("machine", {})
+        unknown = sustain.UNTOLD if watch is not None else "the server's machine is another, whose clocks are not known here"
+        point["sustain"] = sustain.account(series, args.sustain, machine, unknown)
+    if args.save_detailed:
+        point["detailed"] = detailed(outcomes)
+    failed = next((outcome for outcome in outcomes if not outcome.ok), None)
+    if failed is not None:
+        point["first_error"] = f"{failed.error}: {failed.detail}"
+    return point, outcomes
+
+
+async def _warm_up(asked: Plan, target: Target, setting: Setting, source: PromptSource) -> None:
+    count = asked.args.num_warmups
+    conversations = itertools.islice(asked.conversations(source, "warm-up"), count)
+    outcomes = await Load(target).closed_loop(conversations, min(count, setting.concurrency or count), None)
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if len(failed) == len(outcomes):
+        raise EngineDead(f"every warm-up request failed ({failed[0].error}): {' '.join(failed[0].detail.split())[:300]}")
+
+
+async def _run_once(
+    asked: Plan, target: Target, setting: Setting, source: PromptSource, seed: str, watch: Watch | None
+) -> tuple[dict[str, Any], list[Outcome], dict[str, Any]]:
+    closed = asked.closed(setting)
+    planned = [] if closed else asked.planned(setting, source, seed)
+    total = len(planned) if not closed else asked.count() if asked.duration is None else 0
+    with progress_bar(label(setting), wanted=not asked.args.no_progress) as tick:
+        load = Load(target, None if closed else setting.concurrency or None, _counter(tick, total))
+        begin = time.time()
+        async with ClientCheck() as check:
+            if closed:
+                conversations = asked.conversations(source, seed)
+                outcomes = await load.closed_loop(conversations, setting.concurrency, asked.duration)
+            else:
+                outcomes = await load.open_loop(planned)
+        end = time.time()
+    await target.count_texts(outcomes)
+    found = figures(outcomes, asked.slo)
+    if planned and planned[-1][0] > 0:
+        found["offered_rate"] = len(planned) / planned[-1][0]
+        if (growth := backlog_growth(outcomes)) is not None:
+            found |= {"backlog_growth": growth, "kept_up": growth <= MOST_GROWTH}
+    if watch is not None and (machine := watch.between(begin, end)):
+        found["machine"] = machine
+    watts = watch.watts(begin, end) if watch is not None else None
+    if cost := price.cost(
+        asked.args.price, found["duration_s"], found["total_input_tokens"], found["total_output_tokens"],
+        None if watts is None else watts * found["duration_s"],
+    ):  # fmt: skip
+        found["cost"] = cost
+    return found, outcomes, check.figures(outcomes)
+
+
+def _counter(tick: Callable[[int, int], None], total: int) -> Callable[[Outcome], None]:
+    done = itertools.count(1)
+    return lambda outcome: tick(number := next(done), max(total, number))
+
+
+def base_url(url: str) -> tuple[str, bool, int]:
+    """The server without /v1, whether it runs on this machine, and its port."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    try:
+        port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
+    except ValueError:
+        raise ConfigError(f"{url!r} has no port that exists; an address is http://127.0.0.1:8000") from None
+    return urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.hostname in _LOCAL, port
+
+
+def _workload(asked: Plan, target: Target, url: str) -> dict[str, Any]:
+    args = asked.args
+    return {
+        "url": url.rpartition("@")[2], "server": target.owner, "model": target.model, "endpoint": target.path,
+        "dataset": asked.dataset, "dataset_path": Path(args.dataset_path).name if args.dataset_path else None,
+        "prefix_len": args.prefix_len, "num_prefixes": args.num_prefixes, "prompt_format": args.prompt_format,
+        "turns": args.turns if asked.dataset == "multi_turn" else "1", "think_time": args.think_time,
+        "num_prompts": asked.count() if asked.duration is None else None, "duration": asked.duration,
+        "burstiness": str(args.burstiness), "range_ratio": args.random_range_ratio, "seed": args.seed,
+        "warm_ups": args.num_warmups, "repeats": args.repeats, "slo": str(asked.slo) if asked.slo else None,
+        "fields": asked.extra | target.optional, "tokens_counted_by": target.counted_by,
+        "prompt_lengths_by": target.words.source,
+        "clock": "client, from each request's intended time of sending; under from_send from the sending itself",
+    }  # fmt: skip
+
+
+def _best(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """The setting with the highest goodput."""
+    with_goodput = [point for point in points if "request_goodput" in point["figures"]]
+    if not with_goodput:
+        return {}
+    best = max(with_goodput, key=lambda point: middle(point["figures"]["request_goodput"]))
+    return {"best_goodput": {"setting": best["setting"], "request_goodput": middle(best["figures"]["request_goodput"])}}
+
+
+def detailed(outcomes: list[Outcome]) -> dict[str, list[Any]]:
+    """Every request, by column: times in seconds from the run's start."""
+    return {
+        "intended_s": [round(outcome.intended, 6) for outcome in outcomes],
+        "sent_s": [round(outcome.sent, 6) for outcome in outcomes],
+        "first_token_s": [round(outcome.events[0], 6) if outcome.events else None for outcome in outcomes],
+        "ended_s": [round(outcome.ended, 6) for outcome in outcomes],
+        "input_tokens": [outcome.tokens_in for outcome in outcomes],
+        "output_tokens": [outcome.tokens_out for outcome in outcomes],
+        "itls_ms": [[round(gap * 1e3, 3) for gap in outcome.gaps()] for outcome in outcomes],
+        "error": [outcome.error for outcome in outcomes],
+    }  # fmt: skip
+
+
+# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def label(setting: Setting) -> str:
+    named = {name: each for name, each in setting.named().items() if each is not None}
+    return ", ".join(f"{name} {each}" for name, each in named.items())
+
+
+def row(point: dict[str, Any]) -> dict[str, Any]:
+    """A point as a row of the table."""
+    setting, found = point["setting"], point["figures"]
+    cells: dict[str, Any] = {
+        "rate": setting["request_rate"], "concurrency": setting["max_concurrency"], "in": setting["input_len"],
+        "out": setting["output_len"], "done": found["completed"], "failed": found["failed"],
+        "req/s": found["request_throughput"], "in tok/s": found["input_throughput"], "out tok/s": found["output_throughput"],
+    }  # fmt: skip
+    if "request_goodput" in found:
+        cells |= {"goodput/s": found["request_goodput"]}
+    for name, title in _LATENCIES.items():
+        for percent in ("p50", "p99"):
+            cells[f"{title} {percent.upper()} ms"] = found[name].get(percent)
+    return cells
+
+
+def progress_line(point: dict[str, Any]) -> str:
+    found = point["figures"]
+    named = ", ".join(f"{name} {each}" for name, each in point["setting"].items() if each is not None)
+    text = f"{named}: {middle(found['request_throughput']):.2f} requests/s, {middle(found['output_throughput']):,.0f} tok/s out"
+    if "request_goodput" in found:
+        text += f", goodput {middle(found['request_goodput']):.2f}/s"
+    return text
+
+
+def lines(made: dict[str, Any]) -> list[str]:
+    """The record as a page of text."""
+    points, workload = made["figures"]["points"], made["workload"]
+    said = ["", table.as_markdown([row(point) for point in points])]
+    for point in points:
+        found = point["figures"]
+        named = ", ".join(f"{name} {each}" for name, each in point["setting"].items() if each is not None)
+        said += ["", f"{named} ({point['process']})", table.as_markdown(latency_rows(found))]
+        if found["errors"]:
+            kinds = ", ".join(f"{kind}: {table.cell(count)}" for kind, count in found["errors"].items())
+            said.append(f"errors: {kinds}; the first of them: {point.get('first_error', '')[:200]}")
+        if found.get("kept_up") is False:
+            said.append(
+                f"the server did not keep up with the {middle(found['offered_rate']):.2f} requests/s that were offered: "
+                f"{middle(found['backlog_growth']):.0%} of them piled up"
+            )
+        elif "offered_rate" in found and "kept_up" not in found:
+            said.append("too short to say whether the server keeps up with this rate: answers take as long as requests came")
+        if (share := cached_share(found)) > MOST_CACHED and workload["dataset"] == "random" and not workload["prefix_len"]:
+            said.append(f"{share:.0%} of the prompt tokens came from the server's prefix cache, which has seen these prompts "
+                        "before: another --seed makes others")  # fmt: skip
+        said.append(client_check.verdict(middle(found["client"])))
+        if "sustain" in point:
+            said.append(point["sustain"]["verdict"])
+        if "cost" in found:
+            said.append(price.line(middle(found["cost"])))
+    counted = workload["tokens_counted_by"]
+    exact = "an assumption: one token per event" if counted == "events" else "exact"
+    said += ["", f"tokens counted by: {counted} ({exact}); prompt lengths by: {workload['prompt_lengths_by']}"]
+    if best := made["figures"].get("best_goodput"):
+        named = ", ".join(f"{name} {each}" for name, each in best["setting"].items() if each is not None)
+        said.append(f"best goodput under {workload['slo']}: {best['request_goodput']:.2f} requests/s at {named}")
+    return said
+
+
+def cached_share(found: dict[str, Any]) -> float:
+    """Of the prompt tokens, as far as the server tells."""
+    return float(middle(found["cached_input_tokens"]) / max(1, middle(found["total_input_tokens"])))
+
+
+def latency_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Percentiles by latency, from the intended time and from sending."""
+    rows: list[dict[str, Any]] = []
+    for name, title in _LATENCIES.items():
+        for where, tree in (("", found), (", from sending", found["from_send"])):
+            if tree.get(name):
+                rows.append({"ms": title + where} | {key: tree[name][key] for key in ("p50", "p90", "p95", "p99", "max")})
+    return rows

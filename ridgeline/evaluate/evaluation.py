@@ -1,0 +1,219 @@
+"""A whole evaluation: what is asked for, computed with one model or beside a reference, as one plain dictionary.
+
+    passages of the text and of the slices ─▶ perplexity ─▶ (with a reference) divergence
+    needle, multiple choice                  ─▶ shares
+    gate                                     ─▶ what is not good enough on the worst slice
+
+Everything that is drawn comes from the seed, and the engine is greedy: the same seed gives the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ridgeline.config import EngineConfig
+from ridgeline.engine.progress import progress_bar
+from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.errors import ConfigError
+from ridgeline.evaluate import choices, divergence, needle, perplexity
+from ridgeline.evaluate.reference import ReferenceFile, file_bytes, is_reference_file, write_reference
+from ridgeline.evaluate.scoring import Scorer, Scores
+from ridgeline.evaluate.slices import SLICES
+from ridgeline.evaluate.texts import DEFAULT_TEXT, Passage, default_text, fingerprint, passages, read_text
+from ridgeline.resolve import model_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    text: str = ""                   # a file; empty: pydoc_data.topics
+    slices: tuple[str, ...] = tuple(SLICES)
+    slice_files: dict[str, str] = field(default_factory=dict)    # name -> a file of the user's
+    context: int = 512               # tokens of a passage
+    overlap: int = 0                 # of those, how many at its beginning do not count
+    tokens: int = 2048               # that count, in each slice
+    needle: tuple[int, ...] = ()     # lengths of the haystacks; none: no needles
+    choices: str = ""                # a JSONL file
+    seed: int = 0
+
+
+def evaluate(
+    options: dict[str, Any], task: Task, reference: str = "", reference_options: dict[str, Any] | None = None,
+    save_reference: str = "", show: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """`options` are the engine's; `reference` is a model, or a file that `save_reference` wrote."""
+    config = EngineConfig.of(**options)
+    path = model_path(config)
+    tokenizer = Tokenizer.load(config.model.tokenizer or path)
+    texts = slice_texts(task)
+    asked = [
+        passage for name, text in texts.items()
+        for passage in passages(
+            name, text, tokenizer, context=task.context, overlap=task.overlap, tokens=task.tokens, seed=task.seed
+        )
+    ]  # fmt: skip
+    hidden = needle.trials(tokenizer, texts[DEFAULT_TEXT], task.needle, task.seed) if task.needle else []
+    questions = choices.read_questions(task.choices) if task.choices else []
+    longest = max(len(passage.tokens) for passage in asked)
+    most = max(
+        longest, needle.longest(hidden, tokenizer) if hidden else 0,
+        choices.longest(tokenizer, questions) if questions else 0,
+    )  # fmt: skip
+    result: dict[str, Any] = {
+        "model": path.name, "seed": task.seed, "context": task.context, "overlap": task.overlap,
+        "texts": {name: fingerprint(text) for name, text in texts.items()},
+    }
+    with _scorer(options, most, show) as model:
+        if reference:
+            with _reference(reference, reference_options or {}, options, longest, show) as (other, name):
+                result["reference"] = name
+                result |= _beside(other, model, asked, tokenizer, show)
+        else:
+            with progress_bar("passages", wanted=show) as tick:
+                scores = perplexity.score_passages(model, asked, tick)
+            result["slices"] = {
+                name: perplexity.summary(*_of_slice(asked, scores.logprobs, name), tokenizer) for name in texts
+            }
+        if save_reference:
+            sequences = [passage.tokens for passage in asked]
+            with progress_bar("reference", wanted=show) as tick:
+                write_reference(save_reference, model, sequences, path.name, tick)
+            result["saved_reference"] = {"file": save_reference, "bytes": file_bytes(sequences, model.vocab_size)}
+        if hidden:
+            with progress_bar("needles", wanted=show) as tick:
+                result["needle"] = needle.run(model, tokenizer, hidden, tick)
+        if questions:
+            with progress_bar("choices", wanted=show) as tick:
+                result["choices"] = choices.run(model, tokenizer, questions, tick)
+    return result
+
+
+def slice_texts(task: Task) -> dict[str, str]:
+    """By slice; the default text, or the user's, is the first."""
+    unknown = [name for name in task.slices if name not in SLICES]
+    if unknown:
+        raise ConfigError(f"there is no slice {unknown[0]!r}; there are {', '.join(SLICES)}")
+    texts = {DEFAULT_TEXT: read_text(task.text) if task.text else default_text()}
+    texts |= {name: SLICES[name](task.seed) for name in task.slices}
+    return texts | {name: read_text(path) for name, path in task.slice_files.items()}
+
+
+def _of_slice(asked: Sequence[Passage], values: Sequence[Any], name: str) -> tuple[list[Passage], list[Any]]:
+    chosen = [place for place, passage in enumerate(asked) if passage.slice == name]
+    return [asked[place] for place in chosen], [values[place] for place in chosen]
+
+
+def _beside(
+    reference: Scores, model: Scores, asked: list[Passage], tokenizer: Tokenizer, show: bool
+) -> dict[str, Any]:
+    with progress_bar("passages, twice", wanted=show) as tick:
+        found = divergence.compare(reference, model, [passage.tokens for passage in asked], tick)
+    slices = {}
+    for name in dict.fromkeys(passage.slice for passage in asked):
+        places = [place for place, passage in enumerate(asked) if passage.slice == name]
+        slices[name] = perplexity.summary(*_of_slice(asked, found.model.logprobs, name), tokenizer)
+        slices[name] |= divergence.summary(asked, found, places)
+    return {
+        "slices": slices,
+        "all": divergence.summary(asked, found, range(len(asked))),
+        "by_position": divergence.by_position(asked, found),
+        "worst_decile": divergence.worst_decile(asked, found, tokenizer),
+    }
+
+
+@contextmanager
+def _scorer(options: dict[str, Any], longest: int, show: bool) -> Iterator[Scorer]:
+    scorer = Scorer(options, longest, show)
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+# What the reference takes over from the options of the model under test: nothing that may change its answers.
+_SHARED = ("device", "tokenizer", "seed", "load_format")
+
+
+@contextmanager
+def _reference(
+    given: str, own: dict[str, Any], options: dict[str, Any], longest: int, show: bool
+) -> Iterator[tuple[Scores, str]]:
+    if is_reference_file(given):
+        if own:
+            raise ConfigError(f"{given} holds logits that are computed already; options of the reference change nothing")
+        file = ReferenceFile(given)
+        yield file, file.name
+        return
+    taken = {name: options[name] for name in _SHARED if name in options}
+    with _scorer(taken | own | {"model": "" if given == EMBEDDED else given}, longest, show) as scorer:
+        yield scorer, scorer.path.name if not own else f"{scorer.path.name} ({_as_words(own)})"
+
+
+EMBEDDED = "embedded"                # the name of the embedded model, where an empty word cannot be given
+
+
+def _as_words(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+# ── gate ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# figure -> (is more better?, where it is)
+GATES = {
+    "perplexity": (False, "slices"), "kl": (False, "slices"), "kl_p99": (False, "slices"), "top1": (True, "slices"),
+    "perplexity_ratio": (False, "slices"), "needle": (True, "needle"), "choices": (True, "choices"),
+}  # fmt: skip
+
+
+def parse_gate(words: str) -> dict[str, float]:
+    """From words like kl:0.02,top1:0.97."""
+    limits = {}
+    for word in words.split(","):
+        name, colon, number = word.strip().partition(":")
+        try:
+            limits[name] = float(number)
+        except ValueError:
+            colon = ""
+        if not colon or name not in GATES:
+            raise ConfigError(f"{word!r} is not a gate; write name:limit with one of {', '.join(GATES)}")
+    return limits
+
+
+def judge(result: dict[str, Any], limits: dict[str, float]) -> list[dict[str, Any]]:
+    """Every gate with the worst figure there is, the slice it is from, and whether it passes."""
+    verdicts = []
+    for name, limit in limits.items():
+        more, where = GATES[name]
+        if where == "slices":
+            values = {each: found[name] for each, found in result["slices"].items() if name in found}
+        else:
+            field = {"needle": "picked", "choices": "accuracy"}[where]
+            values = {where: result[where][field]} if where in result else {}
+        if not values:
+            needs = {"needle": "--needle", "choices": "--choices"}.get(where, "--reference")
+            raise ConfigError(f"the gate {name} needs {needs}")
+        worst = min(values, key=lambda each: values[each] if more else -values[each])
+        passed = values[worst] >= limit if more else values[worst] <= limit
+        verdicts.append({"figure": name, "limit": limit, "worst": worst, "value": values[worst], "passed": passed})
+    return verdicts
+
+
+def require_gate(limits: dict[str, float], task: Task, reference: str) -> None:
+    """Gates that the task cannot answer fail before anything is computed."""
+    for name in limits:
+        where = GATES[name][1]
+        missing = (
+            (where == "needle" and not task.needle and "--needle")
+            or (where == "choices" and not task.choices and "--choices")
+            or (where == "slices" and name != "perplexity" and not reference and "--reference")
+        )
+        if missing:
+            raise ConfigError(f"the gate {name} needs {missing}")
+
+
+def check_save_path(path: str) -> None:
+    if path and not Path(path).resolve().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: its directory does not exist")

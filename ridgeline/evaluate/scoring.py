@@ -1,0 +1,190 @@
+"""How likely a model finds every token of given sequences: the engine computes, and all logits of every position are seen.
+
+The sequences go through the engine as prompts do: scheduled, batched, through the paged KV cache and whatever kernels and
+schemes are in use. So a quantized linear or KV cache is judged as it serves. With `max_num_batched_tokens=1` every token
+is a step of its own, and the kernels of decoding are the ones that are judged.
+
+Logits exist for a few hundred positions at a time; whoever looks at them (perplexity, divergence, choices) keeps numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.config import EngineConfig
+from ridgeline.engine.core import EngineCore
+from ridgeline.engine.executor import LocalExecutor
+from ridgeline.engine.progress import progress_bar
+from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.errors import BadRequest, ConfigError
+from ridgeline.graph_shapes import Shape
+from ridgeline.kv_spec import blocks_for
+from ridgeline.layers.batch import Batch
+from ridgeline.messages import Request, StepPlan
+from ridgeline.models.config import kv_groups, load_model_config
+from ridgeline.ops.registry import set_kernels
+from ridgeline.resolve import model_path
+from ridgeline.runner.forward import Computed, Forward
+from ridgeline.runner.runner import Runner
+from ridgeline.sampling_params import SamplingParams
+
+LOGITS_ROWS = 256                    # positions whose logits exist at once
+ROWS = 8                             # sequences that are computed together
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+
+# (which sequence, position p of the first row, logits [n, vocabulary]): row k speaks of token p + k + 1.
+Take = Callable[[int, int, Tensor], None]
+Tick = Callable[[int, int], None]
+
+
+class Scores(Protocol):
+    """Whatever gives the logits of sequences: an engine, or a file that one wrote."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def score(self, sequences: Sequence[Sequence[int]], take: Take, tick: Tick | None = None) -> None: ...
+
+
+class Scorer:
+    """An engine for evaluation. Options are the engine's own; sizes that are not given are made to fit the task."""
+
+    def __init__(self, options: dict[str, Any], longest: int, show: bool = True) -> None:
+        """`longest`: tokens of the longest sequence."""
+        if options.get("tensor_parallel_size", 1) > 1:
+            raise ConfigError("evaluation reads logits in one process: use tensor_parallel_size 1")
+        config = _sized(EngineConfig.of(**options), longest)
+        self.path = model_path(config)
+        with progress_bar(f"loading {self.path.name}", in_bytes=True, wanted=show) as tick:
+            self.core = EngineCore.start(config, progress=tick)
+        given = config.model.tokenizer
+        self.tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.load(given or self.path)
+        executor = self.core.executor
+        assert isinstance(executor, LocalExecutor)       # one rank
+        self._tap = _Tap(executor.runner)
+        self._count = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.core.config.model.vocab_size
+
+    def score(self, sequences: Sequence[Sequence[int]], take: Take, tick: Tick | None = None) -> None:
+        """Hand out the logits of every position that has a token after it. Sequences that are equal are computed once."""
+        places: dict[bytes, list[int]] = {}
+        for place, sequence in enumerate(sequences):
+            if len(sequence) < 2:
+                raise BadRequest(f"sequence {place} has {len(sequence)} tokens; a token is judged by those before it")
+            places.setdefault(np.asarray(sequence, np.int32).tobytes(), []).append(place)
+        self._tap.take, self._tap.places = take, places
+        try:
+            for number, tokens in enumerate(places):
+                params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+                self._add(np.frombuffer(tokens, np.int32).tolist(), params, f"score-{number}")
+            self._finish(tick)
+        finally:
+            self._tap.take = None
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, tick: Tick | None = None) -> list[list[int]]:
+        """Greedy answers of at most so many tokens."""
+        answers: dict[str, list[int]] = {}
+        for prompt in prompts:
+            answers[self._add(list(prompt), SamplingParams(temperature=0, max_tokens=tokens), "answer")] = []
+        self._finish(tick, answers)
+        return list(answers.values())
+
+    def _add(self, tokens: list[int], params: SamplingParams, name: str) -> str:
+        self._count += 1
+        request_id = f"{name}-{self._count}"
+        self.core.add(Request(request_id, tokens, params, prefix_caching=False))
+        return request_id
+
+    def _finish(self, tick: Tick | None, answers: dict[str, list[int]] | None = None) -> None:
+        set_kernels(self.core.config.options.model.kernels)          # one setting for the process, and two engines in it
+        done, total = 0, self.core.scheduler.num_waiting
+        while self.core.has_work:
+            for delta in self.core.step():
+                if delta.error:
+                    raise BadRequest(f"a sequence could not be computed: {delta.error}")
+                if answers is not None:
+                    answers[delta.request_id] += delta.token_ids
+                done += delta.finish_reason is not None
+                if tick is not None:
+                    tick(done, total)
+
+    def close(self) -> None:
+        """End it and give its memory back."""
+        self.core.close()
+        set_kernels("auto")
+        del self.core, self._tap
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _sized(config: EngineConfig, longest: int) -> EngineConfig:
+    """A few rows of the task's length, unless asked otherwise: two models have to fit beside each other."""
+    model = load_model_config(model_path(config))
+    context = config.model.max_model_len or min(longest + 16, model.max_position_embeddings)
+    if longest + 1 > context:
+        raise ConfigError(f"sequences of {longest} tokens need a max_model_len of {longest + 1}, there are {context}")
+    kind = config.model.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    budget = config.scheduler.max_num_batched_tokens or STEP_TOKENS[kind]
+    rows = config.scheduler.max_num_seqs or ROWS
+    sizes: dict[str, Any] = {"max_model_len": context, "max_num_batched_tokens": budget, "max_num_seqs": rows}
+    if config.cache.num_gpu_blocks_override is None and config.cache.kv_cache_memory_bytes is None:
+        groups = kv_groups(model, config.cache.block_size)
+        sizes["num_gpu_blocks_override"] = rows * blocks_for(groups, context, budget) + 1
+    return EngineConfig.of(**{"step_time_ms": 0.0} | config.flat() | sizes)
+
+
+class _Tap:
+    """Stands before the runner's forward pass and shows the logits of prompt positions to whoever asked for them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.take: Take | None = None
+        self.places: dict[bytes, list[int]] = {}         # tokens -> which of the asked sequences they are
+        self._runner = runner
+        self._inner: Forward = runner.forward
+        self._plan: StepPlan | None = None
+        self.replays = 0
+        runner.forward = self
+
+    def shape(self, plan: StepPlan) -> Shape | None:
+        self._plan = plan
+        return self._inner.shape(plan)
+
+    def prepare(self) -> bool:
+        return self._inner.prepare()
+
+    def run(self, batch: Batch, greedy: bool) -> Computed:
+        computed = self._inner.run(batch, greedy)
+        self.replays = self._inner.replays
+        if self.take is not None and computed.hidden is not None and self._plan is not None:
+            self._show(self._plan, computed.hidden, self.take)
+        return computed
+
+    def _show(self, plan: StepPlan, hidden: Tensor, take: Take) -> None:
+        rows = self._runner.rows
+        first = 0
+        for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+            start = int(rows.length[row]) - count        # packing has counted this step's tokens already
+            states = hidden[first : first + min(count, int(rows.num_prompt[row]) - 1 - start)]
+            first += count
+            for place in self.places.get(rows.given[row].tobytes(), ()) if len(states) else ():
+                for offset in range(0, len(states), LOGITS_ROWS):
+                    take(place, start + offset, self._runner.model.logits(states[offset : offset + LOGITS_ROWS]))
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Of every id, in float32 or better; sums in float64, so that vocabularies of any size lose nothing."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return shifted - shifted.exp().sum(-1, keepdim=True, dtype=torch.float64).log().to(shifted.dtype)

@@ -1,0 +1,82 @@
+"""The text that is judged: passages of a known length, the same ones for the same seed.
+
+By default it is the reference text that CPython carries as `pydoc_data.topics`: half a megabyte of English about a
+programming language, on every machine. It differs a little between versions of Python, so a result names a hash of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.errors import ConfigError
+
+DEFAULT_TEXT = "text"                # the slice of the default text, or of the user's file
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    slice: str
+    number: int                      # which passage of its slice
+    tokens: list[int]
+    first: int                       # the first token that counts; those before it are only read
+
+
+def default_text() -> str:
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_text(path: str | Path) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8") from None
+    if not text.strip():
+        raise ConfigError(f"{path} holds no text")
+    return text
+
+
+def fingerprint(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def start_tokens(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before every text, a BOS token perhaps."""
+    whole, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    starts = [place for place in range(len(whole)) if whole[place : place + len(plain)] == plain]
+    return whole[: starts[0]] if starts else []
+
+
+def passages(
+    name: str, text: str, tokenizer: Tokenizer, *, context: int, overlap: int, tokens: int, seed: int
+) -> list[Passage]:
+    """Passages of at most `context` tokens, `tokens` of which count in all; which ones the seed decides.
+
+    A passage begins `context - overlap` tokens after the one before it, and its first `overlap` tokens do not count: the
+    others then have at least that much before them. A text that is too short gives the passages that it has.
+    """
+    start = start_tokens(tokenizer)
+    body = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    room = context - len(start)
+    if room < 2 or not 0 <= overlap < room - 1:
+        raise ConfigError(f"a context of {context} tokens with an overlap of {overlap} leaves nothing to judge")
+    stride = room - overlap
+    begins = [place for place in range(0, len(body), stride) if len(body) - place > max(1, overlap)]
+    if not begins:
+        raise ConfigError(f"{name} has {len(body)} tokens: too few for an overlap of {overlap}")
+    full = [place for place in begins if len(body) - place >= room] or begins    # a stump at the end counts less
+    wanted = max(1, -(-tokens // stride))
+    if len(full) < wanted:
+        chosen = begins
+    else:
+        chosen = sorted(random.Random(f"passages-{name}-{seed}").sample(full, wanted))
+    return [
+        Passage(name, number, start + body[place : place + room], len(start) + overlap or 1)
+        for number, place in enumerate(chosen)
+    ]

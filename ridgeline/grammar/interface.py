@@ -1,0 +1,51 @@
+"""What the libraries that follow an answer through its grammar have in common, as llguidance names it.
+
+Knows neither library, so that both can be written against it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ridgeline.errors import BadRequest
+
+
+class LibraryMatcher(Protocol):
+    """One answer's place in a compiled grammar."""
+
+    def deep_copy(self) -> LibraryMatcher:
+        """Another that goes on from here by itself."""
+
+    def consume_token(self, token: int) -> bool:
+        """False: it may not follow, and from then on there is an error."""
+
+    def is_stopped(self) -> bool:
+        """Nothing but an end token could follow."""
+
+    def is_error(self) -> bool: ...
+
+    def get_error(self) -> str: ...
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        """Write the mask of what may follow, `size` bytes, where the caller has room for them."""
+
+
+def structures(tag: dict[str, Any]) -> list[tuple[str, str, Any, str]]:
+    """(trigger, begin, schema, end) of a structural tag {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as
+    vLLM takes it: a structure belongs to the longest trigger that it begins with."""
+    found = []
+    try:
+        triggers = sorted((str(each) for each in tag["triggers"]), key=len, reverse=True)
+        for structure in tag["structures"]:
+            begin = str(structure["begin"])
+            trigger = next((each for each in triggers if each and begin.startswith(each)), None)
+            if trigger is None:
+                raise BadRequest(f"structured_outputs.structural_tag: no trigger begins {begin[:40]!r}")
+            found.append((trigger, begin, structure["schema"], str(structure["end"])))
+    except (KeyError, TypeError):
+        raise BadRequest(
+            "structured_outputs.structural_tag needs triggers and structures, each with begin, schema and end"
+        ) from None
+    if not found:
+        raise BadRequest("structured_outputs.structural_tag has no structures; give at least one")
+    return found

@@ -1,0 +1,152 @@
+"""Does it fit? Memory of one device as a ledger, predicted by the engine's own functions (resolve.Memory, kv_spec).
+
+    usable · gpu_memory_utilization = weights + KV cache + rows + steps + runtime (+ the draft model)
+
+Formats that the engine does not store yet are counted as they would be: so many bytes per weight, per element of K and V.
+The textbook's arithmetic, which forgets all but weights and KV, is here as well (`textbook`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+from ridgeline import ledger
+from ridgeline.config import EngineConfig
+from ridgeline.errors import ConfigError
+from ridgeline.kv_spec import KVGroupSpec, blocks_for
+from ridgeline.models.config import kv_groups
+from ridgeline.models.config import weight_bytes as stored_bytes
+from ridgeline.plan.models import PlannedModel
+from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
+from ridgeline.plan.prediction import STEP_TOKENS, Setup
+from ridgeline.resolve import DeviceFacts, Memory, page_bytes
+
+RUNTIME = 760 * 2**20                # of a CUDA context and the libraries: what the engine counts with
+DRAFT = "draft model"
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """One device's memory, for requests of a given length."""
+
+    setup: Setup
+    memory: Memory
+    groups: list[KVGroupSpec]
+    context: int
+    budget: int
+    draft: int = 0                   # bytes of a draft model's weights
+    draft_per_block: int = 0
+
+    @classmethod
+    def of(cls, setup: Setup, context: int, utilization: float = 0.9, budget: int = STEP_TOKENS) -> Capacity:
+        config = setup.model.config
+        options = EngineConfig.of(gpu_memory_utilization=utilization, tensor_parallel_size=setup.ranks)
+        on_cpu = setup.device.kind == "cpu"
+        facts = DeviceFacts(
+            "cpu" if on_cpu else "cuda", setup.device.usable * (setup.ranks if on_cpu else 1), (setup.dtype,),
+            0 if on_cpu else RUNTIME,
+        )
+        groups = kv_groups(config, BLOCK_SIZE, setup.ranks)
+        memory = Memory.of(options, facts, config, setup.dtype, groups, context, setup.graphs, budget)
+        rotation = memory.weights - stored_bytes(config, setup.dtype, facts.kind, setup.ranks)
+        share = kv_bytes(setup.kv, setup.dtype, config.head_dim) / WEIGHT_FORMATS[setup.dtype].bytes
+        memory = replace(
+            memory, weights=rotation + model_bytes(setup.model, setup) // setup.ranks,
+            per_block=round(page_bytes(groups, int(WEIGHT_FORMATS[setup.dtype].bytes)) * share),
+        )  # fmt: skip
+        if setup.draft_model is None:
+            return cls(setup, memory, groups, context, budget)
+        draft = replace(setup, weights=setup.dtype, sparse=False)
+        draft_groups = kv_groups(setup.draft_model.config, BLOCK_SIZE, setup.ranks)
+        per_block = round(page_bytes(draft_groups, int(WEIGHT_FORMATS[setup.dtype].bytes)) * share)
+        return cls(
+            setup, memory, groups, context, budget, model_bytes(setup.draft_model, draft) // setup.ranks, per_block
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """On all devices together, where every layer sees everything; windows keep less of a long text."""
+        slots = sum(len(group.layers) for group in self.groups) / max(len(group.layers) for group in self.groups)
+        return (self.memory.per_block * slots + self.draft_per_block) / BLOCK_SIZE * self.setup.ranks
+
+    def blocks(self, batch: int) -> int:
+        """Of the KV cache for so many requests at their longest; block 0 belongs to nobody."""
+        return batch * blocks_for(self.groups, self.context, self.budget) + 1
+
+    def needed(self, batch: int) -> int:
+        """Bytes beside the weights and the runtime."""
+        kv = self.blocks(batch) * (self.memory.per_block + self.draft_per_block)
+        return kv + self.memory.rows(batch) + self.memory.steps(batch, self.budget)
+
+    @property
+    def room(self) -> int:
+        """Bytes beside the weights and the runtime that there are; negative: the weights alone are too much."""
+        return self.memory.room - self.memory.weights - self.memory.runtime - self.draft
+
+    @property
+    def fits(self) -> bool:
+        """One request, at least."""
+        return self.needed(1) <= self.room
+
+    def largest_batch(self, most: int = 1 << 16) -> int:
+        """Requests of this length that the memory holds at once; 0: none."""
+        if not self.fits:
+            return 0
+        return bisect_right(range(1, most + 1), self.room, key=self.needed)
+
+    def longest_context(self) -> int:
+        """Tokens that a single request may have; 0: none."""
+        most = self.setup.model.config.max_position_embeddings
+        return bisect_right(range(1, most + 1), self.room, key=lambda tokens: replace(self, context=tokens).needed(1))
+
+    def parts(self, batch: int) -> dict[str, int]:
+        """The ledger of an engine for so many requests at their longest."""
+        found = self.memory.parts(self.blocks(batch), batch, self.budget)
+        if self.draft:
+            found[DRAFT] = self.draft + self.blocks(batch) * self.draft_per_block
+        return found
+
+    def require(self) -> None:
+        if not self.fits:
+            gib = ledger.GIB
+            raise ConfigError(
+                f"{self.setup.model.name} does not fit on {self.setup.label}: weights, runtime and one request of "
+                f"{self.context} tokens need {(self.memory.room - self.room + self.needed(1)) / gib:.1f} GiB a device, "
+                f"{self.memory.room / gib:.1f} are there; take more devices, narrower weights or a shorter context"
+            )
+
+
+def model_bytes(model: PlannedModel, setup: Setup) -> int:
+    """Weights on all devices: the layers' linears in their format, the rest in the setup's dtype."""
+    linears = model.linear_parameters
+    wide = WEIGHT_FORMATS[setup.dtype].bytes
+    return round(linears * weight_bytes(setup.weights, setup.sparse) + (model.parameters - linears) * wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Textbook:
+    """Weights and KV, and nothing else: every parameter in one format without scales, all memory, all bandwidth."""
+
+    weights: float                   # bytes
+    kv_per_request: float
+    batch: int                       # that the memory holds
+    tok_s: float                     # of one request, if reading the weights were all
+
+
+def textbook(setup: Setup, context: int, parameters: float | None = None) -> Textbook:
+    """`parameters`: a rounded number to count with, 70e9 for "70B"; by default the model's own."""
+    config = setup.model.config
+    weights = (parameters or setup.model.parameters) * WEIGHT_FORMATS[setup.weights].bits / 8
+    per_element = kv_bytes(setup.kv, setup.dtype, config.head_dim, scales=False)
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * per_element * context
+    left = setup.ranks * setup.device.memory - weights
+    return Textbook(weights, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / weights)
+
+
+def possible_ranks(model: PlannedModel, most: int) -> list[int]:
+    """Powers of two that leave every rank a query head."""
+    return [ranks for ranks in (1, 2, 4, 8, 16, 32) if ranks <= min(most, model.config.num_heads)]
+
+

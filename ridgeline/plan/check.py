@@ -1,0 +1,107 @@
+"""`ridgeline plan --check`: what was predicted beside what a benchmark measured, figure by figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.plan.operation import Traffic, operate
+from ridgeline.plan.prediction import Setup, decode_seconds, workload_seconds
+from ridgeline.plan.records import MeasuredRow, Record
+
+BAR = 0.15                           # of TPOT and throughput, on what was not fitted
+BARRED = ("TPOT", "output tok/s")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    record: str
+    workload: str
+    figure: str
+    measured: float
+    predicted: float
+    fitted: bool                     # was this figure one of those that the constants were fitted on?
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def check(record: Record, fitted: bool = False) -> list[Checked]:
+    """`fitted`: it is (one of) the records that the constants are from; workloads that fit.py leaves out are not."""
+    return [figure for row in record.rows for figure in _row(record, row, fitted)]
+
+
+def _row(record: Record, row: MeasuredRow, fitted: bool) -> list[Checked]:
+    fitted = fitted and not row.shared and len(set(row.asked)) == 1
+    setup, limits = record.setup, (record.budget, record.max_rows, row.shared)
+    if row.step_seconds is not None:
+        step = decode_seconds(setup, len(row.asked), row.parts_context)
+        return [Checked(record.name, row.workload, "TPOT", row.step_seconds, step, fitted)]
+    total = workload_seconds(setup, row.asked, *limits)
+    uniform = len(set(row.asked)) == 1 and not row.shared
+    found = []
+    tokens_out = sum(out for _, out in row.asked)
+    if row.output_tok_s and tokens_out > len(row.asked):
+        found.append(Checked(record.name, row.workload, "output tok/s", row.output_tok_s, tokens_out / total, fitted))
+    if uniform:
+        first = workload_seconds(setup, [(tokens_in, 1) for tokens_in, _ in row.asked], *limits)
+        if row.first_seconds:
+            found.append(Checked(record.name, row.workload, "first tokens", row.first_seconds, first, fitted))
+        if row.tpot_seconds:
+            each = (total - first) / (row.asked[0][1] - 1)
+            found.append(Checked(record.name, row.workload, "TPOT", row.tpot_seconds, each, fitted))
+    return found
+
+
+def check_serve(name: str, points: Sequence[tuple[str, Mapping[str, Any]]], setup: Setup) -> list[Checked]:
+    """Points of a record of `bench serve`, by name: a server with as many requests in flight as there were on average.
+
+    That is a rate times the time of a request (Little's law); lengths and the hit rate are the measured ones.
+    """
+    found = []
+    for workload, figures in points:
+        count = figures["completed"]
+        tokens_in, tokens_out = figures["total_input_tokens"], figures["total_output_tokens"]
+        if not count or tokens_out <= count or not figures["tpot_ms"]:
+            continue
+        traffic = Traffic(round(tokens_in / count), round(tokens_out / count), figures["cached_input_tokens"] / tokens_in)
+        in_flight = figures["request_throughput"] * figures["e2el_ms"]["mean"] / 1e3
+        point = operate(setup, max(1, round(in_flight)), traffic)
+        found += [
+            Checked(name, workload, "TPOT", figures["tpot_ms"]["mean"] / 1e3, point.tpot, False),
+            Checked(name, workload, "output tok/s", figures["output_throughput"], point.tok_s, False),
+        ]
+    return found
+
+
+def worst(found: Sequence[Checked]) -> float:
+    """Of the figures that have a bar: TPOT and throughput of what was not fitted."""
+    barred = [abs(each.error) for each in found if each.figure in BARRED and not each.fitted]
+    return max(barred, default=0.0)
+
+
+def text(found: Sequence[Checked], markdown: bool = False) -> str:
+    rows = [["record", "workload", "figure", "measured", "predicted", "error", ""]]
+    for each in found:
+        scale, unit = (1.0, "") if each.figure.endswith("tok/s") else (1e3, ", ms")
+        numbers = [f"{value * scale:,.2f}" for value in (each.measured, each.predicted)]
+        rows.append([
+            each.record, each.workload, each.figure + unit, *numbers, f"{each.error:+.1%}", "fitted" if each.fitted else "",
+        ])  # fmt: skip
+    if markdown:
+        rows.insert(1, ["---"] * 3 + ["---:"] * 3 + ["---"])
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+    else:
+        widths = [max(len(row[column]) for row in rows) for column in range(7)]
+        lines = ["  ".join(
+            cell.rjust(width) if column in (3, 4, 5) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip() for row in rows]  # fmt: skip
+    barred = [each for each in found if each.figure in BARRED and not each.fitted]
+    if barred:
+        inside = sum(abs(each.error) <= BAR for each in barred)
+        lines += ["", f"TPOT and throughput of what was not fitted: {inside} of {len(barred)} within {BAR:.0%}, the worst "
+                      f"off by {worst(found):.1%}"]  # fmt: skip
+    return "\n".join(lines)

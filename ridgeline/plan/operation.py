@@ -1,0 +1,178 @@
+"""A deployment at work: requests of one size keep coming, so many are in flight, and prompts join the decodes' steps.
+
+    step  = a decode of the batch at its mean context + per finished request the extra time of one prompt in such a step
+    TPOT  = step / tokens per request and step          (1, or with drafts (1 − αᵏ⁺¹)/(1 − α))
+    TTFT  = half a step + the steps that compute the prompt, beside the running decodes and the other prompts of the step
+    tok/s = batch · tokens per request and step / step
+
+From it: the table over batch sizes, what limits the batch, the best number of ranks, and how many devices a rate needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ridgeline.diagnose.cost import expected_tokens
+from ridgeline.errors import ConfigError
+from ridgeline.plan.capacity import Capacity, possible_ranks
+from ridgeline.plan.precision import compute_format, weight_bytes
+from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup, decode_seconds, rows_seconds
+from ridgeline.plan.steps import Row, decode_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What requests are like."""
+
+    tokens_in: int
+    tokens_out: int
+    hit_rate: float = 0.0            # share of the prompts' tokens that the prefix cache has
+
+    def __post_init__(self) -> None:
+        if self.tokens_in < 1 or self.tokens_out < 1 or not 0 <= self.hit_rate < 1:
+            raise ConfigError(f"requests need a token in and out at least, and a hit rate from 0 to below 1: got {self}")
+
+    @property
+    def context(self) -> int:
+        """Tokens of a request at its longest."""
+        return self.tokens_in + self.tokens_out
+
+    @property
+    def mean_context(self) -> int:
+        return self.tokens_in + self.tokens_out // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    ttft: float = math.inf           # seconds
+    tpot: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A setup with so many requests in flight."""
+
+    setup: Setup
+    batch: int
+    ttft: float
+    tpot: float
+    prefill: float                   # seconds of one prompt, alone
+    tok_s: float                     # output tokens per second, of all devices together
+    requests_s: float
+
+    @property
+    def tok_s_device(self) -> float:
+        return self.tok_s / self.setup.ranks
+
+    def dollars_per_million(self, price: float) -> float:
+        """Of output tokens, at a price per device and hour."""
+        return price * self.setup.ranks / 3600 / self.tok_s * 1e6
+
+    def meets(self, slo: Slo) -> bool:
+        return self.ttft <= slo.ttft and self.tpot <= slo.tpot
+
+
+def operate(setup: Setup, batch: int, traffic: Traffic, budget: int = STEP_TOKENS) -> Point:
+    decode = decode_seconds(setup, batch, traffic.mean_context)
+    cached = int(traffic.tokens_in * traffic.hit_rate)
+    room = max(1, budget - batch)
+    chunks = [(done, min(traffic.tokens_in, done + room)) for done in range(cached, traffic.tokens_in, room)]
+    decodes = decode_rows(batch, traffic.mean_context, setup.drafts)
+    rows = [Row(end - done, end, int(end == traffic.tokens_in)) for done, end in chunks]
+    plain = rows_seconds(setup, decodes)
+    with_prompt = [rows_seconds(setup, [*decodes, row]) for row in rows]
+    alone = sum(rows_seconds(setup, [row]) for row in rows)
+    extra = sum(each - plain for each in with_prompt)    # what a prompt adds to the steps it is in
+    tokens = expected_tokens(setup.acceptance, setup.drafts)
+    prompts = batch * tokens / traffic.tokens_out        # that begin per step, on average
+    step = decode + prompts * extra
+    ttft = step / 2 + len(rows) * plain + max(1.0, prompts) * extra      # others' prompts are in the same steps
+    return Point(
+        setup, batch, ttft=ttft, tpot=step / tokens, prefill=alone, tok_s=batch * tokens / step,
+        requests_s=batch * tokens / step / traffic.tokens_out,
+    )  # fmt: skip
+
+
+def batches(largest: int) -> list[int]:
+    """Powers of two, and the largest that fits."""
+    found = [1 << power for power in range(largest.bit_length()) if 1 << power <= largest]
+    return found if not found or found[-1] == largest else [*found, largest]
+
+
+def table(setup: Setup, traffic: Traffic, largest: int) -> list[Point]:
+    return [operate(setup, batch, traffic) for batch in batches(min(largest, MOST_ROWS))]
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SATURATED = 0.9                      # of the throughput at the largest batch
+
+
+def compute_limited_batch(setup: Setup) -> int:
+    """Rows from which the linears compute for longer than they read: ridge · bytes per weight / 2."""
+    device = setup.device
+    rate = device.rate(compute_format(device, setup.weights, setup.dtype)) * (2 if setup.sparse and device.sparse else 1)
+    rows = rate / device.bandwidth * weight_bytes(setup.weights, setup.sparse) / 2
+    return math.ceil(rows / (1 + setup.drafts))
+
+
+def saturation_batch(points: Sequence[Point]) -> int:
+    """The smallest batch with nearly the throughput of the largest: beyond it only latency grows."""
+    enough = SATURATED * max(point.tok_s for point in points)
+    return next(point.batch for point in points if point.tok_s >= enough)
+
+
+# ── how many ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How many devices a rate needs."""
+
+    point: Point                     # of one replica, at the most it may be given
+    replicas: int
+    rate: float                      # requests/s asked for
+
+    @property
+    def devices(self) -> int:
+        return self.replicas * self.point.setup.ranks
+
+
+def best_point(setup: Setup, traffic: Traffic, slo: Slo, utilization: float = 0.9) -> Point | None:
+    """The largest batch that the memory holds and that meets the SLO: the most requests per second that do."""
+    capacity = Capacity.of(setup, traffic.context, utilization)
+    low, high = 0, min(capacity.largest_batch(MOST_ROWS), MOST_ROWS)
+    if not high or not operate(setup, 1, traffic).meets(slo):
+        return None
+    low = 1
+    while low < high:                                    # latency only grows with the batch
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if operate(setup, middle, traffic).meets(slo) else (low, middle - 1)
+    return operate(setup, low, traffic)
+
+
+def devices_for(
+    setup: Setup, traffic: Traffic, slo: Slo, rate: float, most_ranks: int = 8, utilization: float = 0.9
+) -> list[Answer]:
+    """For every number of ranks that can, fewest devices first."""
+    if rate <= 0:
+        raise ConfigError(f"rate must be above 0, got {rate}")
+    answers = []
+    for ranks in possible_ranks(setup.model, most_ranks):
+        point = best_point(replace(setup, ranks=ranks), traffic, slo, utilization)
+        if point is not None:
+            answers.append(Answer(point, math.ceil(rate / point.requests_s), rate))
+    return sorted(answers, key=lambda answer: (answer.devices, answer.point.tpot))
+
+
+def by_ranks(setup: Setup, traffic: Traffic, most: int, utilization: float = 0.9) -> list[tuple[Point, Point]]:
+    """For every number of ranks on which it fits: with one request, and with as many as the memory holds."""
+    found = []
+    for ranks in possible_ranks(setup.model, most):
+        sharded = replace(setup, ranks=ranks)
+        largest = min(Capacity.of(sharded, traffic.context, utilization).largest_batch(MOST_ROWS), MOST_ROWS)
+        if largest:
+            found.append((operate(sharded, 1, traffic), operate(sharded, largest, traffic)))
+    return found

@@ -1,0 +1,125 @@
+"""Number formats of weights and of the KV cache: bytes per element with their scales, and what products run in.
+
+Weights in a narrow format are stored and read in it. Products run in it only where the chip's matrix units know it and the
+activations have it too (fp8, int8); int4 weights are widened on the way (W4A16), so they save bytes and no FLOPs.
+
+How much a format loses is told by its signal-to-noise ratio on normally distributed numbers, in decibels: computed, the
+same for every model, and only a hint. What a model really loses is for `ridgeline eval` to measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ridgeline.plan.hardware import Device
+
+GROUP = 128                          # weights that share a scale, in int4
+SPARSE_INDEX_BITS = 2                # of every kept value, in 2:4 sparsity
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    name: str
+    bits: float                      # per element
+    scale_bits: float = 0.0          # of scales and zeros, per element
+    computes: bool = True            # do products run in it, where it is native?
+
+    @property
+    def bytes(self) -> float:
+        return (self.bits + self.scale_bits) / 8
+
+
+WEIGHT_FORMATS = {
+    each.name: each
+    for each in (
+        Format("float32", 32), Format("bfloat16", 16), Format("float16", 16),
+        Format("fp8", 8),                                # a scale per output: nothing, per element
+        Format("int8", 8),
+        Format("int4", 4, (16 + 4) / GROUP, computes=False),     # a scale and a zero for every group
+        Format("fp4", 4, 8 / 16),                        # a scale of 8 bits for 16 numbers
+    )
+}  # fmt: skip
+KV_FORMATS = ("auto", "fp8", "int8", "int4")
+
+
+def weight_bytes(format: str, sparse: bool = False) -> float:
+    """Bytes per weight. With 2:4 sparsity half of the values are kept, each with its place."""
+    found = WEIGHT_FORMATS[format]
+    if not sparse:
+        return found.bytes
+    return (found.bits / 2 + SPARSE_INDEX_BITS / 2 + found.scale_bits) / 8
+
+
+def kv_bytes(format: str, dtype: str, head_dim: int, scales: bool = True) -> float:
+    """Bytes per element of K and V; narrow ones bring a float32 scale per token and head, as the engine's fp8 cache."""
+    if format == "auto":
+        return WEIGHT_FORMATS[dtype].bytes
+    return WEIGHT_FORMATS[format].bits / 8 + (4 / head_dim if scales else 0.0)
+
+
+def compute_format(device: Device, weights: str, dtype: str) -> str:
+    """What products run in: the weights' own format where it is native, otherwise the activations', or the chip's wide one."""
+    found = WEIGHT_FORMATS[weights]
+    if found.computes and weights in device.flops:
+        return weights
+    return dtype if dtype in device.flops else device.wide
+
+
+def support(device: Device) -> dict[str, str]:
+    """By format: native, or what it is emulated with."""
+    told = {}
+    for name, found in WEIGHT_FORMATS.items():
+        if name in device.flops and found.computes:
+            told[name] = "native"
+        else:
+            told[name] = f"stored, computed in {compute_format(device, name, device.wide)}"
+    return told
+
+
+# ── what a format loses ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _float_step(mantissa: int, lowest_exponent: int) -> Callable[[np.ndarray], np.ndarray]:
+    def rounded(values: np.ndarray) -> np.ndarray:
+        exponents = np.maximum(np.floor(np.log2(np.maximum(np.abs(values), 1e-30))), lowest_exponent)
+        step = 2.0 ** (exponents - mantissa)
+        return np.round(values / step) * step
+
+    return rounded
+
+
+def _integer(bits: int, group: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Symmetric, scaled to the largest of a group: of so many normal numbers that is about √(2 ln 2n)."""
+    most = math.sqrt(2 * math.log(2 * group))
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        step = most / (2 ** (bits - 1) - 1)
+        return np.clip(np.round(values / step), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * step
+
+    return rounded
+
+
+def _fp4(values: np.ndarray) -> np.ndarray:
+    """e2m1: 0, ½, 1, 1½, 2, 3, 4, 6, scaled to the largest of 16 numbers."""
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * math.sqrt(2 * math.log(32)) / 6
+    found: np.ndarray = np.sign(values) * levels[np.abs(np.abs(values)[:, None] - levels).argmin(1)]
+    return found
+
+
+_ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "bfloat16": _float_step(7, -126), "float16": _float_step(10, -14), "float32": _float_step(23, -126),
+    "fp8": _float_step(3, -12),                          # e4m3, scaled so that the largest of a row fills the range
+    "int8": _integer(8, 4096), "int4": _integer(4, GROUP), "fp4": _fp4,
+}  # fmt: skip
+
+
+def signal_to_noise(format: str) -> float:
+    """Decibels: 10 log₁₀ of the variance of normal numbers over that of their rounding errors."""
+    values = np.linspace(-6, 6, 40_001)
+    density = np.exp(-values * values / 2)
+    error = _ROUNDINGS[format](values) - values
+    return float(10 * math.log10((density * values**2).sum() / (density * error**2).sum()))

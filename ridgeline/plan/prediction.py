@@ -1,0 +1,234 @@
+"""Seconds of a step: what has to be read and computed, at the share of the data sheet that our kernels reach.
+
+    product     (read^p + compute^p)^(1/p) + calls · kernel        read = bytes / (bandwidth · linear_read) …
+    attention   read + compute + calls · its own time: decodes read, prompts and shared prefixes compute, one after the other
+    layer       norms, rotation, activation: a time that grows with the rows, and their bytes beyond those that caches hold
+    all-reduce  latency + 2 (n − 1)/n · bytes / link
+    step        the sum, and what the sampler and copies take; not less than the host needs to plan and launch it
+
+p says how well reading and computing overlap: ∞ would be the roofline's maximum, 1 a sum. The constants are fitted on
+Llama-3.1-8B in bf16 on one H200 (`fit.py`, `fitted.json`); other chips are assumed to reach the same shares of theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from ridgeline.config import declared_options
+from ridgeline.diagnose.cost import DecoderShape, decoder_shape
+from ridgeline.errors import ConfigError
+from ridgeline.graph_shapes import decode_sizes
+from ridgeline.plan.hardware import Device
+from ridgeline.plan.models import PlannedModel
+from ridgeline.plan.precision import WEIGHT_FORMATS, compute_format, kv_bytes, weight_bytes
+from ridgeline.plan.steps import Lengths, Row, Steps, count_rows, decode_rows, gather, workload_counts
+from ridgeline.techniques import turned_off
+
+FITTED = Path(__file__).with_name("fitted.json")
+MANY_ROWS = 128                      # from here on the time per layer grows no more, but for its bytes
+STEP_TOKENS = 8192                   # token budget of a step; the engine's own default on a GPU
+MOST_ROWS = 1024                     # the engine's own default of max_num_seqs on a GPU
+# A plain kernel that widens weights on the way reads 3.18 TB/s where one without does 4.10 (H200, one row, fp8).
+NARROW_READ = 3.18 / 4.10
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Shares of the data sheet, and seconds."""
+
+    linear_read: float               # of the bandwidth, by products that wait for their weights
+    linear_compute: float            # of the matrix rate, by products with many rows
+    overlap: float                   # p above
+    kernel_one_s: float              # least time of a product's kernel with one row …
+    kernel_many_s: float             # … and with MANY_ROWS
+    attention_call_s: float          # … of attention in a layer
+    attention_read: float
+    attention_compute: float
+    layer_one_s: float               # everything else in a layer, with one row …
+    layer_many_s: float              # … and with MANY_ROWS
+    step_s: float                    # sampling, copies, and what of the host nothing hides
+    idle_s: float = 0.0              # before the first step of an idle engine and behind its last: nothing hides the host
+    launch_s: float = 5e-6           # of a kernel by the host, where none are recorded; not fitted
+    host_s: float = 0.0              # what the host needs to plan a step and to take in the one before it …
+    host_row_s: float = 0.0          # … and for each row of it; hidden behind the device while that takes longer
+
+    def values(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(Constants)}
+
+
+# A CPU's peaks are measured, so there is nothing to take off but what the interpreter costs: a few microseconds an op.
+CPU = Constants(0.9, 0.8, 1.5, 10e-6, 10e-6, 20e-6, 0.8, 0.3, 60e-6, 200e-6, 500e-6, launch_s=0.0)
+
+
+@functools.cache
+def fitted() -> Constants:
+    try:
+        return Constants(**json.loads(FITTED.read_text())["constants"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{FITTED} cannot be used ({error}); make it anew with `ridgeline plan --fit RECORD`") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A model on devices, with everything that decides how fast it is."""
+
+    model: PlannedModel
+    device: Device
+    ranks: int = 1                   # devices that share every layer
+    dtype: str = "bfloat16"          # of activations, and of whatever has no format of its own
+    weights: str = "bfloat16"        # of the layers' linears; embedding, head and norms stay in dtype
+    kv: str = "auto"
+    sparse: bool = False             # 2:4, in the layers' linears
+    drafts: int = 0                  # tokens proposed per step …
+    acceptance: float = 0.0          # … each taken with this probability if those before it are
+    draft_model: PlannedModel | None = None              # who proposes; None: at no cost, as n-grams do
+    derate: float = 1.0              # what production leaves of the speed
+    constants: Constants | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.derate <= 1:
+            raise ConfigError(f"derate must be above 0 and at most 1, got {self.derate}")
+        if not 0 <= self.acceptance <= 1 or self.drafts < 0:
+            raise ConfigError(f"speculation needs an acceptance between 0 and 1, got {self.acceptance}, and no negative "
+                              f"number of drafts, got {self.drafts}")  # fmt: skip
+        if self.weights not in WEIGHT_FORMATS:
+            raise ConfigError(f"weights in {self.weights}: known are {', '.join(WEIGHT_FORMATS)}")
+
+    @property
+    def used(self) -> Constants:
+        return self.constants or (CPU if self.device.kind == "cpu" else fitted())
+
+    @property
+    def shape(self) -> DecoderShape:
+        config = self.model.config
+        whole = decoder_shape(
+            config, self.dtype, bytes_per_weight=weight_bytes(self.weights, self.sparse),
+            head_bytes=WEIGHT_FORMATS[self.dtype].bytes,
+        )
+        whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.dtype, config.head_dim))
+        return whole.shard(self.ranks) if self.ranks > 1 else whole
+
+    @property
+    def graphs(self) -> bool:
+        """Are decode steps recorded? The engine's own list of techniques says with what that works."""
+        options = _ENGINE_DEFAULTS | {"tensor_parallel_size": self.ranks}
+        return self.device.kind == "cuda" and "recorded graphs" not in turned_off(options, self.device.kind)
+
+    @property
+    def lossy(self) -> list[str]:
+        """What is on that may change answers."""
+        found = [f"{self.weights} weights"] if WEIGHT_FORMATS[self.weights].bits < 16 else []
+        found += [f"{self.kv} KV"] if self.kv != "auto" else []
+        return found + (["2:4 sparsity"] if self.sparse else [])
+
+    @property
+    def label(self) -> str:
+        words = [f"{self.ranks} × {self.device.name}", f"{self.weights} weights{' 2:4' if self.sparse else ''}"]
+        words += [f"{self.kv} KV"] if self.kv != "auto" else []
+        words += [f"{self.drafts} drafts"] if self.drafts else []
+        return ", ".join(words)
+
+
+_ENGINE_DEFAULTS = {declared.name: declared.default for declared, _, _ in declared_options()}
+
+
+# ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def step_parts(setup: Setup, steps: Steps) -> dict[str, np.ndarray]:
+    """Seconds of every step, by part. Their sum is the step, but where launching takes longer than computing."""
+    constants, device = setup.used, setup.device
+    p = constants.overlap
+    format = compute_format(device, setup.weights, setup.dtype)
+    rate = device.rate(format) * (2 if setup.sparse and device.sparse else 1)
+    wide = device.rate(setup.dtype if setup.dtype in device.flops else device.wide)
+    read = device.bandwidth * constants.linear_read
+    narrow = NARROW_READ if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda" else 1.0
+    # The head stays wide.
+    reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
+    rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [wide]) * constants.linear_compute
+    grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
+    kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
+    layer = constants.layer_one_s + (constants.layer_many_s - constants.layer_one_s) * grown
+    products = _both(steps.product_bytes / reads, steps.product_flops / rates, p)
+    products += steps.product_calls * kernel[:, None]
+    attention = steps.attention_bytes / (device.bandwidth * constants.attention_read)
+    attention += steps.attention_flops / (wide * constants.attention_compute)
+    attention += steps.attention_calls * constants.attention_call_s
+    beyond = steps.small_bytes * np.maximum(0, steps.tokens - MANY_ROWS) / np.maximum(steps.tokens, 1)
+    link = device.link
+    ring = 2 * (steps.ranks - 1) / steps.ranks
+    return {
+        "linears": products[:, :-1].sum(1),
+        "head": products[:, -1],
+        "attention": attention,
+        "small": steps.layers * layer + beyond / read,
+        "communication": steps.collectives * link.latency + ring * steps.collective_bytes / link.bandwidth,
+        "step": np.full(len(steps), constants.step_s),
+    }
+
+
+def step_seconds(setup: Setup, steps: Steps) -> np.ndarray:
+    device = np.sum(list(step_parts(setup, steps).values()), axis=0)
+    host = setup.used.host_s + setup.used.host_row_s * steps.rows
+    if not setup.graphs:
+        host = host + steps.launches * setup.used.launch_s
+    device = np.maximum(device, host)
+    return np.asarray(device / setup.derate)
+
+
+def _both(read: np.ndarray, compute: np.ndarray, p: float) -> np.ndarray:
+    """Reading and computing that overlap, but not wholly."""
+    longer = np.maximum(np.maximum(read, compute), 1e-30)
+    return np.asarray(longer * ((read / longer) ** p + (compute / longer) ** p) ** (1 / p))
+
+
+def rows_seconds(setup: Setup, rows: list[Row], padded_to: int = 0) -> float:
+    """One step of these rows."""
+    counts = count_rows(setup.shape, rows, padded_to=padded_to)
+    return float(step_seconds(setup, gather(setup.shape, [counts], setup.model.experts))[0])
+
+
+# ── what a user sees ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prefill_seconds(setup: Setup, tokens: int, batch: int = 1, budget: int = STEP_TOKENS, cached: int = 0) -> float:
+    """From prompts to their first tokens, with nothing else running; `cached` tokens of each are in the cache already."""
+    shape = setup.shape
+    if not cached:
+        counts = workload_counts(shape, [(tokens, 1)] * batch, budget, MOST_ROWS, graphs=False)
+    else:
+        chunks = [(done, min(tokens, done + budget)) for done in range(cached, tokens, budget)]
+        rows = [Row(end - done, end, int(end == tokens)) for done, end in chunks]
+        together = max(1, budget // max(1, tokens - cached)) if len(rows) == 1 else 1
+        groups = [min(together, batch - first) for first in range(0, batch, together)]
+        counts = [count_rows(shape, [row] * group) for group in groups for row in rows]
+    return float(step_seconds(setup, gather(shape, counts, setup.model.experts)).sum()) + setup.used.idle_s
+
+
+def decode_seconds(setup: Setup, batch: int, context: int) -> float:
+    """Of one decode step; with drafts, of the proposals and their verification."""
+    padded = next((size for size in decode_sizes(MOST_ROWS) if size >= batch), 0) if setup.graphs else 0
+    own = rows_seconds(setup, decode_rows(batch, context, setup.drafts), padded * (1 + setup.drafts))
+    return own + proposal_seconds(setup, batch, context)
+
+
+def proposal_seconds(setup: Setup, batch: int, context: int) -> float:
+    """What proposing takes: the draft model decodes token after token, on the same devices."""
+    if setup.draft_model is None or not setup.drafts:
+        return 0.0
+    drafter = replace(setup, model=setup.draft_model, drafts=0, draft_model=None, weights=setup.dtype, sparse=False)
+    return setup.drafts * decode_seconds(drafter, batch, context)
+
+
+def workload_seconds(
+    setup: Setup, asked: Lengths, budget: int = STEP_TOKENS, max_rows: int = MOST_ROWS, shared: int = 0
+) -> float:
+    shape = setup.shape
+    counts = workload_counts(shape, asked, budget, max_rows, shared, setup.graphs)
+    return float(step_seconds(setup, gather(shape, counts, setup.model.experts)).sum()) + setup.used.idle_s

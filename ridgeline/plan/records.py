@@ -1,0 +1,144 @@
+"""What a benchmark record says that planning can be checked against: workloads, their measured figures, and the setup.
+
+Knows the records of `ridgeline bench offline`, of a GPU (`--preset`) and of a CPU, and of `bench idle`. Lengths of the
+requests follow from the record where all are alike; a caller brings those of the other presets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import ConfigError
+from ridgeline.plan.hardware import NO_LINK, Device, data_sheet
+from ridgeline.plan.models import CONFIGS, find_model
+from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
+from ridgeline.plan.steps import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRow:
+    """One workload of a record."""
+
+    workload: str
+    asked: Lengths
+    shared: int = 0
+    seconds: float | None = None             # of the whole run …
+    first_seconds: float | None = None       # … and of one with a token each
+    tpot_seconds: float | None = None
+    output_tok_s: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)     # seconds of kernels in a decode step, by part …
+    parts_context: int = 0                   # … with so many tokens in the cache of each request …
+    step_seconds: float | None = None        # … and the whole of that step, untraced
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    name: str
+    setup: Setup
+    rows: list[MeasuredRow]
+    budget: int = STEP_TOKENS
+    max_rows: int = MOST_ROWS
+
+
+def read_record(path: str | Path, lengths: Mapping[str, Lengths]) -> Record:
+    """`lengths`: of the presets whose requests differ, by name."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        if raw["benchmark"] == "idle":
+            return _idle(raw)
+        if raw["benchmark"] != "offline":
+            raise ConfigError(f"{path} is a record of `bench {raw['benchmark']}`; plan knows those of `bench offline` and idle")
+        return _gpu(raw, lengths) if "rows" in raw["figures"] else _cpu(raw)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a record of `ridgeline bench offline` ({type(error).__name__}: {error})") from None
+
+
+def _setup(raw: dict[str, Any]) -> Setup:
+    """The model and the device of a record made on a GPU."""
+    workload, options = raw["workload"], raw["workload"]["options"]
+    if options.get("deterministic"):
+        raise ConfigError(f"{workload['model']} ran in deterministic mode, whose kernels are others: it is not predicted")
+    device = data_sheet(raw["machine"]["gpu"]["name"])
+    if device is None:
+        raise ConfigError(f"the record's {raw['machine']['gpu']['name']} is not in the table of devices")
+    return Setup(
+        model=find_model(_model_name(workload["model"])), device=device, dtype=workload["dtype"],
+        weights=workload["dtype"], ranks=options.get("tensor_parallel_size", 1),
+        kv="fp8" if options.get("kv_cache_dtype", "auto") == "fp8" else "auto",
+    )  # fmt: skip
+
+
+def _gpu(raw: dict[str, Any], lengths: Mapping[str, Lengths]) -> Record:
+    workload, figures = raw["workload"], raw["figures"]
+    rows = [
+        _gpu_row(name, row, lengths) for name, row in figures["rows"].items()
+        if name in lengths or not row["tokens_in"] % row["requests"]
+    ]
+    return Record(workload["model"], _setup(raw), rows, workload["max_num_batched_tokens"], workload["max_num_seqs"])
+
+
+def _idle(raw: dict[str, Any]) -> Record:
+    """Decode steps at several numbers of rows, kernel by kernel."""
+    context = raw["workload"]["context"]
+    rows = [
+        MeasuredRow(
+            f"decode {batch}", [(context, 2)] * batch, step_seconds=found["step_ms"] / 1e3, parts_context=context,
+            parts={part: micros / 1e6 for part, micros in found["us_per_step_by_part"].items()},
+        )
+        for batch, found in ((int(name.removeprefix("batch_")), found) for name, found in raw["figures"].items())
+    ]  # fmt: skip
+    return Record(raw["workload"]["model"], _setup(raw), rows)
+
+
+def _model_name(label: str) -> str:
+    """Records are named after the model, and after what else is special: llama-3.1-8b-fp8-kv."""
+    fits = [name for name in CONFIGS if label == name or label.startswith(f"{name}-")]
+    return max(fits, key=len) if fits else label
+
+
+def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> MeasuredRow:
+    count, median = row["requests"], row["median"]
+    asked = lengths.get(name) or [(row["tokens_in"] // count, row["tokens_out"] // count)] * count
+    tokens_out = sum(out for _, out in asked)
+    output = median.get("output_tok_s")
+    idle = row.get("device_idle", {})
+    decode = median.get("decode_tok_s")
+    return MeasuredRow(
+        name, asked, row["shared_prefix"], tokens_out / output if output else None, median.get("first_tokens_s"),
+        count / decode if decode else None, output,
+        {part: micros / 1e6 for part, micros in idle.get("us_per_step_by_part", {}).items()}, asked[0][0] + 10,
+    )  # fmt: skip
+
+
+def _cpu(raw: dict[str, Any]) -> Record:
+    """Bandwidth as the record measured it; the matrix rate is that of its fastest prompts."""
+    workload, figures = raw["workload"], raw["figures"]
+    model = find_model("smollm2-135m" if workload["model"].startswith("SmolLM2-135M") else workload["model"])
+    sizes = {"latency": (1, 128, 128), "batch8": (8, 128, 128), "batch32": (32, 128, 128), "prefill": (1, 512, 1)}
+    rows, formats = [], set()
+    for name, (count, tokens_in, tokens_out) in sizes.items():
+        if name not in figures:
+            continue
+        found = figures[name]["ridgeline"]
+        formats.add(found.get("bytes_per_weight"))
+        first = count * tokens_in / found["prefill_tok_s"]["median"]
+        tpot = found["tpot_ms"]["median"] / 1e3 if "tpot_ms" in found else None
+        output = found["output_tok_s"]["median"] if "output_tok_s" in found else None
+        rows.append(MeasuredRow(name, [(tokens_in, tokens_out)] * count, 0, None, first, tpot, output))
+    if not rows:
+        raise ConfigError(f"the record has none of the workloads {', '.join(sizes)}")
+    rate = max(
+        2 * model.linear_parameters * sum(tokens_in for tokens_in, _ in row.asked) / row.first_seconds
+        for row in rows if row.first_seconds
+    )
+    bandwidth = figures["read_bandwidth_gb_s"] * 1e9
+    device = Device("CPU", 0, bandwidth, {"float32": rate / 0.8}, NO_LINK, kind="cpu")
+    # The engine multiplies the file's own blocks: of SmolLM2's, 0.72 bytes a weight.
+    setup = Setup(model=model, device=device, dtype="float32", weights="int4" if min(formats - {None}) < 1 else "float32")
+    return Record(workload["model"], setup, rows, 512, 128)

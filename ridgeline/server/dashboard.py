@@ -1,0 +1,52 @@
+"""`GET /dashboard`: one page, whole in itself, that shows what GET /roofline says and lets one try the model.
+
+The parts lie in `page/` and are joined when the first browser asks. The page loads nothing else: its style and script
+are inside it, allowed by a number that is new for each answer, and it may talk to this server alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from functools import cache
+from importlib import resources
+
+from starlette.responses import Response
+
+_SCRIPTS = ("plots.js", "dashboard.js", "chat.js")
+
+
+@cache
+def _joined() -> str:
+    page = resources.files(__package__) / "page"
+    script = "\n".join((page / name).read_text("utf-8").replace('"use strict";\n', "", 1) for name in _SCRIPTS)
+    html = (page / "dashboard.html").read_text("utf-8")
+    style = (page / "dashboard.css").read_text("utf-8")
+    return html.replace("{{style}}", style).replace("{{script}}", f'"use strict";\n{script}')
+
+
+def headers(nonce: str) -> dict[str, str]:
+    policy = {
+        "default-src": "'none'",
+        "script-src": f"'nonce-{nonce}'",
+        "style-src": f"'nonce-{nonce}'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return {
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cache-control": "no-store",
+    }
+
+
+def page() -> Response:
+    nonce = secrets.token_urlsafe(18)
+    return Response(
+        _joined().replace("{{nonce}}", nonce), media_type="text/html; charset=utf-8", headers=headers(nonce)
+    )

@@ -1,0 +1,51 @@
+"""Errors as clients expect them: OpenAI's shape, and Anthropic's on the paths of Anthropic's API.
+
+Whoever refuses a request before an endpoint has it (the protocol, the gate, the guard of names, the routes) knows its path
+and no more: `body_for` picks the shape by that. Knows statuses and words; what went wrong is for others to say.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+_encode = msgspec.json.Encoder().encode
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "request_too_large", 414: "invalid_request_error",
+    415: "invalid_request_error", 421: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error",
+    431: "invalid_request_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+class AnthropicDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    error: AnthropicDetail
+    type: str = "error"
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """As OpenAI's clients expect it."""
+    return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def anthropic_body(status: int, openai_body: bytes) -> bytes:
+    """The same error, for Anthropic's clients."""
+    message = msgspec.json.decode(openai_body)["error"]["message"]
+    # The one parameter that has another name there; our messages begin with the name.
+    message = "stop_sequences" + message[4:] if message.startswith("stop ") else message
+    return _encode(AnthropicError(AnthropicDetail(_ANTHROPIC_TYPES.get(status, "api_error"), message)))
+
+
+def is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+
+
+def body_for(path: str, status: int, openai_body: bytes) -> bytes:
+    """An error that was written for OpenAI's clients, for those that ask on `path`."""
+    return anthropic_body(status, openai_body) if is_anthropic(path) else openai_body

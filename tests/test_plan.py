@@ -1,0 +1,521 @@
+"""`ridgeline plan`: memory and time against hand arithmetic, against the engine's own ledger, and against recorded runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ridgeline import ledger
+from ridgeline.__main__ import main
+from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.cli.plan import parse_kl, parse_slo, preset_lengths
+from ridgeline.config import EngineConfig
+from ridgeline.diagnose.cost import decoder_shape, step_cost, step_counts
+from ridgeline.errors import ConfigError, ModelError
+from ridgeline.models.config import hf_model_config
+from ridgeline.plan.capacity import DRAFT, RUNTIME, Capacity, model_bytes, textbook
+from ridgeline.plan.check import BAR, check
+from ridgeline.plan.check import text as check_text
+from ridgeline.plan.fit import fit, host_constants
+from ridgeline.plan.hardware import DEVICES, data_sheet, find_device, measure_cpu
+from ridgeline.plan.models import CONFIGS, Experts, find_model
+from ridgeline.plan.operation import (
+    Slo,
+    Traffic,
+    batches,
+    best_point,
+    compute_limited_batch,
+    devices_for,
+    operate,
+    saturation_batch,
+    table,
+)
+from ridgeline.plan.precision import compute_format, kv_bytes, signal_to_noise, support, weight_bytes
+from ridgeline.plan.prediction import (
+    Constants,
+    Setup,
+    decode_seconds,
+    prefill_seconds,
+    step_parts,
+    step_seconds,
+    workload_seconds,
+)
+from ridgeline.plan.records import MeasuredRow, Record, read_record
+from ridgeline.plan.search import OBJECTIVES, best, candidates, effects, measured_loss, pareto, quality
+from ridgeline.plan.steps import Row, count_rows, decode_rows, gather, joined, workload_counts
+from ridgeline.resolve import DeviceFacts, resolve
+
+ROOT = Path(__file__).parents[1]
+RECORDS = sorted(
+    path for path in (ROOT / "benchmarks/h200").glob("offline-*.json") if "deterministic" not in path.stem
+)
+
+
+def setup(model: str = "llama-3.1-8b", gpu: str = "H200", **more: object) -> Setup:
+    return replace(Setup(model=find_model(model), device=find_device(gpu)), **more)  # type: ignore[arg-type]
+
+
+# ── hand cases ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_70b_on_eight_h100() -> None:
+    """Assumed: 70e9 parameters in one format without scales, 8 × 80e9 bytes and 8 × 3.35e12 bytes/s, all of them usable;
+    K and V of 80 layers and 8 heads of 128 in 4,096 tokens; nothing else takes memory or time."""
+    eight = setup("llama-3.1-70b", "H100", ranks=8)
+    book = textbook(eight, 4096, 70e9)
+    assert book.weights == 140e9
+    assert book.kv_per_request == 2 * 80 * 8 * 128 * 2 * 4096 == 1_342_177_280       # 1.34 GB
+    assert int(book.tok_s) == 191                                                    # 26.8 TB/s / 140 GB
+    assert book.batch == 372                                                         # (640 − 140) / 1.342
+    narrow = textbook(replace(eight, weights="int4", kv="int8"), 4096, 70e9)
+    assert (narrow.weights, narrow.kv_per_request) == (35e9, 671_088_640)
+    assert narrow.batch == 901                                                       # (640 − 35) / 0.671
+
+
+def test_ridges() -> None:
+    assert int(DEVICES["H100"].ridge("bfloat16")) == 295
+    assert int(DEVICES["H200"].ridge("bfloat16")) == 206
+    assert int(DEVICES["A100"].ridge("bfloat16")) == 153
+    assert compute_limited_batch(setup(gpu="H100")) == 296               # 2 FLOPs and 2 bytes a weight: the ridge itself
+    assert compute_limited_batch(setup(gpu="H100", weights="fp8")) == 296            # half the bytes, twice the rate
+    assert compute_limited_batch(setup(gpu="H100", weights="int4")) < 80             # a quarter of the bytes, the same rate
+    assert compute_limited_batch(setup(gpu="H100", drafts=3)) == 74
+
+
+def test_batch_one_is_the_weights_over_the_bandwidth_when_nothing_is_lost() -> None:
+    perfect = Constants(1, 1, 50, 0, 0, 0, 1, 1, 0, 0, 0, launch_s=0)
+    made = setup(constants=perfect)
+    cost = step_cost(decoder_shape(made.model.config, "bfloat16"), [(1, 1001)])
+    small = sum(cost.ops[name].bytes for name in ("embedding", "norms", "rotary_write", "activation", "sample"))
+    assert decode_seconds(made, 1, 1000) == pytest.approx((cost.bytes - small) / 4.8e12, rel=0.01)
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-3.1-405b", 405.85), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76),
+    ("qwen2.5-7b", 7.62), ("mistral-7b", 7.25), ("gemma-2-27b", 27.23), ("gemma-3-27b", 27.01), ("mixtral-8x7b", 46.70),
+    ("mixtral-8x22b", 140.63), ("qwen3-30b-a3b", 30.53), ("phi-4-14b", 14.66),
+])  # fmt: skip
+def test_models_have_as_many_parameters_as_published(name: str, billions: float) -> None:
+    assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_models_are_those_that_are_benchmarked(name: str) -> None:
+    ours, theirs = find_model(name).config, hf_model_config(SHAPES[name], {})
+    assert (ours.matrices, ours.num_parameters, ours.num_kv_heads, ours.windows) == (
+        theirs.matrices, theirs.num_parameters, theirs.num_kv_heads, theirs.windows,
+    )  # fmt: skip
+
+
+def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
+    assert find_model("meta-llama/Llama-3.1-8B-Instruct").name == "llama-3.1-8b"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"quantization_config": {"quant_method": "fp8"}}))
+    assert find_model(str(path)).config == find_model(str(tmp_path)).config == find_model("qwen3-8b").config
+    mixtral = CONFIGS["mixtral-8x7b"] | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8,
+                                         "num_experts_per_tok": 2}  # fmt: skip
+    path.write_text(json.dumps(mixtral))
+    assert find_model(str(path)).parameters == find_model("mixtral-8x7b").parameters
+    with pytest.raises(ConfigError, match="neither a config"):
+        find_model("gpt-9")
+    with pytest.raises(ModelError, match="latent attention"):
+        find_model("deepseek-v3")
+
+
+def test_devices_are_found_by_name_and_as_torch_calls_them() -> None:
+    assert find_device("rtx 4090") is DEVICES["RTX4090"]
+    assert find_device("nvidia-h100") is DEVICES["H100"]
+    assert data_sheet("NVIDIA H200") is DEVICES["H200"]
+    assert data_sheet("NVIDIA A100-SXM4-40GB") is DEVICES["A100-40GB"]
+    assert data_sheet("NVIDIA A100-SXM4-80GB") is DEVICES["A100"]
+    assert data_sheet("NVIDIA L40S") is DEVICES["L40S"]
+    assert data_sheet("Voodoo 2") is None
+    with pytest.raises(ConfigError, match="no GPU 'H300'"):
+        find_device("H300")
+    wanted = {"V100", "A100", "H100", "H200", "B200", "MI300X", "L4", "L40S", "RTX4090", "RTX5090", "M1", "M4Max"}
+    assert wanted <= set(DEVICES)
+    assert DEVICES["H200"].usable == pytest.approx(150_109_880_320, rel=0.002)       # what a driver reports
+
+
+def test_the_cpu_is_measured() -> None:
+    found = measure_cpu()
+    assert found.kind == "cpu" and 1e8 < found.bandwidth < 1e13 and 1e8 < found.flops["float32"] < 1e15
+
+
+def test_native_and_emulated_formats() -> None:
+    assert support(DEVICES["H100"])["fp8"] == "native"
+    assert support(DEVICES["A100"])["fp8"] == "stored, computed in bfloat16"
+    assert support(DEVICES["V100"])["bfloat16"] == "stored, computed in float16"
+    assert support(DEVICES["B200"])["fp4"] == "native"
+    assert compute_format(DEVICES["H100"], "int4", "bfloat16") == "bfloat16"         # widened on the way
+    assert weight_bytes("int4") == pytest.approx(0.5195, abs=1e-4)
+    assert weight_bytes("bfloat16", sparse=True) == 1.125                # two of four values, and two bits for each
+    assert kv_bytes("fp8", "bfloat16", 128) == 1 + 4 / 128
+    ladder = [signal_to_noise(name) for name in ("float32", "float16", "bfloat16", "int8", "fp8", "int4")]
+    assert ladder == sorted(ladder, reverse=True)
+    assert signal_to_noise("bfloat16") == pytest.approx(55.6, abs=0.5)
+
+
+# ── counting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-4b", "gemma-2-9b"])
+def test_many_rows_are_counted_as_one_by_one(name: str) -> None:
+    shape = decoder_shape(find_model(name).config, "bfloat16")
+    rng = random.Random(name)
+    rows = []
+    for _ in range(40):
+        new = rng.choice((1, 1, rng.randint(1, 3000)))
+        kv = new + rng.choice((0, rng.randint(0, 9000)))
+        rows.append(Row(new, kv, rng.choice((0, 1, min(new, 3)))))
+    plain = step_counts(shape, [(row.new, row.kv) for row in rows], [row.logits for row in rows], shared=77)
+    assert count_rows(shape, rows, shared=77) == plain
+
+
+def test_workloads_become_the_steps_of_the_engine() -> None:
+    shape = setup().shape
+    counts = workload_counts(shape, [(512, 256)] * 128, 8192, 1024)
+    assert len(counts) == 9 + 255                        # the last prompts wait: decodes take their part of the budget
+    assert sum(count.full.queries for count in counts) == 128 * (512 + 255)
+    shared = workload_counts(shape, [(2064, 64)] * 512, 8192, 1024, shared=2000)
+    assert sum(count.tokens for count in shared[:5]) >= 2064 + 511 * 64
+    padded = workload_counts(shape, [(16, 4)] * 33, 8192, 1024)
+    assert padded[-1].tokens == 40                       # the recorded shape
+
+
+def test_steps_can_be_joined() -> None:
+    made = setup()
+    one, two = (gather(made.shape, [count_rows(made.shape, decode_rows(batch, 500))]) for batch in (1, 64))
+    both = step_seconds(made, joined([one, two]))
+    np.testing.assert_allclose(both, [step_seconds(made, one)[0], step_seconds(made, two)[0]])
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("name", "kv"), [("llama-3.1-8b", "auto"), ("llama-3.1-8b", "fp8"), ("qwen3-8b", "auto")])
+def test_the_ledger_is_the_engines_own(name: str, kv: str) -> None:
+    made = setup(name, kv=kv)
+    capacity = Capacity.of(made, 4096)
+    batch = capacity.largest_batch()
+    options = EngineConfig.of(
+        model=str(write_shape(name)), max_model_len=4096, max_num_seqs=batch, max_num_batched_tokens=8192,
+        kv_cache_dtype=kv, load_format="dummy",
+    )
+    facts = DeviceFacts("cuda", made.device.usable, ("bfloat16",), RUNTIME)
+    resolved = resolve(options, facts)
+    mine = capacity.parts(batch)
+    for part in ledger.PARTS:
+        assert mine[part] == pytest.approx(resolved.memory[part], rel=0.002), part
+    # The engine would run this batch with every request at its longest, and not one more.
+    assert capacity.blocks(batch) <= resolved.num_blocks < capacity.blocks(batch + 2)
+
+
+def test_the_runtime_is_what_the_engine_counts_with() -> None:
+    worker = (ROOT / "ridgeline/runner/worker.py").read_text()
+    assert f"GPU_RUNTIME_BYTES = {RUNTIME // 2**20} * 2**20" in worker
+
+
+@pytest.mark.parametrize("more", [{}, {"ranks": 4}, {"weights": "int4"}, {"kv": "int8"}, {"sparse": True}])
+def test_the_largest_batch_fits_and_one_more_does_not(more: dict[str, object]) -> None:
+    capacity = Capacity.of(setup(gpu="A100", **more), 3000)
+    batch = capacity.largest_batch()
+    assert capacity.needed(batch) <= capacity.room < capacity.needed(batch + 1)
+    assert sum(capacity.parts(batch).values()) <= capacity.memory.room
+    longest = capacity.longest_context()
+    assert longest == 131072 or replace(capacity, context=longest + 1).needed(1) > capacity.room
+
+
+def test_what_does_not_fit_is_said() -> None:
+    capacity = Capacity.of(setup("llama-3.1-70b", "H100"), 4096)
+    assert not capacity.fits and capacity.largest_batch() == 0
+    with pytest.raises(ConfigError, match="does not fit on 1 × H100"):
+        capacity.require()
+
+
+def test_narrow_weights_leave_embedding_and_head_alone() -> None:
+    model = find_model("llama-3.1-8b")
+    wide, narrow = setup(), setup(weights="int4")
+    saved = model_bytes(model, wide) - model_bytes(model, narrow)
+    assert saved == pytest.approx(model.linear_parameters * (2 - weight_bytes("int4")), rel=1e-9)
+
+
+def test_windows_bound_the_kv_cache() -> None:
+    full, windowed = setup("llama-3.1-8b"), setup("gemma-3-4b")
+    growth = [Capacity.of(each, 64000).needed(8) / Capacity.of(each, 32000).needed(8) for each in (full, windowed)]
+    assert growth[1] < 1.6 < growth[0]                   # five layers of six forget
+
+
+def test_a_draft_model_takes_memory() -> None:
+    drafted = setup(drafts=4, acceptance=0.7, draft_model=find_model("llama-3.2-1b"))
+    plain, with_draft = Capacity.of(setup(), 4096), Capacity.of(drafted, 4096)
+    assert with_draft.draft == pytest.approx(1.236e9 * 2, rel=0.01)
+    assert with_draft.largest_batch() < plain.largest_batch()
+    assert with_draft.parts(8)[DRAFT] > with_draft.draft
+
+
+# ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_term_moves_with_what_it_is_made_of() -> None:
+    base = setup()
+    one = decode_seconds(base, 1, 512)
+    assert decode_seconds(replace(base, derate=0.5), 1, 512) == pytest.approx(2 * one)
+    assert decode_seconds(replace(base, weights="fp8"), 1, 512) < 0.75 * one
+    assert decode_seconds(replace(base, weights="int4"), 1, 512) < decode_seconds(replace(base, weights="fp8"), 1, 512)
+    long = decode_seconds(base, 64, 16000)
+    assert decode_seconds(replace(base, kv="fp8"), 64, 16000) < 0.7 * long
+    assert decode_seconds(replace(base, device=DEVICES["H100"]), 64, 16000) > 1.3 * long     # 4.8 / 3.35
+    prompt = prefill_seconds(base, 8192)
+    assert prefill_seconds(replace(base, device=DEVICES["H100"]), 8192) == pytest.approx(prompt, rel=0.05)
+    assert prefill_seconds(base, 8192, cached=6144) < 0.4 * prompt
+    assert prefill_seconds(replace(base, weights="fp8"), 8192) < 0.7 * prompt
+    assert prefill_seconds(replace(base, weights="int4"), 8192) == pytest.approx(prompt, rel=0.05)
+
+
+def test_ranks_share_the_weights_and_pay_for_talking() -> None:
+    base = setup("llama-3.1-70b")
+    one, eight = decode_seconds(base, 1, 512), decode_seconds(replace(base, ranks=8), 1, 512)
+    assert one / 8 < eight < one / 3
+    shape = replace(base, ranks=8).shape
+    steps = gather(shape, [count_rows(shape, decode_rows(1, 512))])
+    talk = step_parts(replace(base, ranks=8), steps)["communication"][0]
+    link = base.device.link
+    assert talk == pytest.approx(
+        steps.collectives[0] * link.latency + 2 * 7 / 8 * steps.collective_bytes[0] / link.bandwidth
+    )
+    assert steps.collectives[0] == 2 * 80 + 2            # two in every layer, the embedding and the logits
+
+
+def test_steps_that_are_not_recorded_take_as_long_as_their_launches() -> None:
+    sharded = setup("llama-3.2-1b", ranks=2)             # recorded graphs do not work with tensor parallelism yet
+    if sharded.graphs:
+        pytest.skip("they do now")
+    slow = replace(sharded, constants=replace(sharded.used, launch_s=1e-3))
+    assert decode_seconds(slow, 1, 100) > 0.1
+
+
+def test_speculation_yields_the_expected_tokens() -> None:
+    free = setup(drafts=4, acceptance=0.7)
+    expected = (1 - 0.7**5) / (1 - 0.7)
+    point, plain = operate(free, 1, Traffic(512, 256)), operate(setup(), 1, Traffic(512, 256))
+    assert plain.tpot / point.tpot == pytest.approx(expected, rel=0.1)   # five rows cost little more than one
+    paid = operate(replace(free, draft_model=find_model("llama-3.2-1b")), 1, Traffic(512, 256))
+    assert point.tpot < paid.tpot < plain.tpot
+
+
+def test_a_mixture_reads_the_experts_that_are_visited() -> None:
+    assert Experts(8, 2).visited(1) == pytest.approx(2)
+    assert Experts(8, 2).visited(1000) == pytest.approx(8)
+    mixture, dense = setup("mixtral-8x7b"), setup("mistral-7b")
+    few, many = (decode_seconds(mixture, batch, 512) / decode_seconds(dense, batch, 512) for batch in (1, 64))
+    assert 1.5 < few < 2.2 < many                        # two experts of eight at batch 1, all of them at 64
+
+
+# ── at work ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_littles_law_and_prices() -> None:
+    point = operate(setup(), 32, Traffic(1024, 256))
+    assert point.requests_s * 256 * point.tpot == pytest.approx(32)
+    assert point.tok_s == pytest.approx(point.requests_s * 256)
+    assert point.dollars_per_million(3.6) == pytest.approx(1e-3 / point.tok_s * 1e6)
+
+
+def test_batches_and_saturation() -> None:
+    assert batches(1) == [1] and batches(8) == [1, 2, 4, 8] and batches(10) == [1, 2, 4, 8, 10] and batches(0) == []
+    points = table(setup(), Traffic(1024, 256), 512)
+    saturated = saturation_batch(points)
+    top = max(point.tok_s for point in points)
+    assert all(point.tok_s < 0.9 * top for point in points if point.batch < saturated)
+    assert [point.tpot for point in points] == sorted(point.tpot for point in points)
+
+
+def test_the_slo_is_met_by_as_few_devices_as_possible() -> None:
+    traffic, slo = Traffic(1024, 256), Slo(0.5, 0.02)
+    answers = devices_for(setup(), traffic, slo, 100, 4)
+    assert answers[0].devices == min(answer.devices for answer in answers)
+    for answer in answers:
+        assert answer.point.meets(slo)
+        assert answer.replicas * answer.point.requests_s >= 100 > (answer.replicas - 1) * answer.point.requests_s
+    tighter = devices_for(setup(), traffic, Slo(0.5, 0.01), 100, 4)
+    assert tighter[0].devices >= answers[0].devices
+    more = best_point(setup(), traffic, slo)
+    assert more is not None and not operate(setup(), more.batch + 1, traffic).meets(slo)
+    assert devices_for(setup(), traffic, Slo(0.5, 1e-4), 100, 4) == []
+    with pytest.raises(ConfigError, match="rate"):
+        devices_for(setup(), traffic, slo, 0)
+
+
+def test_effects_of_techniques() -> None:
+    found = {effect.technique: effect for effect in effects(setup(), Traffic(1024, 256))}
+    assert found["fp8 KV"].here and not found["fp8 KV"].exact and found["fp8 KV"].batch > 300
+    assert found["prefix hits 50%"].exact and found["prefix hits 50%"].ttft > 1.3
+    assert found["int4 weights"].tpot > found["fp8 weights"].tpot > 1.3
+    assert found["4 drafts, α = 0.7"].tpot == pytest.approx(2.77, abs=0.3)
+    assert found["2:4 sparsity"].tpot > 1.3
+    only = {effect.technique: effect for effect in effects(setup("llama-3.1-70b", "H100"), Traffic(1024, 256))}
+    assert math.isinf(only["int4 weights"].tok_s)        # only with it does the model fit
+    assert "bf16 weights" not in only
+
+
+def test_objectives_and_the_pareto_front() -> None:
+    points = candidates(setup(), Traffic(512, 128), 2)
+    for name, objective in OBJECTIVES.items():
+        found = best(points, objective)
+        assert found is not None and found.meets(objective.slo), name
+        assert objective.lossy or not found.setup.lossy
+    front = pareto(points, lambda point: point.tpot)
+    for point in points:
+        assert any(other.tpot <= point.tpot and other.tok_s_device >= point.tok_s_device for other in front)
+    for one in front:
+        assert not any(other.tpot < one.tpot and other.tok_s_device > one.tok_s_device for other in points)
+    kl = {"fp8": 0.002, "kv-fp8": 0.001, "2:4": 0.5}
+    assert measured_loss(setup(), kl) == 0.0 and measured_loss(setup(weights="int4"), kl) is None
+    assert measured_loss(setup(weights="fp8", kv="fp8", sparse=True), kl) == pytest.approx(0.503)
+    assert quality(setup()) > quality(setup(kv="fp8")) > quality(setup(weights="int4")) > quality(setup(sparse=True))
+
+
+# ── against what was measured ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def planted(name: str, constants: Constants) -> Record:
+    """A record of a machine that behaves exactly as these constants say."""
+    made = setup(name, constants=constants)
+    rows = []
+    for workload, asked in {"a": [(512, 256)], "b": [(512, 64)] * 128, "c": [(8192, 1)], "d": [(4096, 32)] * 16}.items():
+        total = workload_seconds(made, asked)
+        first = workload_seconds(made, [(tokens_in, 1) for tokens_in, _ in asked])
+        count = asked[0][1] - 1
+        rows.append(MeasuredRow(workload, asked, 0, total, first, (total - first) / count if count else None,
+                                sum(out for _, out in asked) / total))
+    return Record(name, replace(made, constants=None), rows)
+
+
+def test_the_fit_finds_a_planted_machine() -> None:
+    truth = Constants(0.8, 0.6, 2.2, 2e-6, 4e-6, 8e-6, 0.7, 0.5, 2e-6, 9e-6, 5e-5, 6e-4)
+    found, errors = fit([planted("llama-3.1-8b", truth)])
+    assert max(abs(each["error"]) for each in errors) < 0.01
+    assert found.linear_read == pytest.approx(truth.linear_read, rel=0.06)
+    assert found.linear_compute == pytest.approx(truth.linear_compute, rel=0.06)
+    other = planted("qwen3-14b", truth)                  # a model that it has not seen
+    checked = check(replace(other, setup=replace(other.setup, constants=found)))
+    assert checked and max(abs(each.error) for each in checked) < 0.05
+
+
+def test_the_host_is_measured_apart() -> None:
+    found = host_constants(ROOT / "benchmarks/cpu/host.json")
+    figures = json.loads((ROOT / "benchmarks/cpu/host.json").read_text())["figures"]["running_1024"]
+    measured = (figures["plan_and_pack_ms"]["median"] + figures["update_ms"]["median"]) / 1e3
+    assert found["host_s"] + 1024 * found["host_row_s"] == pytest.approx(measured)
+
+
+# Records from before attention shared uneven rows out evenly; see docs/plan.md.
+BEYOND: set[tuple[str, str]] = {("llama-3.2-1b", "throughput")}
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_predictions_hold_against_the_records(path: Path) -> None:
+    """TPOT and throughput within 15 % of what was measured; what was fitted much closer."""
+    record = read_record(path, preset_lengths())
+    fitted = record.name == "llama-3.1-8b"
+    found = check(record, fitted)
+    assert found
+    for each in found:
+        if each.fitted:
+            assert abs(each.error) < 0.06, each
+        elif each.figure in ("TPOT", "output tok/s") and (each.record, each.workload) not in BEYOND:
+            assert abs(each.error) <= BAR, each
+    assert "| llama" in check_text(found, markdown=True) or "qwen" in check_text(found)
+
+
+def test_a_record_of_a_server_is_checked_by_littles_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that behaves as predicted, under a load of 20 requests in flight, is predicted without error."""
+    point = operate(setup(), 20, Traffic(1000, 200, 0.25))
+    figures = {
+        "completed": 100, "total_input_tokens": 100_000, "total_output_tokens": 20_000, "cached_input_tokens": 25_000,
+        "request_throughput": point.requests_s, "e2el_ms": {"mean": 20 / point.requests_s * 1e3},
+        "tpot_ms": {"mean": {"median": point.tpot * 1e3, "p10": 1.0, "p90": 9.0}}, "output_throughput": point.tok_s,
+    }  # fmt: skip
+    path = tmp_path / "serve.json"
+    points = [{"setting": {"concurrency": 20}, "figures": figures}]
+    path.write_text(json.dumps({"benchmark": "serve", "figures": {"points": points}}))
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["figure"] for each in found] == ["TPOT", "output tok/s"] and found[0]["workload"] == "concurrency 20"
+    assert max(abs(each["error"]) for each in found) < 0.01
+    assert main(["plan", "--check", str(path)]) == 2
+    assert "needs a MODEL and a --gpu" in capsys.readouterr().err
+
+
+def test_records_that_cannot_be_checked_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="bench host"):
+        read_record(ROOT / "benchmarks/cpu/host.json", {})
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a record"):
+        read_record(tmp_path / "x.json", {})
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_command_answers_as_text_json_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    words = ["plan", "llama-3.1-70b", "--gpu", "H100", "--count", "8", "--input", "3840", "--output", "256", "--parameters",
+             "70e9", "--price", "2.5", "--slo", "ttft:1000,tpot:50", "--rate", "10"]
+    assert main([*words, "--html", str(page), "--kl", "fp8:0.002,kv-fp8:0.001"]) == 0
+    printed = capsys.readouterr().out
+    assert "191 tok/s at batch 1" in printed and "372 requests by memory" in printed
+    assert "10 requests/s need" in printed and "within the SLO: " in printed and "best tensor parallelism" in printed and "$/M tokens" in printed
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 2 and "<circle" in drawn and "http" not in drawn and "<script" not in drawn
+    assert main([*words, "--weights", "int4", "--kv-cache-dtype", "int8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["textbook"]["batch"] == 901
+    assert told["deployments"][0]["devices"] >= 1 and told["batches"][0]["batch"] == 1
+
+
+def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--check", str(ROOT / "benchmarks/h200/offline-llama-3.1-8b.json")]) in (0, 3)
+    assert "fitted" in capsys.readouterr().out
+    shipped = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())
+    *records, host = [str(path) for name in shipped["fitted_on"] for path in (ROOT / "benchmarks").glob(f"*/{name}")]
+    out = tmp_path / "fitted.json"
+    assert main(["plan", "--fit", *records, "--host", host, "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["constants"] == pytest.approx(shipped["constants"], rel=0.01)
+
+
+@pytest.mark.parametrize(("words", "reason"), [
+    (["plan"], "needs a MODEL and a --gpu"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "200000"], "context of 131072"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--derate", "2"], "derate must be"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--slo", "tpot"], "not a limit"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--hit-rate", "1"], "hit rate"),
+])
+def test_errors_are_one_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
+
+
+def test_slo_words() -> None:
+    assert parse_slo("ttft:500,tpot:50") == Slo(0.5, 0.05)
+    assert parse_slo("tpot:20") == Slo(math.inf, 0.02)
+    assert parse_kl("2:4:0.5,kv-fp8:0.001") == {"2:4": 0.5, "kv-fp8": 0.001}
+
+
+def test_planning_needs_no_torch() -> None:
+    code = ("import sys; from ridgeline.__main__ import main; main(['plan', 'llama-3.1-8b', '--gpu', 'L4', '--json']); "
+            "sys.exit('torch' in sys.modules)")  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
