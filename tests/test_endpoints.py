@@ -174,6 +174,7 @@ def sensible(document: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["positive", "sensible", "negative"])
 def test_the_server_keeps_to_its_document(model: Path, mode: str) -> None:
     """Whatever the document allows or forbids: no 5xx, no undocumented status, no body that is not as described."""
@@ -182,7 +183,7 @@ def test_the_server_keeps_to_its_document(model: Path, mode: str) -> None:
     if mode == "negative":
         checks.append(negative_data_rejection)
     limits = settings(
-        max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        max_examples=200, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     answers: Counter[int] = Counter()
@@ -200,4 +201,4 @@ def test_the_server_keeps_to_its_document(model: Path, mode: str) -> None:
             if mode != "negative" or operation.method == "post":        # a GET takes nothing that could be wrong
                 limits(given(case=operation.as_strategy(generation_mode=generation))(check))()
         assert httpx.get(f"{server.url}/health").status_code == 200
-    assert answers[200 if mode == "sensible" else 400] > 60, answers        # it has tried what it is meant to try
+    assert answers[200 if mode == "sensible" else 400] > 480, answers        # it has tried what it is meant to try

@@ -58,13 +58,14 @@ def _marks(core: EngineCore) -> Iterator[None]:
 
 def profile_steps(core: EngineCore, run: Callable[[Callable[[], list[Any]]], Any]) -> dict[str, Any]:
     """`run(step)` drives the engine, calling `step` instead of the core's own; returns the Chrome trace."""
+    on_gpu = core.config.device == "cuda"                # a CPU's allocator is called hundreds of times a step
     activities = [ProfilerActivity.CPU]
-    if core.config.device == "cuda":
+    if on_gpu:
         activities.append(ProfilerActivity.CUDA)
     step = _marked(STEP, core.step)
-    with _marks(core), profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    with _marks(core), profile(activities=activities, profile_memory=on_gpu, acc_events=True) as profiler:
         run(step)
-        if core.config.device == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"

@@ -44,22 +44,27 @@ def report(made: dict[str, Any], runs: Sequence[Sequence[Outcome]]) -> str:
     """`made` is the record; `runs` the requests of each point's last run."""
     points, workload = made["figures"]["points"], made["workload"]
     body = [
-        f"<h1>{_text(workload['model'] or 'a model')} under load</h1>",
-        f'<p class="quiet">{_text(workload["url"])}{_text(workload["endpoint"])}, {_text(made["date"])}. '
+        f"<h1>{escaped(workload['model'] or 'a model')} under load</h1>",
+        f'<p class="quiet">{escaped(workload["url"])}{escaped(workload["endpoint"])}, {escaped(made["date"])}. '
         f"Latencies count from the time at which a request was meant to be sent. Tokens counted by: "
-        f"{_text(workload['tokens_counted_by'])}. Quality: {_text(made['quality'])}.</p>",
-        *(f'<p class="alarm">{_text(client_check.verdict(middle(point["figures"]["client"])))}</p>'
+        f"{escaped(workload['tokens_counted_by'])}. Quality: {escaped(made['quality'])}.</p>",
+        *(f'<p class="alarm">{escaped(client_check.verdict(middle(point["figures"]["client"])))}</p>'
           for point in points if point["figures"]["client"]["is_bottleneck"]),
-        _table([_summary(point) for point in points]),
+        html_table([_summary(point) for point in points]),
         *_sweep(points, workload),
     ]  # fmt: skip
     for point, outcomes in zip(points, runs, strict=True):
         body += _point(point, outcomes)
-    body += ["<h2>Workload and machine</h2>", _table(_facts(made))]
+    body += ["<h2>Workload and machine</h2>", html_table(_facts(made))]
+    return page("bench serve", body)
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """One HTML file that needs nothing else."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>bench serve</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
+        f"<title>{escaped(title)}</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 
 
@@ -113,34 +118,34 @@ def _sweep(points: list[dict[str, Any]], workload: dict[str, Any]) -> list[str]:
         plot("Time to first token", first, x, axis("ms", _heights(first), log=True)),
         plot("Time per output token", later, x, axis("ms", _heights(later))),
     ]
-    return ["<h2>Over the sweep</h2>", _plots(plots)]
+    return ["<h2>Over the sweep</h2>", plot_grid(plots)]
 
 
 def _point(point: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]:
     found = point["figures"]
     answered = [outcome for outcome in outcomes if outcome.ok]
-    said = [f"<h2>{_text(_named(point))} ({_text(point['process'])})</h2>"]
+    said = [f"<h2>{escaped(_named(point))} ({escaped(point['process'])})</h2>"]
     rows = []
     for name, title in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2EL")):
         for tree, where in ((found, ""), (found["from_send"], ", from sending")):
             if tree.get(name):
                 rows.append({"ms": title + where} | {key.upper(): tree[name][key] for key in ("p50", "p90", "p95", "p99", "max")})
-    said.append(_table(rows))
+    said.append(html_table(rows))
     if found["errors"]:
         kinds = ", ".join(f"{kind}: {table.cell(count)}" for kind, count in found["errors"].items())
-        said.append(f'<p class="alarm">errors: {_text(kinds)}. {_text(point.get("first_error", ""))}</p>')
+        said.append(f'<p class="alarm">errors: {escaped(kinds)}. {escaped(point.get("first_error", ""))}</p>')
     if found.get("kept_up") is False:
         said.append(f'<p class="alarm">the server did not keep up with {middle(found["offered_rate"]):.2f} requests/s</p>')
-    said.append(f'<p class="quiet">{_text(client_check.verdict(middle(found["client"])))}</p>')
+    said.append(f'<p class="quiet">{escaped(client_check.verdict(middle(found["client"])))}</p>')
     for name, text in (("sustain", lambda: point["sustain"]["verdict"]), ("cost", lambda: price.line(middle(found["cost"])))):
         if name in point or name in found:
-            said.append(f'<p class="quiet">{_text(text())}</p>')
+            said.append(f'<p class="quiet">{escaped(text())}</p>')
     if answered:
-        said.append(_plots([_latencies(answered), _gaps(answered), _over_time(point), _requests_over_time(answered)]))
+        said.append(plot_grid([latency_plot(answered), gap_plot(answered), _over_time(point), _requests_over_time(answered)]))
     return said
 
 
-def _latencies(answered: Sequence[Outcome]) -> str:
+def latency_plot(answered: Sequence[Outcome]) -> str:
     series = [
         Series("TTFT", distribution([outcome.ttft() * 1e3 for outcome in answered])),
         Series("TTFT, from sending", distribution([outcome.ttft(True) * 1e3 for outcome in answered])),
@@ -151,7 +156,7 @@ def _latencies(answered: Sequence[Outcome]) -> str:
     return plot("Latency: share of requests at or below", series, x, axis("share", [0.0, 1.0]))
 
 
-def _gaps(answered: Sequence[Outcome]) -> str:
+def gap_plot(answered: Sequence[Outcome]) -> str:
     series = [
         Series("TPOT", distribution([outcome.tpot * 1e3 for outcome in answered if outcome.tpot is not None])),
         Series("ITL", distribution([gap * 1e3 for outcome in answered for gap in outcome.gaps()])),
@@ -188,14 +193,14 @@ def _heights(series: Sequence[Series]) -> list[float]:
     return [height for each in series for _, height in each.points if math.isfinite(height)]
 
 
-def _plots(plots: Sequence[str]) -> str:
+def plot_grid(plots: Sequence[str]) -> str:
     return f'<div class="plots">{"".join(plots)}</div>'
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
+def html_table(rows: Sequence[dict[str, Any]]) -> str:
     names = table.columns(rows)
-    head = "".join(f"<th>{_text(name)}</th>" for name in names)
-    lines = "".join("<tr>" + "".join(f"<td>{_text(table.cell(row.get(name)))}</td>" for name in names) + "</tr>" for row in rows)
+    head = "".join(f"<th>{escaped(name)}</th>" for name in names)
+    lines = "".join("<tr>" + "".join(f"<td>{escaped(table.cell(row.get(name)))}</td>" for name in names) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
@@ -209,5 +214,5 @@ def _named(point: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in point["setting"].items() if value is not None)
 
 
-def _text(value: Any) -> str:
+def escaped(value: Any) -> str:
     return html.escape(str(value))

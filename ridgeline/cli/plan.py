@@ -169,7 +169,7 @@ def _check(args: argparse.Namespace) -> int:
         if (points := _served(path)) is not None:        # such a record knows neither the server's model nor its device
             found += check.check_serve(Path(path).stem, points, _question(args).setup)
             continue
-        record = read_record(path, lengths)
+        record = replace(read_record(path, lengths), name=Path(path).stem.removeprefix("offline-"))
         found += check.check(record, Path(path).name in fitted_on)
     if args.json:
         print(json.dumps([

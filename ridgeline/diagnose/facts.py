@@ -8,7 +8,8 @@ The time from the first work to the last is divided once, so that nothing is bla
             + host               between the last work of a step and the first of the next, by what the host did
             + launch             inside a step, between two kernels
 
-With several ranks these are the mean of them; how they differ step by step is kept beside.
+A CPU may have been somebody else's for part of a step: then only the rest of it is divided, and what was lost stands
+beside. With several ranks these are the mean of them; how they differ step by step is kept beside.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Facts:
     recomputed: float = 0.0          # part of the tokens
     kv_usage: float = 0.0
     rows: float = 0.0                # sequences in a step
+    lost: float = 0.0                # part of the time in which other programs had the processor; not in `seconds`
 
     @property
     def gaps(self) -> float:
@@ -95,13 +97,21 @@ class _Gaps:
     allocation: float = 0.0
     host: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> float:
+        return self.launch + self.waiting + self.allocation + sum(self.host.values())
 
-def facts_of(traces: Sequence[Trace], costs: Mapping[str, PartFacts] | None = None, **known: Any) -> Facts:
-    """`costs`: by part, what the cost model says of the traced steps (floor, FLOPs, bytes). `known`: further fields."""
+
+def facts_of(
+    traces: Sequence[Trace], costs: Mapping[str, PartFacts] | None = None, profiler: float = 0.0,
+    kept: Sequence[float] = (), **known: Any,
+) -> Facts:  # fmt: skip
+    """`costs`: by part, what the cost model says of the traced steps (floor, FLOPs, bytes). `profiler`: seconds that
+    profiling itself took, all of it between ops, where the marks are. `kept`: the part of each step in which the process had a processor. `known`: further fields."""
     traces = [trace for trace in traces if trace.work]
     if not traces:
         return Facts("", 0.0, 0, 0.0, {}, **known)
-    each = [_of_rank(trace) for trace in traces]
+    each = [_of_rank(trace, kept) for trace in traces]
     count = len(each)
     parts = {name: _mean_part([one.parts.get(name) for one in each]) for one in each for name in one.parts}
     for name, cost in (costs or {}).items():
@@ -110,9 +120,11 @@ def facts_of(traces: Sequence[Trace], costs: Mapping[str, PartFacts] | None = No
             parts[name] = PartFacts(measured.seconds, measured.calls, cost.floor, cost.flops, cost.bytes, cost.computes)
     hosts = {name for one in each for name in one.host}
     first = each[0]
+    launch = sum(one.launch for one in each) / count
+    profiler = min(max(0.0, profiler), launch)
     return Facts(
-        first.device, sum(one.seconds for one in each) / count, first.steps, sum(one.busy for one in each) / count, parts,
-        *(sum(getattr(one, name) for one in each) / count for name in ("launch", "waiting", "allocation")),
+        first.device, sum(one.seconds for one in each) / count - profiler, first.steps, sum(one.busy for one in each) / count, parts,
+        launch - profiler, *(sum(getattr(one, name) for one in each) / count for name in ("waiting", "allocation")),
         {name: sum(one.host.get(name, 0.0) for one in each) / count for name in hosts},
         first.kernels, first.kernel_seconds, max(one.waits for one in each), max(one.allocations for one in each),
         max(one.taken for one in each), max(one.taken_bytes for one in each), max(one.memory_usual for one in each),
@@ -121,7 +133,11 @@ def facts_of(traces: Sequence[Trace], costs: Mapping[str, PartFacts] | None = No
     )  # fmt: skip
 
 
-def _of_rank(trace: Trace) -> Facts:
+def _part_of_step(kept: Sequence[float], step: int) -> float:
+    return kept[step] if 0 <= step < len(kept) else 1.0
+
+
+def _of_rank(trace: Trace, kept: Sequence[float]) -> Facts:
     work = trace.work
     begin, end = work[0].start, max(each.end for each in work)
     parts: dict[str, PartFacts] = {}
@@ -130,16 +146,18 @@ def _of_rank(trace: Trace) -> Facts:
     own = dict(zip(map(id, ordered), own_times(ordered), strict=True))
     exposed = _exposed([each for each in work if each.is_collective], ordered)
     for each in work:
-        seconds = (exposed[id(each)] if each.is_collective else own[id(each)]) * MICRO
+        seconds = (exposed[id(each)] if each.is_collective else own[id(each)]) * MICRO * _part_of_step(kept, each.step)
         before = parts.get(each.part, PartFacts(0.0, 0))
         parts[each.part] = PartFacts(before.seconds + seconds, before.calls + 1)
-    gaps = _gaps(trace)
+    gaps = _gaps(trace, kept)
+    busy = sum(part.seconds for part in parts.values())
+    seconds = busy + gaps.whole if kept else (end - begin) * MICRO
     lengths = [each.end - each.start for each in work if not each.is_collective] or [0.0]
     settled = trace.steps[1].start if len(trace.steps) > 1 else begin    # the first step may set up what the others use
     memory = [each for each in trace.memory if each.at >= settled]
     totals = [each.total for each in memory] or [0]
     return Facts(
-        trace.device, (end - begin) * MICRO, max(1, len(trace.steps)), sum(part.seconds for part in parts.values()), parts,
+        trace.device, seconds, max(1, len(trace.steps)), busy, parts,
         gaps.launch, gaps.waiting, gaps.allocation, gaps.host,
         kernels=len(work), kernel_seconds=statistics.median(lengths) * MICRO, waits=_inside(trace.waits, trace.steps),
         allocations=sum(call.start >= settled for call in trace.allocations),
@@ -171,18 +189,19 @@ def _exposed(collectives: Sequence[Work], others: Sequence[Work]) -> dict[int, f
     return found
 
 
-def _gaps(trace: Trace) -> _Gaps:
+def _gaps(trace: Trace, kept: Sequence[float]) -> _Gaps:
     """Every moment in which the device had nothing to do, by cause."""
     found, reached, step = _Gaps(), trace.work[0].start, trace.work[0].step
     allocations, waits, phases = (_Calls(calls) for calls in (trace.allocations, trace.waits, trace.phases))
     for each in trace.work:
         if each.start > reached:
             gap = Span("", reached, each.start)
-            length = (gap.end - gap.start) * MICRO
+            part = _part_of_step(kept, each.step)
+            length = (gap.end - gap.start) * MICRO * part
             if _covers(allocations.around(gap), gap) >= _OVERLAPS:
                 found.allocation += length
             elif each.step != step:
-                _blame(found.host, phases.around(gap), gap)
+                _blame(found.host, phases.around(gap), gap, part)
             elif any(call.end <= gap.end + 1 for call in waits.around(gap)):
                 found.waiting += length
             else:
@@ -209,7 +228,7 @@ def _covers(calls: Sequence[Span], gap: Span) -> float:
     return covered / (gap.end - gap.start)
 
 
-def _blame(host: dict[str, float], inside: Sequence[Span], gap: Span) -> None:
+def _blame(host: dict[str, float], inside: Sequence[Span], gap: Span, part: float) -> None:
     """Divide a gap between steps by what the host was doing; phases may lie in each other, the innermost counts."""
     edges = sorted({gap.start, gap.end} | {
         min(max(edge, gap.start), gap.end) for phase in inside for edge in (phase.start, phase.end)
@@ -217,7 +236,7 @@ def _blame(host: dict[str, float], inside: Sequence[Span], gap: Span) -> None:
     for low, high in zip(edges, edges[1:], strict=False):
         around = [phase for phase in inside if phase.start <= low and phase.end >= high]
         name = min(around, key=lambda phase: phase.end - phase.start).name if around else "elsewhere"
-        host[name] = host.get(name, 0.0) + (high - low) * MICRO
+        host[name] = host.get(name, 0.0) + (high - low) * MICRO * part
 
 
 def _inside(calls: Sequence[Span], steps: Sequence[Span]) -> int:

@@ -23,7 +23,7 @@ REACHED = 0.75                       # of its roof: what a good kernel gets
 BESIDE = 0.45                        # of the busy time: matrix products should be more than this
 UNEVEN = 1.15                        # a rank's work, by the mean of the ranks
 STRAGGLES = 1.5                      # a step on one rank, by the median of its steps
-SPIKE = 1.3                          # memory, by what is usual
+SPIKE, SPIKE_BYTES = 1.3, 2**28      # memory: by what is usual, and beyond it
 WAITS = 1.5                          # blocking calls in a step; one brings the step's tokens
 _TEXT_WORK = ("tokenize", "tokenise", "detokenize", "detokenise", "text", "stream", "template")
 
@@ -185,7 +185,7 @@ def _straggle_seconds(facts: Facts) -> float:
 
 
 def _spikes(facts: Facts) -> str:
-    if not facts.memory_usual or facts.memory_peak < SPIKE * facts.memory_usual:
+    if facts.memory_peak < max(SPIKE * facts.memory_usual, facts.memory_usual + SPIKE_BYTES):
         return ""
     return f"memory in use rises to {facts.memory_peak / 2**20:,.0f} MiB where {facts.memory_usual / 2**20:,.0f} are usual"
 
@@ -212,6 +212,10 @@ def _bare_collectives(facts: Facts) -> str:
         return ""
     return (f"collectives take {facts.share(facts.collectives):.0%} of the time, "
             f"{part.seconds / max(facts.collectives, 1e-12):.0%} of it with nothing beside them")  # fmt: skip
+
+
+def _taken(facts: Facts) -> str:
+    return f"other programs had the processor for {facts.lost:.0%} of the time" if facts.lost >= WORTH else ""
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------------
@@ -266,7 +270,15 @@ def _slowest_rank(facts: Facts) -> float:
     return facts.steps * (max(means) - statistics.fmean(means)) if means else 0.0
 
 
+def _lost(facts: Facts) -> float:
+    """Seconds that were lost beside those of the facts, as a part of both."""
+    return facts.lost * facts.seconds
+
+
 PATTERNS = (
+    Pattern("the processor is shared", "host", _taken, _lost, (
+        Remedy("keep other programs off these cores, or give the engine others", _lost, "what they are for", "cores", "cpu"),
+    )),
     Pattern("many short kernels with gaps", "launch", _short_kernels, _of("launch"), (
         Remedy("recorded graphs (leave enforce_eager off)", _of("launch", 0.9), "memory of the graphs", "graphs", "cuda"),
         Remedy("fuse neighbours into fewer, larger kernels", _of("launch", 0.5), "a kernel more to maintain", "fusion"),

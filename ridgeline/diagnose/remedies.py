@@ -56,7 +56,7 @@ def key_of(what: str) -> str:
     return next((key for start, key in _KEYS if what.startswith(start)), what)
 
 
-def ranked(verdict: Verdict, findings: Sequence[Finding] = (), planned: Sequence[Planned] = ()) -> list[Recommended]:
+def ranked(verdict: Verdict | None, findings: Sequence[Finding] = (), planned: Sequence[Planned] = ()) -> list[Recommended]:
     taken = {each.key for each in planned}
     found = [
         Recommended(each.what, each.gain, PLANNED, each.trade_off, "the workload, planned and priced again", each.key, each.options)
@@ -68,10 +68,11 @@ def ranked(verdict: Verdict, findings: Sequence[Finding] = (), planned: Sequence
             if key not in taken:
                 taken.add(key)
                 found.append(Recommended(advice.what, advice.gain, TRACE, advice.trade_off, finding.pattern, key))
-    for change in verdict.changes:
+    changes, term = (verdict.changes, verdict.term) if verdict is not None else ((), "")
+    for change in changes:
         key = key_of(change.what)
         if key not in taken and _POINTER not in change.what:
             taken.add(key)
-            found.append(Recommended(change.what, change.gain, ROOFLINE, change.trade_off, verdict.term, key))
+            found.append(Recommended(change.what, change.gain, ROOFLINE, change.trade_off, term, key))
     worth = [each for each in found if each.gain >= WORTH or (each.source != PLANNED and each.gain == 1.0)]
     return sorted(worth, key=lambda each: -each.gain)

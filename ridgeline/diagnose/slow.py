@@ -39,6 +39,11 @@ class StepTimes:
     lost: float = 0.0                # in which no processor was given to this process
 
     @property
+    def kept(self) -> float:
+        """The part of its time in which this process had a processor."""
+        return 1 - min(0.95, self.lost / self.seconds) if self.seconds else 1.0
+
+    @property
     def host(self) -> float:
         """In which the device had nothing to do."""
         return max(0.0, self.seconds - self.device)

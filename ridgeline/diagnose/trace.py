@@ -40,6 +40,11 @@ OP_PARTS = {
     "decode_attention": "attention", "greedy": "sampling", "sample": "sampling", "apply_mask": "sampling",
     "logprobs": "sampling",
 }  # fmt: skip
+# And for torch's, where nothing is marked around them.
+_TORCH_PARTS = (
+    ("linears and head", r"aten::(linear|mm|addmm|matmul|bmm)|mkldnn"), ("attention", r"scaled_dot_product"),
+    ("embedding", r"aten::embedding"), ("copies", r"aten::(copy_|to|_to_copy|index_copy_|index_select|cat)$"),
+)  # fmt: skip
 # Of the cost model's ops, those that a part of a trace stands for.
 COSTS_OF = {
     "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
@@ -146,7 +151,7 @@ def _marked_ops(events: Iterable[Mapping[str, Any]], borders: Sequence[float]) -
         if start < until or own in _HOLDS_OTHERS:
             continue
         until = end
-        part = OP_PARTS.get(own, "") or ("embedding" if own == "aten::embedding" else "other")
+        part = OP_PARTS.get(own, "") or next((part for part, names in _TORCH_PARTS if re.search(names, own)), "other")
         yield Work(own, start, end, bisect.bisect_right(borders, start) - 1 if borders else -1, part)
 
 

@@ -4,9 +4,9 @@
     attention   read + compute + calls · its own time: decodes read, prompts and shared prefixes compute, one after the other
     layer       norms, rotation, activation: a time that grows with the rows, and their bytes beyond those that caches hold
     all-reduce  latency + 2 (n − 1)/n · bytes / link
-    step        the sum, and what the sampler and copies take; not less than the host needs to plan and launch it
+    step        the sum, and what the sampler and copies take; beside it the host plans and launches the next one, again ^p
 
-p says how well reading and computing overlap: ∞ would be the roofline's maximum, 1 a sum. The constants are fitted on
+p says how well two things overlap: ∞ would be the roofline's maximum, 1 a sum. The constants are fitted on
 Llama-3.1-8B in bf16 on one H200 (`fit.py`, `fitted.json`); other chips are assumed to reach the same shares of theirs.
 """
 
@@ -55,7 +55,7 @@ class Constants:
     idle_s: float = 0.0              # before the first step of an idle engine and behind its last: nothing hides the host
     launch_s: float = 5e-6           # of a kernel by the host, where none are recorded; not fitted
     host_s: float = 0.0              # what the host needs to plan a step and to take in the one before it …
-    host_row_s: float = 0.0          # … and for each row of it; hidden behind the device while that takes longer
+    host_row_s: float = 0.0          # … and for each row of it; hidden behind the device while that takes much longer
 
     def values(self) -> dict[str, float]:
         return {field.name: getattr(self, field.name) for field in fields(Constants)}
@@ -178,12 +178,12 @@ def step_seconds(setup: Setup, steps: Steps) -> np.ndarray:
     host = setup.used.host_s + setup.used.host_row_s * steps.rows
     if not setup.graphs:
         host = host + steps.launches * setup.used.launch_s
-    device = np.maximum(device, host)
+    device = _both(device, host, setup.used.overlap)
     return np.asarray(device / setup.derate)
 
 
 def _both(read: np.ndarray, compute: np.ndarray, p: float) -> np.ndarray:
-    """Reading and computing that overlap, but not wholly."""
+    """Two things at a time that overlap, but not wholly: reading and computing, the device and the host."""
     longer = np.maximum(np.maximum(read, compute), 1e-30)
     return np.asarray(longer * ((read / longer) ** p + (compute / longer) ** p) ** (1 / p))
 

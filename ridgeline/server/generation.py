@@ -227,6 +227,11 @@ class Usage(msgspec.Struct):
         details = CompletionTokensDetails(reasoning)
         return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
+    def only(self, completion_tokens: int) -> None:
+        """As it was when so many tokens were told: more may have come since."""
+        self.completion_tokens = min(self.completion_tokens, completion_tokens)
+        self.total_tokens = self.prompt_tokens + self.completion_tokens
+
 
 class Reply(msgspec.Struct):
     """A whole answer or one event of a stream."""
@@ -266,6 +271,7 @@ class Writer(ABC):
         self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
         self._each_differs = self._usage_always or self._obfuscate or self._wants_token_ids
         self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: what stands around the text of an event
+        self._told = 0                                   # tokens of all choices, in events so far
         self._begun: set[int] = set()                    # choices of which something was sent
         self._sent = False                               # anything at all
 
@@ -274,6 +280,7 @@ class Writer(ABC):
         events = []
         for prompt, delta in batch:
             index = prompt * self._params.n + delta.index
+            self._told += len(delta.token_ids)
             frame = self._frames.get(index)
             if frame is not None and delta.finish_reason is None and delta.logprobs is None:
                 if delta.text:
@@ -283,6 +290,7 @@ class Writer(ABC):
                 reply = self._reply([choice])
                 if self._usage_always:
                     reply.usage = self._usage_of(outputs)
+                    reply.usage.only(self._told)
                 elif self._usage:
                     reply.usage = None
                 if not self._sent:

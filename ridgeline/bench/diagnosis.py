@@ -1,0 +1,248 @@
+"""A workload diagnosed in this process: run, profiled, run again, judged. `ridgeline diagnose MODEL` and `bench loop`.
+
+    warm-up → as it is → the same steps under the profiler → as it is
+
+The steps are the same in all three (requests are there from the start, answers have fixed lengths), so the profiler's own
+cost is the median of their ratios. Figures are those of the first run; the profile only divides them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ridgeline.bench.engine import Engine, quality_of
+from ridgeline.bench.latency import Outcome, Slo, figures
+from ridgeline.bench.peaks import MachinePeaks, machine_peaks
+from ridgeline.bench.profiled import profile_steps
+from ridgeline.bench.watched import Load, StepLog, drive
+from ridgeline.bench.what_if import COLUMNS, PARTS, Speeds, WhatIf, floors, measured_speeds
+from ridgeline.diagnose import drill
+from ridgeline.diagnose.facts import PartFacts, facts_of
+from ridgeline.diagnose.live import window_of
+from ridgeline.diagnose.patterns import find_patterns
+from ridgeline.diagnose.remedies import ranked
+from ridgeline.diagnose.slow import StepTimes
+from ridgeline.diagnose.steps import PHASES, PhaseSums
+from ridgeline.diagnose.trace import Trace, own_times, read_trace
+from ridgeline.diagnose.vectorised import ManyCosts, StepCosts
+from ridgeline.diagnose.verdict import Setting, Window, judge
+
+PROFILED_STEPS = 96                  # most steps under the profiler
+WARM_UP = Load(prompts=2, tokens_in=24, tokens_out=4, seed=99)
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Run:
+    """One pass over a load."""
+
+    outcomes: list[Outcome]
+    log: StepLog
+    seconds: float
+    processor: float                 # seconds that this process computed
+
+
+@dataclass(slots=True)
+class Diagnosed:
+    """What came of it: the tree to show, the trace, and the requests for a page's plots."""
+
+    tree: dict[str, Any]
+    trace: dict[str, Any]
+    outcomes: list[Outcome]
+    points: list[dict[str, Any]]     # every step
+
+
+def run_load(engine: Engine, load: Load, peaks: MachinePeaks, salt: str) -> Run:
+    """Every step watched, nothing profiled."""
+    with StepLog(engine.core, engine.model.weight_reads) as log:
+        log.use(peaks)
+        start, on_processor = time.perf_counter(), time.process_time()
+        outcomes = drive(engine.core, load.asked(engine.config.model.vocab_size), load.at_once, salt)
+        seconds, on_processor = time.perf_counter() - start, time.process_time() - on_processor
+        log.fold()
+    return Run(outcomes, log, seconds, on_processor)
+
+
+def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = lambda text: None) -> Diagnosed:
+    """The whole of it, for an engine that nobody else uses."""
+    config = engine.config
+    peaks = machine_peaks(config.device)
+    vocab = config.model.vocab_size
+    progress("warming up")
+    drive(engine.core, WARM_UP.asked(vocab), WARM_UP.at_once, "warm")
+    engine.settle()
+    progress("running the workload")
+    preempted = engine.core.scheduler.counters.preemptions, engine.core.scheduler.counters.wasted_tokens
+    before = run_load(engine, load, peaks, "a")
+    counters = engine.core.scheduler.counters
+    preemptions, wasted = counters.preemptions - preempted[0], counters.wasted_tokens - preempted[1]
+    progress("profiling the same steps")
+    profiled, document = profiled_run(engine, load, "p")
+    progress("running it again")
+    after = run_load(engine, load, peaks, "b")
+    trace = read_trace(document)
+    overhead = profiler_overhead(before.log, profiled, after.log)
+    kv_usage = _kv_usage(engine, before.log)
+    steps = len(profiled.times)
+    model = StepCosts(before.log.shape, engine.model.weight_reads)
+    costs = profiled.rows.costs(model)
+    rates = peaks.read_bytes_s, peaks.rate(config.dtype)
+    tokens = sum(step.tokens for step in before.log.times)
+    facts = facts_of(
+        [trace], part_costs(costs, *rates), profiler_seconds(before.log, profiled, overhead),
+        [step.kept for step in profiled.times], flops_s=rates[1], read_bytes_s=rates[0], preemptions=preemptions,
+        recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log),
+        lost=1 - kept_part(before.log),
+    )  # fmt: skip
+    findings = find_patterns(facts)
+    window = whole_window(before)
+    verdict = judge(window, setting_of(engine, before, kv_usage, preemptions))
+    speeds = speeds_of(before.log, profiled, costs, trace, rates, config.depth > 0)
+    progress("planning what could be changed")
+    what_if = WhatIf(config, load, speeds, engine.model.weight_reads)
+    planned = what_if.changes(preemptions)
+    remedies = ranked(verdict, findings, planned)
+    measured = sum(own_seconds(step) for step in before.log.times)
+    tree = {
+        "application": figures(before.outcomes, slo) | {"slo": str(slo) if slo else None, "preemptions": preemptions},
+        "steps": drill.steps_section(before.log.times, before.log.sums),
+        "ops": drill.ops_section(facts),
+        "patterns": drill.patterns_section(findings),
+        "verdict": drill.verdict_section(verdict),
+        "remedies": drill.remedies_section(remedies),
+        "profiler": {"steps": steps, "overhead": overhead},
+        "model_of_time": {
+            "predicted_s": what_if.seconds, "measured_s": measured, "error": what_if.seconds / measured - 1,
+            "least_s": dict(speeds.least), "reading": dict(speeds.reading), "computing": dict(speeds.computing), "beside_s": speeds.beside,
+            "host_s": speeds.host,
+        },
+        "machine": {"read_bytes_s": rates[0], "flops_s": rates[1], "device": peaks.device, "load": os.getloadavg()[0]},
+        "runs_s": [before.seconds, after.seconds], "processor_s": [before.processor, after.processor],
+    }  # fmt: skip
+    return Diagnosed(tree, document, before.outcomes, step_points(before.log, model))
+
+
+def workload_of(engine: Engine, load: Load) -> dict[str, Any]:
+    """For the record."""
+    config = engine.config
+    return {"model": config.model_path.name, "dtype": config.dtype, "device": config.device,
+            **dataclasses.asdict(load), "options": config.options.flat(), "quality": quality_of(config)}  # fmt: skip
+
+
+# ── the profile ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def profiled_run(engine: Engine, load: Load, salt: str) -> tuple[StepLog, dict[str, Any]]:
+    """The first steps of the load under the profiler; the rest is called off."""
+    asked = load.asked(engine.config.model.vocab_size)
+    with StepLog(engine.core, engine.model.weight_reads) as log:
+        document = profile_steps(
+            engine.core, lambda step: drive(engine.core, asked, load.at_once, salt, step, PROFILED_STEPS)
+        )
+    return log, document
+
+
+def profiler_overhead(before: StepLog, profiled: StepLog, after: StepLog) -> float:
+    """How much longer the same step took, the median."""
+    pairs = zip(profiled.times, before.times, after.times, strict=False)
+    ratios = [2 * own_seconds(step) / (own_seconds(one) + own_seconds(other)) for step, one, other in pairs]
+    return statistics.median(ratios) - 1 if ratios else 0.0
+
+
+def own_seconds(step: StepTimes) -> float:
+    """Without what other programs took."""
+    return step.seconds * step.kept
+
+
+def kept_part(log: StepLog) -> float:
+    whole = sum(step.seconds for step in log.times)
+    return sum(own_seconds(step) for step in log.times) / whole if whole else 1.0
+
+
+def profiler_seconds(plain: StepLog, profiled: StepLog, overhead: float) -> float:
+    """What the profiler added to all its steps."""
+    return max(0.0, overhead) * sum(own_seconds(step) for step in plain.times[: len(profiled.times)])
+
+
+def part_costs(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, PartFacts]:
+    """By part of the trace, what all these steps had to compute and to move."""
+    found = {}
+    roofs = floors(costs, read_bytes_s, flops_s)
+    for part, columns in COLUMNS.items():
+        reads, computes = (float(values.sum()) for values in roofs[part])
+        found[part] = PartFacts(
+            0.0, int(costs["calls"][:, columns].sum()), reads + computes, float(costs["flops"][:, columns].sum()),
+            float(costs.bytes[:, columns].sum()), computes,
+        )  # fmt: skip
+    return found
+
+
+def speeds_of(
+    plain: StepLog, profiled: StepLog, costs: ManyCosts, trace: Trace, rates: tuple[float, float], overlap: bool
+) -> Speeds:
+    """Own times of the profiled steps, which marks around ops do not lengthen; times of the same steps as they were."""
+    steps = len(profiled.times)
+    own = {part: np.zeros(steps) for part in PARTS}
+    for work, seconds in zip(trace.work, own_times(trace.work), strict=True):
+        if work.part in own and 0 <= work.step < steps:
+            own[work.part][work.step] += seconds * 1e-6 * profiled.times[work.step].kept
+    times = plain.times[:steps]
+    device = [min(step.device, step.seconds) * step.kept for step in times]
+    return measured_speeds(costs, own, device, [step.host * step.kept for step in times], *rates, overlap)
+
+
+def step_points(log: StepLog, model: StepCosts) -> list[dict[str, Any]]:
+    """Every step of a run, for plots."""
+    if not log.times:
+        return []
+    costs = log.rows.costs(model)
+    matrix = costs["flops"].sum(1)
+    moved = costs.bytes.sum(1)
+    return [
+        {"start": step.at - step.seconds, "seconds": step.seconds, "device": step.device, "phase": step.phase,
+         "tokens": step.tokens, "rows": step.rows, "flops": float(flops), "bytes": float(moves)}
+        for step, flops, moves in zip(log.times, matrix, moved, strict=True)
+    ]  # fmt: skip
+
+
+# ── the verdict ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def whole_window(run: Run) -> Window:
+    """The run as the verdict sees it; time that other programs had is no fault of the engine's."""
+    total = PhaseSums()
+    for phase in PHASES:
+        total.add(np.array(run.log.sums[phase].values()))
+    kept = kept_part(run.log)
+    window = window_of(run.seconds, total)
+    return replace(window, seconds=window.seconds * kept, busy=window.busy * kept, device=window.device * kept)
+
+
+def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int) -> Setting:
+    config = engine.config
+    decodes = sum(step.seconds for step in run.log.times if step.phase == "decode")
+    return Setting(
+        device=config.device, max_rows=config.max_num_seqs, kv_usage=kv_usage, preemptions=preemptions,
+        weight_bytes=run.log.weight_bytes, kv_bytes=run.log.shape.kv_bytes, graphs=config.graphs, overlap=config.depth > 0,
+        prefix_caching=config.prefix_caching, ranks=config.options.parallel.tensor_parallel_size,
+        decoding=decodes > 0.5 * sum(step.seconds for step in run.log.times),
+    )  # fmt: skip
+
+
+def _mean_rows(log: StepLog) -> float:
+    return statistics.fmean(step.rows for step in log.times) if log.times else 0.0
+
+
+def _kv_usage(engine: Engine, log: StepLog) -> float:
+    """Of the KV blocks, what sequences held in a step on average, from the lengths of its rows."""
+    size, blocks = engine.config.groups[0].block_size, max(1, engine.config.num_blocks - 1)
+    held: Sequence[int] = [int((-(-lengths // size)).sum()) for lengths in log.rows.lengths] or [0]
+    return min(1.0, statistics.fmean(held) / blocks)
