@@ -312,8 +312,8 @@ def decode_attention_cost(
     return Cost(write.flops + read.flops, write.bytes + read.bytes - between)
 
 
-def _decode(lengths: Sequence[int], rotary_dim: int = 16, norm: bool = False, **changes: Any) -> dict[str, Any]:
-    return _attention([(1, length) for length in lengths], rotary_dim=rotary_dim, norm=norm, **changes)
+def _decode(lengths: Sequence[int], **changes: Any) -> dict[str, Any]:
+    return _attention([(1, length) for length in lengths], **{"rotary_dim": 16, "norm": False, **changes})
 
 
 DECODE_ATTENTION_CASES = (

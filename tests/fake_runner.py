@@ -55,6 +55,8 @@ class _Step:
     lengths: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     touched: list[tuple[int, int, int]] = field(default_factory=list)    # slot, group, stamp
+    newest: set[int] = field(default_factory=set)                        # slots that it writes
+    older: set[int] = field(default_factory=set)                         # slots that were written before, by whoever
 
 
 class FakeRunner:
@@ -98,6 +100,9 @@ class FakeRunner:
                     step.prompt_logprobs[place] = fake_logprobs(row.tokens[first:last])
             step.tokens.append(self._sample(row, number) if want & Want.TOKEN else None)
             step.lengths.append(row.length)
+        # A kernel that has one token of each row writes and attends in one go.
+        if plan.total_tokens == len(plan.rows) and step.newest & step.older:
+            raise SlotError(f"step {plan.step}: a row sees what another one of single tokens writes")
         self._check(step)
         self._submitted = step
 
@@ -118,6 +123,8 @@ class FakeRunner:
             slots = [self._slot(row, group, position) for position in range(first, end)]
             for slot, value in zip(slots[start - first :], row.stamps[start + 1 : end + 1], strict=True):
                 self.slots[slot] = (group, value)
+            step.newest.update(slots[start - first :])
+            step.older.update(slots[: start - first])
             step.touched += zip(slots, [group] * len(slots), row.stamps[first + 1 : end + 1], strict=True)
         row.length = end
 

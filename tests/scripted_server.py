@@ -20,9 +20,10 @@ from ridgeline.engine.outputs import AnswerDelta, RequestOutput
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import TokenDelta
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.app import HttpServer, Service, address_of, bind
 from ridgeline.server.keys import Keys
+from ridgeline.server.lifecycle import HttpServer, address_of, bind
 from ridgeline.server.limits import ServerOptions
+from ridgeline.server.service import Service
 
 # Shows tools, calls and thoughts the way Qwen's templates do, so that answers are read for them.
 TOOL_TEMPLATE = (

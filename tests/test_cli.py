@@ -65,9 +65,9 @@ def test_help_is_fast() -> None:
 
 
 COMMAND_NAMES = [
-    "serve", "chat", "generate", "admin", "eval", "plan", "pull", "build", "bench serve", "bench offline",
+    "serve", "chat", "generate", "admin", "eval", "plan", "diagnose", "pull", "build", "bench serve", "bench offline",
     "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle", "bench startup", "bench soak",
-    "bench kernel", "bench compare", "bench studies",
+    "bench loop", "bench kernel", "bench compare", "bench studies",
 ]  # fmt: skip
 
 
@@ -100,9 +100,9 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
     ("argv", "says"),
     [
         (["serv"], "unknown command 'serv'; did you mean 'serve'?"),
-        (["dance"], "unknown command 'dance'; there are serve"),
+        (["xyzzy"], "unknown command 'xyzzy'; there are serve"),
         (["bench"], "bench needs one of: serve, offline, host, grammar, ops, "
-                    "frontend, idle, startup, soak, kernel, compare, studies"),
+                    "frontend, idle, startup, soak, loop, kernel, compare, studies"),
         (["build", "all"], "unexpected argument 'all'"),
         (["serve", "--max-modl-len", "5"], "unknown option --max-modl-len; did you mean --max-model-len?"),
         (["serve", "--max_modl_len=5"], "unknown option --max-modl-len; did you mean --max-model-len?"),

@@ -11,13 +11,14 @@ import pytest
 
 from ridgeline.config import declared_options
 from ridgeline.server import anthropic, responses
-from ridgeline.server.app import Service, make_app
+from ridgeline.server.app import make_app
 from ridgeline.server.chat import ChatRequest
 from ridgeline.server.completions import CompletionRequest
 from ridgeline.server.embeddings import EmbeddingRequest
 from ridgeline.server.generation import GenerationRequest
 from ridgeline.server.limits import ServerOptions
 from ridgeline.server.openapi import OPERATIONS
+from ridgeline.server.service import Service
 from ridgeline.server.tokenize import DetokenizeRequest, TokenizeRequest
 
 PAGE = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")

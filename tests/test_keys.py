@@ -19,10 +19,13 @@ from ridgeline.cli.serve import require_authentication
 from ridgeline.engine.caller import CALLER, Caller
 from ridgeline.engine.children import child_environment
 from ridgeline.errors import ConfigError, EngineDead, Overloaded, TimedOut
-from ridgeline.server.app import Service, check_certificate, describe, make_app
+from ridgeline.server.app import make_app
+from ridgeline.server.failures import describe
 from ridgeline.server.gate import OPEN_PATHS, Gate
 from ridgeline.server.keys import VARIABLE, Keys, load_keys
+from ridgeline.server.lifecycle import check_certificate
 from ridgeline.server.limits import ServerOptions
+from ridgeline.server.service import Service
 
 KEYS = Keys(["sk-one", "sk-two"])
 

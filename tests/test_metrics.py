@@ -480,7 +480,7 @@ def test_what_runs_and_waits_is_seen_and_who_leaves_is_counted(server: str) -> N
         lines = [each.__enter__().iter_lines() for each in streams]
         for each_line in lines:
             next(each_line)
-        third = threading.Thread(target=leave_after, args=(server, body | {"n": 3, "prompt": [6] * 50}, 1.0))
+        third = threading.Thread(target=leave_after, args=(server, body | {"n": 3, "prompt": [6] * 50}, 2.5))
         third.start()                                    # it gets no row, and so no first word
         wait_until(lambda: scrape(server)["vllm:num_requests_waiting"] == 3)
         busy, load = scrape(server), httpx.get(f"{server}/load").json()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ridgeline.engine.children import start_child
-from ridgeline.server.app import raise_file_limit
+from ridgeline.server.lifecycle import raise_file_limit, uvloop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -106,7 +106,9 @@ def p99(values: list[float]) -> float:
 
 
 def run(scene: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scene, 270))
+    """The clients must cost less than the server: both share two cores."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+        runner.run(asyncio.wait_for(scene, 270))
 
 
 # -- [H-01] ------------------------------------------------------------------------------------------------------------
@@ -185,6 +187,7 @@ def test_huge_and_malformed_requests_cost_little() -> None:
             for name, (pieces, status) in HUGE.items():
                 got, seconds = await attack(server, pieces())
                 assert got == status and seconds <= 1.0, (name, got, seconds)
+                await asyncio.sleep(0.3)                 # its last part may still be in hand when the answer is read
                 assert server.resident - before < 32 * MIB, (name, (server.resident - before) / MIB)
             assert (await once(server, request(5))).events == 6
 

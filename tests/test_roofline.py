@@ -25,8 +25,10 @@ from ridgeline.diagnose.verdict import TERMS, Setting, judge
 from ridgeline.distributed.comm import Communicator, ProcessGroup
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.llm import LLM
+from ridgeline.engine.stats import RooflineReporter
 from ridgeline.messages import StepPlan, StepResult, Want
 from ridgeline.metrics import RooflineStats
+from ridgeline.runner import peaks
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.roofline import HISTORY, RooflineReply, document, window_seconds
 
@@ -64,14 +66,14 @@ def recorder(*steps: tuple[list[tuple[int, int]], float, dict[str, Any]]) -> Ste
 def test_a_step_is_recorded_with_what_it_costs() -> None:
     rows = decode(4, 1000)
     made = recorder((rows, 0.001, {}))
-    sums, cost, peaks = made.sums["decode"], step_cost(LLAMA_8B, rows), Peaks(4.38e12, 793e12)
+    sums, cost, best = made.sums["decode"], step_cost(LLAMA_8B, rows), Peaks(4.38e12, 793e12)
     assert (sums.steps, sums.rows, sums.tokens, sums.sampled) == (1, 4, 4, 4)
     assert sums.flops == cost.matrix_flops
     assert (sums.weights, sums.kv_read, sums.kv_written) == (cost.total.weights, cost.total.kv_read, cost.total.kv_written)
     assert sums.activations == cost.total.activations
     assert sums.compute == pytest.approx(cost.matrix_flops / 793e12) and sums.memory == pytest.approx(cost.bytes / 4.38e12)
     roof = sums.on_compute + sums.on_weights + sums.on_kv + sums.on_activations
-    assert roof == pytest.approx(sum(peaks.floor(cost).values()))
+    assert roof == pytest.approx(sum(best.floor(cost).values()))
     assert sums.device == 0.001 and sums.seconds >= 0.002 and sums.queued == pytest.approx(3 * sums.seconds)
     [point] = made.points
     assert dict(zip(POINT, point, strict=True))["flops"] == cost.matrix_flops and len(point) == len(POINT)
@@ -197,6 +199,33 @@ def test_an_engine_records_every_step(tmp_path: Path) -> None:
     read = sum(count + each for count in (40, 7, 19) for each in range(1, 6)) * made.shape.kv_bytes_per_token
     assert made.sums["decode"].kv_read == read
     assert all(0 < each.device <= each.seconds for each in made.sums.values() if each.steps)
+
+
+def test_the_engine_measures_when_it_is_quiet_reports_and_writes_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(peaks.MATRIX, "cpu", 32)
+    monkeypatch.setitem(peaks.BUFFER, "cpu", 2**16)
+    llm = LLM(write_model(tmp_path / "tiny"), load_format="dummy", num_gpu_blocks_override=100, max_num_seqs=4)
+    reporter, now = RooflineReporter(llm.core), time.monotonic()
+    assert llm.core.recorder.peaks is None and not reporter.measure(now)                 # it has just begun
+    first = reporter.report(now)
+    assert first is not None and first.read_bytes_s == 0 and len(first.held) == 99
+    while reporter.measure(now + 5):
+        pass
+    assert llm.core.recorder.peaks is not None
+    prompt = [{"prompt_token_ids": [5] * 40}]
+    llm.generate(prompt, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    second = reporter.report(now + 6)
+    assert second is not None and second.read_bytes_s > 0 and len(second.points) == 9 and max(second.cached) == 100
+    assert not reporter.measure(now + 6.5) and second.weight_bytes == 4 and second.kv_bytes == 4
+    caplog.set_level("INFO", "ridgeline")
+    llm.generate(prompt, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    third = reporter.report(now + 12)
+    assert third is not None and len(third.points) == 9
+    [line] = [each for each in caplog.messages if each.startswith("roofline: ")]
+    assert " rows, " in line and "bound by " in line
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------

@@ -723,6 +723,19 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once() -> Non
     assert simulation.manager.counters.hit_tokens == 3 * (40 // block * block)
 
 
+def test_nobody_sees_what_another_row_of_single_tokens_writes() -> None:
+    """In blocks of one token even a single one fills a block. Where every row computes one, a kernel writes and attends in
+    one go, so that block is for later steps."""
+    simulation = Simulation(replace(ROOMY, block_size=1))
+    stem = prompt(8, 1)
+    simulation.ask("a", stem[:5], 1)
+    simulation.step()
+    for length in (6, 7, 8):
+        simulation.ask(str(length), stem[:length], 6)
+    assert numbers(simulation.step()) == [1, 2, 1], "6 is alone with its token; 8 may have those of 7, which has two"
+    simulation.drain()
+
+
 def test_a_preempted_sequence_waits_for_its_promised_token() -> None:
     simulation = Simulation(replace(ROOMY, depth=2))
     simulation.ask("a", prompt(5), 12)

@@ -24,9 +24,10 @@ import pytest
 from served_model import CONTEXT, ServerProcess, one_thread, wait_until, write_model
 
 from ridgeline.errors import ConfigError, EngineDead
-from ridgeline.server.app import Service, Unavailable, describe
+from ridgeline.server.failures import describe
 from ridgeline.server.limits import ServerOptions
 from ridgeline.server.protocol import ChatRequest, CompletionRequest, parse
+from ridgeline.server.service import Service, Unavailable
 
 QUEUE = 16
 OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "2600", "--max-num-seqs", "8",

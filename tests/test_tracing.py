@@ -111,7 +111,8 @@ def test_spans_of_a_server(collector: Collector, tmp_path: Path) -> None:
 
     assert one.trace_id.hex() == TRACE and one.parent_span_id.hex() == PARENT
     assert one.kind == 2 and one.status.code == 0        # a server's, and nothing was wrong
-    assert before <= one.start_time_unix_nano <= one.end_time_unix_nano <= after
+    assert before <= one.start_time_unix_nano <= after   # its end may come later: the client has its answer before
+    assert one.start_time_unix_nano <= one.end_time_unix_nano <= time.time_ns()
     said = values(one)
     assert said["gen_ai.response.model"] == "tiny" and said["url.path"] == "/v1/completions"
     assert said["gen_ai.request.id"].startswith("cmpl-")

@@ -26,6 +26,7 @@ from ridgeline.errors import ConfigError
 LONGEST_SECONDS = 120.0              # so much of its steps a server remembers
 _LOOK_SECONDS = 2.0                  # between two looks: the server hands out its newest 512 steps
 _TIMEOUT = 10.0
+_REMEMBERED = 512                    # steps in one answer
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -47,23 +48,20 @@ def attach(
     url = url.rstrip("/").removesuffix("/v1")
     before, start = read_samples(_get(url, "/metrics", key).decode()), time.monotonic()
     progress(f"watching for {seconds:.0f} s")
-    steps: dict[float, dict[str, Any]] = {}
+    looks: list[list[dict[str, Any]]] = []
     while True:
         left = seconds - (time.monotonic() - start)
         time.sleep(max(0.0, min(left, _LOOK_SECONDS)))
         watched = time.monotonic() - start
         document = json.loads(_get(url, f"/roofline?seconds={min(max(watched, 1.0), LONGEST_SECONDS):.1f}", key))
-        for point in _points(document):
-            ended = watched - point.pop("ago")
-            if ended - point["seconds"] >= 0:
-                # The same step is a little off from look to look: the clocks of two processes.
-                steps.setdefault(round(ended, 3), point | {"start": ended - point["seconds"]})
+        placed = [point | {"start": watched - point.pop("ago") - point["seconds"]} for point in _points(document)]
+        looks.append([point for point in placed if point["start"] >= 0])
         if watched >= seconds:
             break
     after = read_samples(_get(url, "/metrics", key).decode())
     gone = time.monotonic() - start
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    points = _without_doubles([steps[at] for at in sorted(steps)])
+    points = all_steps(looks)
     verdict = _verdict(document["verdict"])
     tree = {
         "application": application(grown, gone, slo),
@@ -101,7 +99,7 @@ def read_samples(text: str) -> Samples:
     for line in text.splitlines():
         if not line.startswith("#") and (match := _SAMPLE.match(line)):
             name, labels, value = match.groups()
-            own = frozenset((label, said) for label, said in _LABEL.findall(labels or "") if label not in ("model_name", "engine"))
+            own = frozenset(pair for pair in _LABEL.findall(labels or "") if pair[0] not in ("model_name", "engine"))
             found[name, own] = float(value)
     return found
 
@@ -185,14 +183,13 @@ def _points(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _without_doubles(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A step that two looks have seen has the same numbers and nearly the same begin."""
+def all_steps(looks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Every step once. Two looks that have seen the same one place it a little apart, by how long the answers took."""
     kept: list[dict[str, Any]] = []
-    for point in points:
-        recent = kept[-8:]
-        if not any(abs(point["start"] - each["start"]) < 0.05 and point["seconds"] == each["seconds"] for each in recent):
-            kept.append(point)
-    return kept
+    for look in looks:
+        known = {(point["seconds"], point["device"], point["tokens"]) for point in kept[-_REMEMBERED:]}
+        kept += [point for point in look if (point["seconds"], point["device"], point["tokens"]) not in known]
+    return sorted(kept, key=lambda point: point["start"])
 
 
 def _steps_section(points: Sequence[Mapping[str, Any]], grown: Samples, document: Mapping[str, Any]) -> dict[str, Any]:

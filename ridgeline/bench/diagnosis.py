@@ -121,8 +121,8 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         "profiler": {"steps": steps, "overhead": overhead},
         "model_of_time": {
             "predicted_s": what_if.seconds, "measured_s": measured, "error": what_if.seconds / measured - 1,
-            "least_s": dict(speeds.least), "reading": dict(speeds.reading), "computing": dict(speeds.computing), "beside_s": speeds.beside,
-            "host_s": speeds.host,
+            "least_s": dict(speeds.least), "reading": dict(speeds.reading), "computing": dict(speeds.computing),
+            "beside_s": speeds.beside, "host_s": speeds.host,
         },
         "machine": {"read_bytes_s": rates[0], "flops_s": rates[1], "device": peaks.device, "load": os.getloadavg()[0]},
         "runs_s": [before.seconds, after.seconds], "processor_s": [before.processor, after.processor],

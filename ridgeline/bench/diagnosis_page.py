@@ -36,7 +36,10 @@ def diagnosis_page(
         body += ["<h2>Ops and kernels</h2>", html_table(_parts(ops)), _profiler(tree)]
         body.append(plot_grid([_time_by_part(ops)]))
     if tree.get("patterns"):
-        rows = [{"pattern": each["pattern"], "of the time": f"{each['share']:.0%}", "seen": each["evidence"]} for each in tree["patterns"]]
+        rows = [
+            {"pattern": each["pattern"], "of the time": f"{each['share']:.0%}", "seen": each["evidence"]}
+            for each in tree["patterns"]
+        ]  # fmt: skip
         body += ["<h2>Patterns in the trace</h2>", html_table(rows)]
     body += ["<h2>Where the busy time goes</h2>", html_table(_split(verdict["parts"]))]
     known = [{"what": name, "value": str(value)} for name, value in facts.items() if value not in (None, "", {})]
@@ -129,7 +132,8 @@ def _roofline(points: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -
     roof = [(place, min(place * machine["read_bytes_s"], machine["flops_s"]) / 1e9) for place in places]
     heights = [height for _, height in (*dots, *roof) if math.isfinite(height)]
     x = axis("FLOP per byte", [low, high], log=True)
-    return [plot("Steps under the roof", [Series("roof", roof), Series("steps", dots, "dots")], x, axis("GFLOP/s", heights, log=True))]
+    series = [Series("roof", roof), Series("steps", dots, "dots")]
+    return [plot("Steps under the roof", series, x, axis("GFLOP/s", heights, log=True))]
 
 
 def _time_by_part(ops: Mapping[str, Any]) -> str:

@@ -39,8 +39,9 @@ def _application(found: Mapping[str, Any]) -> str:
         if share is not None:
             lines.append(f"SLO {found['slo']}: {share:.0%} met it, goodput {found['request_goodput']:.2f} requests/s")
         elif span is not None:
+            low, high = found["request_goodput_range"]
             lines.append(f"SLO {found['slo']}: between {span[0]:.0%} and {span[1]:.0%} met it (from histograms), goodput "
-                         f"{found['request_goodput_range'][0]:.2f} to {found['request_goodput_range'][1]:.2f} requests/s")  # fmt: skip
+                         f"{low:.2f} to {high:.2f} requests/s")  # fmt: skip
     if found.get("preemptions"):
         lines.append(f"{found['preemptions']} preemptions")
     return "\n".join(lines)

@@ -32,8 +32,8 @@ from ridgeline.engine.ipc import Abort, Add, Alive, Deltas, Ready, Shutdown
 from ridgeline.engine.link import FrontEndGone, FrontEndLink
 from ridgeline.errors import EngineDead
 from ridgeline.messages import TokenDelta
-from ridgeline.server.app import raise_file_limit, uvloop
-from ridgeline.server.app import run as run_server
+from ridgeline.server.lifecycle import raise_file_limit, uvloop
+from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.limits import ServerOptions
 
 KEPT_UP = 0.97                       # of the offered rate

@@ -19,11 +19,9 @@ import argparse
 import bisect
 import json
 import random
-import re
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,36 +34,15 @@ from ridgeline.bench.peaks import device_kind, machine_peaks
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.diagnose.cost import Peaks, decoder_shape
+from ridgeline.diagnose.trace import DEVICE_WORK, LAUNCHES, Work, own_times, part_of
 from ridgeline.errors import ConfigError
 
 BAR = 0.02                           # idle share between steps that is allowed
 WARM_STEPS = 12                      # before anything is timed: compiles kernels, records graphs
-DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver")
-# Which part of a step's floor a kernel belongs to, by its name; the first that fits.
-PARTS = (
-    ("attention", r"attention|attn|flash|fmha|^(decode|merge|prefill|prefix)_kernel"),
-    ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
-    ("norms", r"norm"),
-    ("rotary and kv_write", r"rotary|rope|kv_write|write_kv|reshape_and_cache"),
-    ("activation", r"activation|silu|gelu|gated"),
-    ("linears and head", r"gemm|gemv|nvjet|cutlass|cublas|linear|splitk|matmul|xmma|dot_kernel"),
-    ("copies", r"memcpy|memset|copy_kernel|fill"),
-)  # fmt: skip
 _FLOOR_PARTS = {
     "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
     "activation": ("activation",), "linears and head": ("linears", "head"), "sampling": ("sample",),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Something the device did; times in microseconds."""
-
-    name: str
-    start: float
-    end: float
-    step: int = -1                   # number of the step that launched it, if that is known
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,11 +190,10 @@ def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
     span = max(each.end for each in work) - work[0].start
     between, reached, last_step = 0.0, work[0].start, work[0].step
     kernels: dict[str, list[tuple[float, float]]] = {}   # own time, and the whole interval
-    for each in work:                                    # in order of their begin
+    for each, own in zip(work, own_times(work), strict=True):    # in order of their begin
         gap = each.start - reached
         if gap > 0 and each.step != last_step:
             between += gap
-        own = max(0.0, each.end - max(reached, each.start))
         kernels.setdefault(each.name, []).append((own, each.end - each.start))
         reached = max(reached, each.end)
         last_step = max(last_step, each.step)
@@ -240,10 +216,6 @@ def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
         "launches_per_step": len(work) / steps, "us_per_step_by_part": parts,
         "kernels": sorted(table, key=lambda row: -row["own_us"]),
     }  # fmt: skip
-
-
-def part_of(name: str) -> str:
-    return next((part for part, pattern in PARTS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def text(found: dict[str, Any], top: int) -> str:

@@ -40,7 +40,7 @@ SCENARIOS = (
     Scenario("the same beginning", "prompts share 256 of 320 tokens, and each computes them",
              Load(8, 320, 8, shared=256), {"enable_prefix_caching": False, "max_model_len": 512}),
     Scenario("waiting for the longest", "answers of 4 to 96 tokens in static batches",
-             Load(24, 16, 96, shortest=4), {"max_num_seqs": 4, "batching": "static", "max_model_len": 256}),
+             Load(24, 16, 96, shortest=4, concurrency=8), {"max_num_seqs": 8, "batching": "static", "max_model_len": 256}),
     Scenario("too few blocks", "sixteen rows, KV blocks for two of them",
              Load(16, 96, 64), {"num_gpu_blocks_override": 25, "max_num_seqs": 16, "max_model_len": 256}),
 )  # fmt: skip

@@ -200,7 +200,8 @@ def plot_grid(plots: Sequence[str]) -> str:
 def html_table(rows: Sequence[dict[str, Any]]) -> str:
     names = table.columns(rows)
     head = "".join(f"<th>{escaped(name)}</th>" for name in names)
-    lines = "".join("<tr>" + "".join(f"<td>{escaped(table.cell(row.get(name)))}</td>" for name in names) + "</tr>" for row in rows)
+    cells = ("".join(f"<td>{escaped(table.cell(row.get(name)))}</td>" for name in names) for row in rows)
+    lines = "".join(f"<tr>{each}</tr>" for each in cells)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 

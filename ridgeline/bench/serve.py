@@ -33,7 +33,7 @@ from ridgeline.bench.watch import Watch
 from ridgeline.engine.progress import progress_bar
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError, EngineDead
-from ridgeline.server.app import raise_file_limit, uvloop
+from ridgeline.server.lifecycle import raise_file_limit, uvloop
 
 __all__ = ["add_arguments", "run"]
 

@@ -148,8 +148,9 @@ def measured_speeds(
             reading[part] = computing[part] = grows
     beside = np.asarray(device) - np.sum([seconds for part, seconds in own.items() if part in PARTS], axis=0)
     return Speeds(
-        read_bytes_s, flops_s, least, reading, computing, max(0.0, float(np.median(beside))), max(0.0, statistics.median(host)), overlap
-    )
+        read_bytes_s, flops_s, least, reading, computing, beside=max(0.0, float(np.median(beside))),
+        host=max(0.0, statistics.median(host)), overlap=overlap,
+    )  # fmt: skip
 
 
 def _line(seconds: np.ndarray, floor: np.ndarray) -> tuple[float, float]:

@@ -230,7 +230,8 @@ class KVManager:
         """Make full blocks findable as soon as a step that computes their tokens is planned.
 
         Whoever finds them computes in that step or a later one, and every layer writes the keys and values of a whole
-        step before it attends: so requests that arrive together share a prefix which none of them has computed yet.
+        step before it attends: so requests that arrive together share a prefix which none of them has computed yet. Steps
+        in which every row computes one token are the exception: blocks that those fill are committed when they have run.
         """
         full = num_computed // self.block_size
         while blocks.committed < full:

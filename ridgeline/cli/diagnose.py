@@ -95,7 +95,8 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
     if args.shape:
         if args.shape not in shapes.SHAPES:
             raise ConfigError(f"unknown shape {args.shape!r}; there are {', '.join(sorted(shapes.SHAPES))}")
-        options |= {"model": str(shapes.write_shape(args.shape, args.layers)), "load_format": "dummy", "skip_tokenizer_init": True}
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        options["model"] = str(shapes.write_shape(args.shape, args.layers))
     else:
         require_model(engine_config(args))
     longest = args.input_len + args.output_len

@@ -99,7 +99,8 @@ def _question(args: argparse.Namespace) -> report.Question:
     model, device = find_model(args.model), find_device(args.gpu)
     objective = OBJECTIVES[args.objective] if args.objective else None
     default = objective.traffic if objective else Traffic(1024, 256)
-    tokens_in, tokens_out = (args.input or default.tokens_in, args.output or default.tokens_out)
+    tokens_in = default.tokens_in if args.input is None else args.input
+    tokens_out = default.tokens_out if args.output is None else args.output
     traffic = Traffic(tokens_in, tokens_out, args.hit_rate)
     longest = model.config.max_position_embeddings
     if traffic.context > longest:
@@ -107,7 +108,11 @@ def _question(args: argparse.Namespace) -> report.Question:
     dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
     if args.count < 1 or args.most < 1:
         raise ConfigError(f"--count and --most must be at least 1, got {args.count} and {args.most}")
-    if args.price is not None and args.price < 0:
+    if args.count > 1 and not device.link.latency:
+        raise ConfigError(f"there is no link between several {device.name}: --count must be 1, got {args.count}")
+    if args.draft_model and not args.drafts:
+        raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
+    if args.price is not None and not 0 <= args.price < float("inf"):
         raise ConfigError(f"--price must be at least 0, got {args.price}")
     setup = Setup(
         model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or dtype, kv=args.kv_cache_dtype,
@@ -133,7 +138,7 @@ def parse_slo(words: str) -> Slo:
             limits[name] = float(number) / 1e3
         except ValueError:
             colon = ""
-        if not colon or name not in ("ttft", "tpot") or limits[name] <= 0:
+        if not colon or name not in ("ttft", "tpot") or not limits[name] > 0:
             raise ConfigError(f"{word!r} is not a limit; write ttft:500,tpot:50, in milliseconds")
     return Slo(**limits)
 

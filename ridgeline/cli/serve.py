@@ -17,10 +17,10 @@ from ridgeline.engine.progress import progress_bar
 from ridgeline.engine.watchdog import Supervision
 from ridgeline.errors import ConfigError
 from ridgeline.log import get_logger
-from ridgeline.server.app import Service, model_name
-from ridgeline.server.app import run as run_server
 from ridgeline.server.keys import VARIABLE, Keys, load_keys
+from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.limits import ServerOptions
+from ridgeline.server.service import Service, model_name
 from ridgeline.version import __version__
 
 logger = get_logger("server")
@@ -72,6 +72,7 @@ def welcome(service: Service, address: str) -> str:
         [
             f"ridgeline {__version__}: {facts}",
             f"ready: {address}/v1  (Ctrl-C stops)",
+            f"dashboard: {address}/dashboard",
             "",
             example(service, address),
             "",

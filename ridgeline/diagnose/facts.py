@@ -18,6 +18,7 @@ import bisect
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ridgeline.diagnose.trace import Span, Trace, Work, own_times
@@ -107,7 +108,8 @@ def facts_of(
     kept: Sequence[float] = (), **known: Any,
 ) -> Facts:  # fmt: skip
     """`costs`: by part, what the cost model says of the traced steps (floor, FLOPs, bytes). `profiler`: seconds that
-    profiling itself took, all of it between ops, where the marks are. `kept`: the part of each step in which the process had a processor. `known`: further fields."""
+    profiling itself took, all of it between ops, where the marks are. `kept`: the part of each step in which the process
+    had a processor. `known`: further fields."""
     traces = [trace for trace in traces if trace.work]
     if not traces:
         return Facts("", 0.0, 0, 0.0, {}, **known)
@@ -118,18 +120,23 @@ def facts_of(
         if name in parts:
             measured = parts[name]
             parts[name] = PartFacts(measured.seconds, measured.calls, cost.floor, cost.flops, cost.bytes, cost.computes)
-    hosts = {name for one in each for name in one.host}
-    first = each[0]
-    launch = sum(one.launch for one in each) / count
-    profiler = min(max(0.0, profiler), launch)
+    hosts = dict.fromkeys(name for one in each for name in one.host)
+
+    def mean(name: str) -> float:
+        return sum(float(getattr(one, name)) for one in each) / count
+
+    def most(name: str) -> Any:
+        return max(getattr(one, name) for one in each)
+
+    profiler = min(max(0.0, profiler), mean("launch"))
     return Facts(
-        first.device, sum(one.seconds for one in each) / count - profiler, first.steps, sum(one.busy for one in each) / count, parts,
-        launch - profiler, *(sum(getattr(one, name) for one in each) / count for name in ("waiting", "allocation")),
-        {name: sum(one.host.get(name, 0.0) for one in each) / count for name in hosts},
-        first.kernels, first.kernel_seconds, max(one.waits for one in each), max(one.allocations for one in each),
-        max(one.taken for one in each), max(one.taken_bytes for one in each), max(one.memory_usual for one in each),
-        max(one.memory_peak for one in each), sum(one.collectives for one in each) / count,
-        [one.rank_steps[0] for one in each] if count > 1 else (), **known,
+        each[0].device, mean("seconds") - profiler, each[0].steps, mean("busy"), parts, launch=mean("launch") - profiler,
+        waiting=mean("waiting"), allocation=mean("allocation"),
+        host={name: sum(one.host.get(name, 0.0) for one in each) / count for name in hosts},
+        kernels=each[0].kernels, kernel_seconds=each[0].kernel_seconds, waits=most("waits"), allocations=most("allocations"),
+        taken=most("taken"), taken_bytes=most("taken_bytes"), memory_usual=most("memory_usual"),
+        memory_peak=most("memory_peak"), collectives=mean("collectives"),
+        rank_steps=[one.rank_steps[0] for one in each] if count > 1 else (), **known,
     )  # fmt: skip
 
 
@@ -179,7 +186,8 @@ def _exposed(collectives: Sequence[Work], others: Sequence[Work]) -> dict[int, f
         while place < len(others) and others[place].end <= start:
             place += 1
         covered = start
-        for other in others[place:]:
+        for number in range(place, len(others)):
+            other = others[number]
             if other.start >= each.end:
                 break
             low, high = max(other.start, covered), min(other.end, each.end)
@@ -233,7 +241,7 @@ def _blame(host: dict[str, float], inside: Sequence[Span], gap: Span, part: floa
     edges = sorted({gap.start, gap.end} | {
         min(max(edge, gap.start), gap.end) for phase in inside for edge in (phase.start, phase.end)
     })  # fmt: skip
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         around = [phase for phase in inside if phase.start <= low and phase.end >= high]
         name = min(around, key=lambda phase: phase.end - phase.start).name if around else "elsewhere"
         host[name] = host.get(name, 0.0) + (high - low) * MICRO * part

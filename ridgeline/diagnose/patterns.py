@@ -317,9 +317,11 @@ PATTERNS = (
                "fairness between requests", "scheduler"),
     )),
     Pattern("preemptions", "queue", _preempts, _recomputed, (
-        Remedy("kv_cache_dtype fp8: twice the tokens in the same memory", _recomputed, "quality: `ridgeline eval`", "kv8", "cuda"),
+        Remedy("kv_cache_dtype fp8: twice the tokens in the same memory", _recomputed, "quality: `ridgeline eval`",
+               "kv8", "cuda"),
         Remedy("admit fewer: max_num_seqs as many as the KV cache holds", _recomputed, "time in the queue", "admission"),
-        Remedy("more KV blocks: gpu_memory_utilization, kv_cache_memory_bytes", _recomputed, "what else needs the memory", "blocks"),
+        Remedy("more KV blocks: gpu_memory_utilization, kv_cache_memory_bytes", _recomputed, "what else needs the memory",
+               "blocks"),
     )),
     Pattern("imbalance across ranks", "communication", _uneven_ranks, _slowest_rank, (
         Remedy("divide heads and columns evenly: a tensor_parallel_size that divides them", _slowest_rank,

@@ -59,7 +59,8 @@ def key_of(what: str) -> str:
 def ranked(verdict: Verdict | None, findings: Sequence[Finding] = (), planned: Sequence[Planned] = ()) -> list[Recommended]:
     taken = {each.key for each in planned}
     found = [
-        Recommended(each.what, each.gain, PLANNED, each.trade_off, "the workload, planned and priced again", each.key, each.options)
+        Recommended(each.what, each.gain, PLANNED, each.trade_off, "the workload, planned and priced again", each.key,
+                    each.options)
         for each in planned
     ]  # fmt: skip
     for finding in findings:

@@ -193,9 +193,10 @@ def trace_of_steps(points: Sequence[Mapping[str, Any]], counters: Mapping[str, s
         place = {"pid": 0, "tid": lines[point["phase"]]}
         start, seconds, device = point["start"] * 1e6, point["seconds"] * 1e6, point["device"] * 1e6
         rest = {name: value for name, value in point.items() if name not in ("start", "phase")}
-        events.append({"ph": "X", "cat": "step", "name": f"{point['phase']} step", "ts": start, "dur": seconds, "args": rest, **place})
         host = max(0.0, seconds - device)                # the device ends where the step does
-        events.append({"ph": "X", "cat": "step", "name": "on the device", "ts": start + host, "dur": min(device, seconds), **place})
+        slice = {"ph": "X", "cat": "step", **place}
+        events.append(slice | {"name": f"{point['phase']} step", "ts": start, "dur": seconds, "args": rest})
+        events.append(slice | {"name": "on the device", "ts": start + host, "dur": seconds - host})
         events += [
             {"ph": "C", "pid": 0, "name": title, "ts": start, "args": {title: point[name]}} for name, title in counters.items()
         ]

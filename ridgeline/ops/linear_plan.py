@@ -93,7 +93,8 @@ def _gemv_plan(inputs: int, gated: bool) -> GemvPlan:
 
 # By the inputs, rounded up to a power of two, and whether there is a gate: 192 KiB of a multiprocessor's shared memory, about
 # the most that fits beside what else its programs need. With two thirds of it a step of an 8B model took 12 % longer, with
-# half 18 %; two programs of six stages instead of three of four, 1.5 %. With a gate and more than 4096 inputs: not measured.
+# half 18 %; two programs of six stages instead of three of four, 1.5 %. Not measured: more than 4096 inputs with a gate, and for
+# 8192 without one the sixth stage.
 _RINGS = {
     (2048, False): RingPlan(4, 4, 3, 4), (2048, True): RingPlan(1, 4, 4, 6),
     (4096, False): RingPlan(2, 8, 3, 4), (4096, True): RingPlan(1, 4, 3, 4),

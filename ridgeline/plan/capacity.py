@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline import ledger
 from ridgeline.config import EngineConfig
+from ridgeline.distributed.plan import head_shards
 from ridgeline.errors import ConfigError
 from ridgeline.kv_spec import KVGroupSpec, blocks_for
 from ridgeline.models.config import kv_groups
@@ -136,17 +137,28 @@ class Textbook:
 
 
 def textbook(setup: Setup, context: int, parameters: float | None = None) -> Textbook:
-    """`parameters`: a rounded number to count with, 70e9 for "70B"; by default the model's own."""
+    """`parameters`: a rounded number to count with, 70e9 for "70B"; by default the model's own. Of a mixture of experts
+    one request reads those that its token visits."""
     config = setup.model.config
     weights = (parameters or setup.model.parameters) * WEIGHT_FORMATS[setup.weights].bits / 8
     per_element = kv_bytes(setup.kv, setup.dtype, config.head_dim, scales=False)
     kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * per_element * context
     left = setup.ranks * setup.device.memory - weights
-    return Textbook(weights, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / weights)
+    read = weights * setup.model.active_parameters / setup.model.parameters
+    return Textbook(weights, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / read)
 
 
 def possible_ranks(model: PlannedModel, most: int) -> list[int]:
-    """Powers of two that leave every rank a query head."""
-    return [ranks for ranks in (1, 2, 4, 8, 16, 32) if ranks <= min(most, model.config.num_heads)]
+    """Powers of two among which the model's heads can be divided."""
+    config = model.config
+
+    def divides(ranks: int) -> bool:
+        try:
+            head_shards(config.num_heads, config.num_kv_heads, 0, ranks)
+        except ConfigError:
+            return False
+        return True
+
+    return [ranks for ranks in (1, 2, 4, 8, 16, 32) if ranks <= most and divides(ranks)]
 
 

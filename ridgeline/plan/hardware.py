@@ -46,13 +46,16 @@ class Device:
     link: Link
     sparse: bool = False             # 2:4 sparsity doubles the rates
     kind: str = "cuda"               # as the engine calls it; devices of other kinds can be planned, not used
-    torch_names: tuple[str, ...] = field(default=())     # what torch calls it, or the beginning of that
+    torch_names: tuple[str, ...] = field(default=())     # what torch calls it
+    inline_ecc: bool = False         # error correction takes a sixteenth of the memory itself, as on servers' GDDR6
 
     @property
     def usable(self) -> int:
         """Bytes that the driver reports. Data sheets of GPUs mean GiB; ECC and firmware keep about a hundredth, and of
         Apple's unified memory a GPU may take three quarters."""
-        return int(self.memory if self.kind == "cpu" else self.memory / GB * 2**30 * (0.75 if self.kind == "apple" else 0.99))
+        if self.kind == "cpu":
+            return int(self.memory)
+        return int(self.memory / GB * 2**30 * (0.75 if self.kind == "apple" else 15 / 16 if self.inline_ecc else 0.99))
 
     @property
     def wide(self) -> str:
@@ -75,23 +78,32 @@ def _rates(**tera: float) -> dict[str, float]:
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("V100", 32 * GB, 0.9 * TB, _rates(float16=125, float32=15.7), NVLINK2, torch_names=("Tesla V100",)),
+        Device("V100", 32 * GB, 0.9 * TB, _rates(float16=125, float32=15.7), NVLINK2, 
+               torch_names=("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB")),
         Device("A100-40GB", 40 * GB, 1.555 * TB, _rates(bfloat16=312, float16=312, int8=624, float32=19.5), NVLINK3, True,
                torch_names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),
         Device("A100", 80 * GB, 2.039 * TB, _rates(bfloat16=312, float16=312, int8=624, float32=19.5), NVLINK3, True,
-               torch_names=("NVIDIA A100",)),
+               torch_names=("NVIDIA A100-SXM4-80GB",)),
+        Device("A100-PCIe", 80 * GB, 1.935 * TB, _rates(bfloat16=312, float16=312, int8=624, float32=19.5), PCIE4, True,
+               torch_names=("NVIDIA A100 80GB PCIe",)),
         Device("H100", 80 * GB, 3.35 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
-               True, torch_names=("NVIDIA H100",)),
+               True, torch_names=("NVIDIA H100 80GB HBM3",)),
+        Device("H100-PCIe", 80 * GB, 2.0 * TB, _rates(bfloat16=756, float16=756, fp8=1513, int8=1513, float32=51), PCIE5,
+               True, torch_names=("NVIDIA H100 PCIe",)),
+        Device("H100-NVL", 94 * GB, 3.9 * TB, _rates(bfloat16=835, float16=835, fp8=1671, int8=1671, float32=60), PCIE5,
+               True, torch_names=("NVIDIA H100 NVL",)),
         Device("H200", 141 * GB, 4.8 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
                True, torch_names=("NVIDIA H200",)),
         Device("B200", 180 * GB, 8.0 * TB, _rates(bfloat16=2250, float16=2250, fp8=4500, int8=4500, fp4=9000, float32=80),
                NVLINK5, True, torch_names=("NVIDIA B200",)),
         Device("MI300X", 192 * GB, 5.3 * TB, _rates(bfloat16=1307, float16=1307, fp8=2615, int8=2615, float32=163), XGMI,
-               True, torch_names=("AMD Instinct MI300X",)),
+               True, torch_names=("AMD Instinct MI300X", "AMD Instinct MI300X OAM")),
         Device("L4", 24 * GB, 0.3 * TB, _rates(bfloat16=121, float16=121, fp8=242, int8=242, float32=30), PCIE4, True,
-               torch_names=("NVIDIA L4",)),
+               torch_names=("NVIDIA L4",), inline_ecc=True),
+        Device("L40", 48 * GB, 0.864 * TB, _rates(bfloat16=181, float16=181, fp8=362, int8=362, float32=90.5), PCIE4, True,
+               torch_names=("NVIDIA L40",), inline_ecc=True),
         Device("L40S", 48 * GB, 0.864 * TB, _rates(bfloat16=362, float16=362, fp8=733, int8=733, float32=91.6), PCIE4, True,
-               torch_names=("NVIDIA L40S",)),
+               torch_names=("NVIDIA L40S",), inline_ecc=True),
         Device("RTX4090", 24 * GB, 1.008 * TB, _rates(bfloat16=165, float16=165, fp8=330, int8=661, float32=82.6), PCIE4,
                True, torch_names=("NVIDIA GeForce RTX 4090",)),
         Device("RTX5090", 32 * GB, 1.792 * TB, _rates(bfloat16=210, float16=210, fp8=419, int8=838, fp4=1676, float32=105),
@@ -120,12 +132,10 @@ def find_device(name: str) -> Device:
 
 
 def data_sheet(torch_name: str) -> Device | None:
-    """The table's entry for a device as torch names it, such as "NVIDIA H200"; the longest name that fits."""
-    fits = [
-        (len(each), device) for device in DEVICES.values() for each in device.torch_names
-        if torch_name.lower().startswith(each.lower())
-    ]
-    return max(fits, key=lambda fit: fit[0])[1] if fits else None
+    """The table's entry for a device as torch names it, such as "NVIDIA H200". The whole name: what only begins alike
+    (laptop chips, "H200 NVL", an L40 beside an L4) is another chip with other rates."""
+    named = {each.lower(): device for device in DEVICES.values() for each in device.torch_names}
+    return named.get(torch_name.strip().lower())
 
 
 def _plain(name: str) -> str:

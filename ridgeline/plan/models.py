@@ -52,6 +52,15 @@ class PlannedModel:
     def parameters(self) -> int:
         return self.config.num_parameters + self._further_experts
 
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token has to do with: of a mixture, the experts that it visits."""
+        if self.experts is None:
+            return self.parameters
+        config = self.config
+        expert = config.num_layers * 3 * config.hidden_size * config.intermediate_size
+        return self.parameters - (self.experts.count - self.experts.used) * expert
+
 
 def _config(architecture: str, kind: str, sizes: tuple[int, ...], vocab: int, context: int, **more: Any
             ) -> dict[str, Any]:  # fmt: skip

@@ -157,7 +157,7 @@ def devices_for(
     setup: Setup, traffic: Traffic, slo: Slo, rate: float, most_ranks: int = 8, utilization: float = 0.9
 ) -> list[Answer]:
     """For every number of ranks that can, fewest devices first."""
-    if rate <= 0:
+    if not 0 < rate < math.inf:
         raise ConfigError(f"rate must be above 0, got {rate}")
     answers = []
     for ranks in possible_ranks(setup.model, most_ranks):

@@ -23,7 +23,7 @@ from ridgeline.plan.operation import (
     table,
 )
 from ridgeline.plan.precision import support
-from ridgeline.plan.prediction import MOST_ROWS, Setup, step_parts
+from ridgeline.plan.prediction import MOST_ROWS, Setup, proposal_seconds, step_parts
 from ridgeline.plan.search import OBJECTIVES, Objective, best, candidates, effects, measured_loss, pareto, quality
 from ridgeline.plan.steps import count_rows, decode_rows, gather
 
@@ -78,7 +78,7 @@ def answer(question: Question) -> dict[str, Any]:
          "tok_s": _finite(effect.tok_s), "ttft": _finite(effect.ttft), "largest_batch": effect.batch}
         for effect in effects(
             setup, traffic, hit_rate=question.hit_rate, drafts=question.drafts, acceptance=question.acceptance,
-            utilization=question.utilization,
+            draft_model=setup.draft_model, utilization=question.utilization,
         )
     ]  # fmt: skip
     if question.slo is not None:
@@ -143,9 +143,11 @@ def _answer(found: Answer, price: float | None) -> dict[str, Any]:
 
 
 def _parts(setup: Setup, batch: int, traffic: Traffic) -> dict[str, float]:
-    """Of a decode step, seconds by part."""
-    steps = gather(setup.shape, [count_rows(setup.shape, decode_rows(batch, traffic.mean_context))], setup.model.experts)
-    return {name: float(seconds[0]) / setup.derate for name, seconds in step_parts(setup, steps).items()}
+    """Of a decode step, seconds by part; with drafts, of their verification and of proposing them."""
+    rows = decode_rows(batch, traffic.mean_context, setup.drafts)
+    steps = gather(setup.shape, [count_rows(setup.shape, rows)], setup.model.experts)
+    found = {name: float(seconds[0]) / setup.derate for name, seconds in step_parts(setup, steps).items()}
+    return found | {"proposals": proposal_seconds(setup, batch, traffic.mean_context)}
 
 
 def _finite(value: float) -> float | None:

@@ -303,7 +303,8 @@ class Scheduler:
     def _publish(self, row: int, num_tokens: int) -> None:
         """The row computes so many prompt tokens in the step being planned: what gets full can be shared at once.
 
-        At once is before anybody looks for it. The step itself does not wait for that.
+        At once is before anybody looks for it. The step itself does not wait for that. Not for a row with one token: where
+        all rows have one, a kernel writes and attends in one go, and nobody may see what another row has just written.
         """
         sequence = self._rows.sequences[row]
         assert sequence is not None and sequence.blocks is not None
@@ -402,7 +403,8 @@ class Scheduler:
                 sequence.num_cached = hit.num_tokens
                 self.started.append(sequence.request.request_id)
             self._delta.added.append(self._row_added(sequence, hit.num_tokens))
-            self._publish(row, count)
+            if count > 1:                                        # as of rows that run, see _publish
+                self._publish(row, count)
             rows.append(row)
             tokens.append(count)
             budget -= count

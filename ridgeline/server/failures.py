@@ -1,0 +1,65 @@
+"""Errors as answers: which status, which words, and when to come again.
+
+What clients read is our own words. Why an engine died, and what an unexpected error says, goes to the log.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ridgeline.errors import BadRequest, Overloaded, RequestError, RidgelineError, TimedOut, Unsupported
+from ridgeline.log import get_logger
+from ridgeline.server.error_bodies import body_for, error_body
+from ridgeline.server.protocol import param_of
+from ridgeline.server.service import STOPPED, ModelNotFound, Unavailable, WrongMediaType
+from ridgeline.server.stream import Headers
+
+logger = get_logger("server")
+
+
+def describe(error: Exception) -> tuple[int, bytes, Headers]:
+    """(status, body, headers). What clients read is our own words; the rest goes to the log, under a number."""
+    retry = [(b"retry-after", retry_after(error))]
+    message = str(error)
+    match error:
+        case ModelNotFound():
+            return 404, error_body(message, "invalid_request_error", "model", "model_not_found"), []
+        case WrongMediaType():
+            return 415, error_body(message, "invalid_request_error"), []
+        case Overloaded():
+            return 429, error_body(message, "overloaded_error", code="overloaded"), retry
+        case TimedOut():
+            return 504, error_body(message, "timeout_error", code="request_timeout"), []
+        case BadRequest() | Unsupported():
+            return 400, error_body(message, "invalid_request_error", param_of(message)), []
+        case RequestError():
+            return 500, error_body(message, "server_error"), []
+        case RidgelineError():
+            # Why an engine died is the operator's to know: its words may quote a path, or another client's request.
+            told = message if isinstance(error, Unavailable) else STOPPED
+            return 503, error_body(told, "service_unavailable_error", code="engine_not_available"), retry
+    number = secrets.token_hex(4)
+    logger.error("error %s in a request", number, exc_info=error)
+    return 500, error_body(f"internal error {number}; the server's log has its cause", "server_error"), []
+
+
+def retry_after(error: Exception) -> bytes:
+    """Whole seconds, from 1 to 60: the predicted wait, or a few; spread, so that not all come back at once."""
+    wait = error.retry_after if isinstance(error, Overloaded) else None
+    seconds = random.uniform(1, 5) if wait is None else wait * random.uniform(1.0, 1.25)
+    return str(min(60, max(1, math.ceil(seconds)))).encode()
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """Paths and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.scope['path'][:200]} does not exist here"
+    body = error_body(message, "invalid_request_error", code="not_found")
+    body = body_for(request.scope["path"], error.status_code, body)
+    return Response(body, error.status_code, media_type="application/json", headers=error.headers)

@@ -1,0 +1,211 @@
+"""The life of the server's process: it takes its port, answers while the engine loads, and stops in order.
+
+Around server/app: uvicorn with our way to stop, signals, TLS, and what a process with thousands of connections asks of its
+system. What is answered is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import gc
+import logging
+import resource
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.errors import ConfigError
+from ridgeline.log import get_logger
+from ridgeline.server import admin
+from ridgeline.server.app import make_app
+from ridgeline.server.gate import Gate
+from ridgeline.server.hosts import HostGuard
+from ridgeline.server.keys import Keys
+from ridgeline.server.limits import ServerOptions, limited_protocol
+from ridgeline.server.service import Service, model_name
+from ridgeline.server.tracing import start_tracing
+
+try:
+    import uvloop
+except ImportError:                  # optional: asyncio's own loop does the same, slower
+    uvloop = None  # type: ignore[assignment]
+
+logger = get_logger("server")
+
+KEEP_ALIVE_SECONDS = 30
+GOODBYE_SECONDS = 1.0                # for the last words to clients whose requests are cut short
+LARGE_BLOCK = 512 * 1024             # bytes
+_M_MMAP_THRESHOLD = -3               # of malloc.h
+COLLECT_AFTER = 50_000               # objects made and not freed, before the youngest are looked through for garbage
+DEAD_SECONDS = 2.0                   # how long health answers 503 after the engine's death, before the server leaves
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """The listening socket, taken before anything is loaded; ConfigError when it cannot be had."""
+    host, port = options.host, options.port
+    if port > 65535:                                     # some libraries would take it modulo 65536
+        raise ConfigError(f"port must be between 0 and 65535, got {port}")
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, number)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        reason = "is in use; choose another with --port" if taken else f"cannot be used: {error.strerror}"
+        raise ConfigError(f"port {port} on {host} {reason}") from None
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with our way to stop: let running requests finish for a while, then tell them, then end the engine."""
+
+    def __init__(self, service: Service) -> None:
+        config = uvicorn.Config(
+            Gate(HostGuard(make_app(service), service.options), service.options, service.keys),
+            http=limited_protocol(service.options),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            ssl_certfile=service.options.ssl_certfile or None,
+            ssl_keyfile=service.options.ssl_keyfile or None,
+        )
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.stopping = True                    # before anything else: who asks for health looks elsewhere now
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stopping = True
+        drained = asyncio.create_task(self._drain())
+        await super().shutdown(sockets)
+        await drained
+
+    async def _drain(self) -> None:
+        slots, deadline = self._service.slots, time.monotonic() + self._service.options.drain_timeout
+        if slots.taken and self._service.llm.is_alive:
+            logger.info("waiting for %d answers to finish; Ctrl-C again stops at once", slots.taken)
+            while slots.taken and self._service.llm.is_alive and time.monotonic() < deadline and not self.force_exit:
+                await asyncio.sleep(0.05)
+        await self._service.llm.shutdown()               # whoever still waits is told now
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        while slots.taken and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()                 # it does not even read its error
+
+
+async def serve(
+    service: Service,
+    listener: socket.socket,
+    on_loading: Callable[[int, int], None],
+    on_ready: Callable[[Service, str], None],
+) -> None:
+    """Answer on `listener` from now on (503 until the engine is ready), until told to stop. Raises why it cannot go on."""
+    llm, server = service.llm, HttpServer(service)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Ours from now until the process ends. uvicorn sets the same while it serves and then puts back what was there;
+        # it raises again only the signals that its own handle_exit, which ours replaces, has noted.
+        signal.signal(number, server.handle_exit)
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(llm.start(on_loading))
+    try:
+        await asyncio.wait({http, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if http.done() or server.should_exit:            # told to stop while loading
+            return await http
+        starting.result()
+        service.open()
+        collect_rarely()
+        on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
+        died = asyncio.create_task(llm.died())
+        await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
+        if http.done() or server.should_exit:            # told to stop, and so was the engine
+            return await http
+        logger.error("%s", died.result())
+        await asyncio.sleep(DEAD_SECONDS)
+        raise died.result()
+    finally:
+        server.should_exit = True
+        starting.cancel()
+        await asyncio.wait({http, starting})
+        await llm.shutdown()
+
+
+def collect_rarely() -> None:
+    """What the server is made of will never be garbage, and open streams are long-lived: looking through all of it for
+    cycles, which Python does after every 700 objects, takes a third of the time that a token costs here."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 20, 50)
+
+
+def address_of(listener: socket.socket, scheme: str) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def check_certificate(options: ServerOptions) -> None:
+    """Before anything is loaded."""
+    if bool(options.ssl_certfile) != bool(options.ssl_keyfile):
+        raise ConfigError("ssl_certfile and ssl_keyfile need each other; give both, or none")
+    if options.ssl_certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"ssl_certfile and ssl_keyfile cannot be used: {error}") from None
+
+
+def run(
+    llm: AsyncLLM,
+    options: ServerOptions,
+    on_loading: Callable[[int, int], None],
+    on_ready: Callable[[Service, str], None],
+    keys: Keys | None = None,
+) -> None:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    check_certificate(options)
+    name = model_name(llm, options)
+    tracing = start_tracing(options.otlp_traces_endpoint, name)
+    listener = bind(options)
+    raise_file_limit(options.max_connections)
+    give_back_large_blocks()
+    service = Service(llm, options, name, keys or Keys(), tracing=tracing)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+            runner.run(admin.beside(llm, options.admin_socket, serve(service, listener, on_loading, on_ready)))
+    finally:
+        tracing.close()
+
+
+def give_back_large_blocks() -> None:
+    """glibc serves large blocks from the system and gives them back, until it has seen one freed: from then on blocks up to
+    that size stay with the process. A threshold that is set once does not move, so a body of 16 MB leaves nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)        # other C libraries have none, and no such habit
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
+
+
+def raise_file_limit(connections: int) -> None:
+    """A connection is a file; the usual soft limit of 1,024 leaves no room for anything else."""
+    wanted = 2 * connections + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))

@@ -1,0 +1,97 @@
+"""What the endpoints share: the engine, the options, who may ask, and whether anybody may ask now.
+
+Knows no HTTP: its refusals are errors with words for clients; server/failures gives them their statuses.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ridgeline import embedded
+from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.errors import BadRequest, RequestError, RidgelineError
+from ridgeline.server.keys import Keys
+from ridgeline.server.limits import ServerOptions, Slots
+from ridgeline.server.protocol import GenerationRequest
+from ridgeline.server.tracing import NoTracing
+
+STOPPED = "the engine has stopped"
+NOT_READY = {
+    "stopping": "the server is stopping",
+    "loading": "the engine is not ready",
+    "stalled": "the engine does not answer",
+    "restarting": "the engine is being started again",
+    "dead": STOPPED,
+}
+
+
+class Unavailable(RidgelineError):
+    """The server takes no requests now, and says why in words meant for clients (HTTP 503)."""
+
+
+class ModelNotFound(RequestError):
+    """A request for a model that is not served here (HTTP 404)."""
+
+
+class WrongMediaType(RequestError):
+    """A body that does not say it is JSON (HTTP 415). Browsers cannot send JSON to a foreign site unasked."""
+
+
+@dataclass(slots=True)
+class Service:
+    """What the endpoints share."""
+
+    llm: AsyncLLM
+    options: ServerOptions
+    name: str                        # of the model
+    keys: Keys = field(default_factory=Keys)
+    slots: Slots = field(default_factory=Slots)
+    tracing: NoTracing = field(default_factory=NoTracing)
+    stopping: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check(self, request: GenerationRequest) -> None:
+        """What the request's type alone cannot know."""
+        self.check_routing(request.model, request.priority)
+
+    def check_routing(self, model: str | None, priority: int | None) -> None:
+        if model is not None:
+            self.check_name(model)
+        if priority and self.llm.config.scheduler.scheduling_policy != "priority":
+            raise BadRequest("priority needs a server started with --scheduling-policy priority")
+
+    def check_name(self, name: str) -> None:
+        if name != self.name:
+            raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is")
+
+    def open(self) -> None:
+        """The engine is ready: requests are taken from now on."""
+        assert self.llm.ready is not None
+        self.slots.predicted_wait = self.llm.predicted_wait
+        self.llm.max_queued_tokens = self.options.max_queued_tokens
+        self.slots.limit = self.options.max_queued_requests or 4 * self.llm.ready.max_num_seqs
+
+    @property
+    def state(self) -> str:
+        """ok; or why no requests are taken: stopping, loading, stalled, restarting or dead."""
+        if self.stopping:
+            return "stopping"
+        return self.llm.state if self.slots.limit else "loading"
+
+    def require_ready(self) -> None:
+        state = self.state
+        if state != "ok":
+            raise Unavailable(NOT_READY[state])
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self.llm.config.model.skip_tokenizer_init else self.llm.get_tokenizer()
+
+
+def model_name(llm: AsyncLLM, options: ServerOptions) -> str:
+    path = Path(llm.config.model.model)
+    own = embedded.NAME if not llm.config.model.model else path.stem if path.suffix == ".gguf" else path.resolve().name
+    return options.served_model_name or own
