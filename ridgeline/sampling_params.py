@@ -294,23 +294,26 @@ def _schema_text(name: str, given: Any) -> str:
     return text
 
 
+_LEAVES = (str, int, float, type(None))      # of JSON; what is neither these nor a container is refused when it is written
+
+
 def _check_shape(name: str, value: Any) -> None:
     """Level by level, so that depth costs no stack; what holds itself ends at the greatest depth."""
     level = [value]
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []
         for each in level:
-            if isinstance(each, Mapping):
+            if isinstance(each, (dict, Mapping)):        # the first says yes at once
                 enum, properties = each.get("enum"), each.get("properties")
                 if isinstance(enum, list) and len(enum) > MAX_ENUM_VALUES:
                     raise BadRequest(f"{name} has an enum of {len(enum)} values; at most {MAX_ENUM_VALUES} are allowed")
-                if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
+                if isinstance(properties, (dict, Mapping)) and len(properties) > MAX_PROPERTIES:
                     raise BadRequest(
                         f"{name} has an object of {len(properties)} properties; at most {MAX_PROPERTIES} are allowed"
                     )
-                below += [child for child in each.values() if isinstance(child, (Mapping, list, tuple))]
+                below += [child for child in each.values() if not isinstance(child, _LEAVES)]
             else:
-                below += [child for child in each if isinstance(child, (Mapping, list, tuple))]
+                below += [child for child in each if not isinstance(child, _LEAVES)]
         if len(below) > MAX_GRAMMAR_BYTES:
             raise BadRequest(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes")
         if not below:

@@ -152,6 +152,8 @@ def test_records_of_this_repository_can_be_judged() -> None:
 
 def test_a_figure_needs_runs_and_a_warm_up() -> None:
     assert sweep.figure([3.0, 1.0, 2.0], 1) == {"median": 2.0, "p10": 1.0, "p90": 3.0}
+    assert sweep.figure([3.0, 1.0], 1) == {"median": 2.0, "p10": 1.0, "p90": 3.0}            # not the better, nor the worse
+    assert sweep.figure([4.0, 1.0, 2.0, 8.0], 1)["median"] == 3.0
     with pytest.raises(ConfigError, match="gives no median with P10 and P90"):
         sweep.figure([1.0], 1)
     with pytest.raises(ConfigError, match="without warm-up is refused"):

@@ -192,11 +192,14 @@ def test_tokens_are_counted_by_what_the_server_offers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], refuses: tuple[str, ...], tokenizes: bool, counted: str, tokens: int
 ) -> None:
     with FakeServer(lambda number, body: Script(gaps=[0.1], tokens_per_event=3), refuses=refuses, tokenizes=tokenizes) as server:
-        made = bench(server, tmp_path, "--num-prompts", "3")
+        made = bench(server, tmp_path, "--num-prompts", "3", "--price", "1")
         assert not set(refuses) & set(server.seen[-1].body)
     assert made["workload"]["tokens_counted_by"] == counted and figures(made)["total_output_tokens"] == 3 * tokens
     assert figures(made)["tpot_ms"]["p50"] == pytest.approx(100 / (tokens - 1), rel=0.5)
     assert f"tokens counted by: {counted} ({'exact' if tokens == 6 else 'an assumption'}" in capsys.readouterr().out
+    if "stream_options" in refuses:                      # nobody counted the prompts: unknown, and not nothing
+        assert figures(made)["total_input_tokens"] is None and figures(made)["total_token_throughput"] is None
+        assert set(figures(made)["cost"]) == {"usd_per_hour", "usd_per_m_output_tokens"}
     assert made["workload"]["prompt_lengths_by"] == ("server tokenizer" if tokenizes else "one token per word, by assumption")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,14 +24,16 @@ from ridgeline.bench.engine import Engine
 from ridgeline.bench.latency import parse_slo
 from ridgeline.bench.loop import Scenario, follow
 from ridgeline.bench.peaks import machine_peaks
-from ridgeline.bench.profiled import profile_steps
 from ridgeline.bench.watched import Load, drive
-from ridgeline.bench.what_if import PARTS, Speeds, WhatIf, floors, measured_speeds, planned_log
+from ridgeline.bench.what_if import Speeds, WhatIf, measured_speeds, planned_log
 from ridgeline.config import EngineConfig
 from ridgeline.diagnose.cost import DecoderShape
 from ridgeline.diagnose.drill import steps_section
+from ridgeline.diagnose.parts import PARTS, floors
 from ridgeline.diagnose.slow import StepTimes, cause_of, slowest
+from ridgeline.diagnose.trace import read_trace
 from ridgeline.diagnose.vectorised import StepCosts
+from ridgeline.engine.profile import LiveProfile, StepProfiler
 from ridgeline.errors import ConfigError
 from ridgeline.metrics import SLOW_CAUSES
 from ridgeline.ops import registry
@@ -200,11 +203,39 @@ def test_marks_leave_the_engine_as_it_was(model: Path) -> None:
     core, load = engine.core, Load(2, 8, 4)
     before = dict(vars(core.executor)), dict(vars(core.scheduler))
     asked = load.asked(256)
-    trace = profile_steps(core, lambda step: drive(core, asked, 2, "p", step))
-    names = {event["name"] for event in trace["traceEvents"]}
+    with StepProfiler(core) as profiler:
+        drive(core, asked, 2, "p", profiler.step)
+    names = {event["name"] for event in profiler.document()["traceEvents"]}
     assert {"step", "phase:schedule", "phase:launch", "phase:update", "op:paged_attention"} <= names
     assert before[0] == vars(core.executor) and "schedule" not in vars(core.scheduler)
     engine.close()
+
+
+def test_a_running_engine_profiles_some_of_its_steps(model: Path) -> None:
+    """Between others, in the middle of its work; then it goes on as before."""
+    engine = Engine(str(model), **OPTIONS)
+    core = engine.core
+    core.recorder.use(machine_peaks("cpu"))
+    for prompt, _ in Load(2, 8, 40).asked(256):
+        engine.submit(prompt, 40)
+    for _ in range(20):
+        core.step()
+    live = LiveProfile(core, 8)
+    while not live.is_over:
+        live.step()
+    found = live.finish()
+    path = Path(found.trace)
+    steps = read_trace(json.loads(path.read_text())).steps
+    assert len(steps) == 8 and path.parent.stat().st_mode & 0o77 == 0
+    # Eight decode steps of two rows in two layers of four products, and the head.
+    assert found.costs["linears and head"]["calls"] == 8 * 9 and found.costs["attention"]["floor"] > 0
+    while core.has_work:
+        core.step()
+    assert registry._mark is None and "took" not in vars(core.recorder)
+    nothing = LiveProfile(core, 8).finish()
+    assert "nothing to do" in nothing.refused and not nothing.trace
+    engine.close()
+    shutil.rmtree(path.parent)
 
 
 def test_a_run_that_is_cut_short_leaves_nothing_behind(model: Path) -> None:
@@ -350,16 +381,18 @@ def test_a_server_that_wants_a_key_or_is_no_server_of_ours(canned: tuple[str, ty
 
 
 @pytest.mark.slow
-def test_our_own_server_is_watched(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with ServerProcess(str(model), "--load-format", "dummy") as server:
-        body = {"model": "m", "prompt": "a b c", "max_tokens": 400, "ignore_eos": True}
+def test_our_own_server_is_watched(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    socket = str(tmp_path / "admin")
+    with ServerProcess(str(model), "--load-format", "dummy", "--admin-socket", socket) as server:
+        body = {"model": "m", "prompt": "a b c", "max_tokens": 4000, "ignore_eos": True}
         served = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
         sender = threading.Thread(target=lambda: [
             httpx.post(f"{server.url}/v1/completions", json=body | {"model": served}, timeout=60) for _ in range(8)
         ])  # fmt: skip
         sender.start()
-        assert main(["diagnose", server.url, "--seconds", "4", "--json"]) == 0
+        assert main(["diagnose", server.url, "--seconds", "3", "--json", "--admin-socket", socket, "--profile-steps", "16"]) == 0
         sender.join()
     tree = json.loads(capsys.readouterr().out)["figures"]
     assert tree["steps"]["count"] > 50 and tree["application"]["output_throughput"] > 0 and tree["verdict"]["term"]
-    assert not any(step["seconds"] < 0 for step in tree["steps"]["phases"].values())
+    parts = {row["part"]: row for row in tree["ops"]["parts"]}
+    assert tree["profiler"]["steps"] == 16 and parts["linears and head"]["calls_per_step"] == 9

@@ -21,7 +21,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.diagnose.cost import decoder_shape, step_cost, step_counts
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.config import hf_model_config
-from ridgeline.plan.capacity import DRAFT, RUNTIME, Capacity, model_bytes, textbook
+from ridgeline.plan.capacity import DRAFT, RUNTIME, Capacity, model_bytes, possible_ranks, textbook
 from ridgeline.plan.check import BAR, check
 from ridgeline.plan.check import text as check_text
 from ridgeline.plan.fit import fit, host_constants
@@ -32,6 +32,7 @@ from ridgeline.plan.operation import (
     Traffic,
     batches,
     best_point,
+    by_ranks,
     compute_limited_batch,
     devices_for,
     operate,
@@ -140,12 +141,17 @@ def test_devices_are_found_by_name_and_as_torch_calls_them() -> None:
     assert data_sheet("NVIDIA A100-SXM4-40GB") is DEVICES["A100-40GB"]
     assert data_sheet("NVIDIA A100-SXM4-80GB") is DEVICES["A100"]
     assert data_sheet("NVIDIA L40S") is DEVICES["L40S"]
-    assert data_sheet("Voodoo 2") is None
+    assert data_sheet("NVIDIA L40") is DEVICES["L40"] and data_sheet("NVIDIA H100 PCIe") is DEVICES["H100-PCIe"]
+    assert data_sheet("NVIDIA GeForce RTX 4090") is find_device("nvidia geforce rtx 4090") is DEVICES["RTX4090"]
+    for other in ("Voodoo 2", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL", "Tesla V100-SXM2-16GB"):
+        assert data_sheet(other) is None                 # what begins alike is another chip
     with pytest.raises(ConfigError, match="no GPU 'H300'"):
         find_device("H300")
     wanted = {"V100", "A100", "H100", "H200", "B200", "MI300X", "L4", "L40S", "RTX4090", "RTX5090", "M1", "M4Max"}
     assert wanted <= set(DEVICES)
     assert DEVICES["H200"].usable == pytest.approx(150_109_880_320, rel=0.002)       # what a driver reports
+    assert DEVICES["L4"].usable == pytest.approx(23034 * 2**20, rel=0.002)
+    assert DEVICES["L40S"].usable == pytest.approx(46068 * 2**20, rel=0.002)
 
 
 def test_the_cpu_is_measured() -> None:
@@ -321,6 +327,9 @@ def test_a_mixture_reads_the_experts_that_are_visited() -> None:
     mixture, dense = setup("mixtral-8x7b"), setup("mistral-7b")
     few, many = (decode_seconds(mixture, batch, 512) / decode_seconds(dense, batch, 512) for batch in (1, 64))
     assert 1.5 < few < 2.2 < many                        # two experts of eight at batch 1, all of them at 64
+    assert mixture.model.active_parameters / 1e9 == pytest.approx(12.88, abs=0.01)
+    assert textbook(mixture, 1024).tok_s == pytest.approx(4.8e12 / (2 * mixture.model.active_parameters))
+    assert 1 / decode_seconds(mixture, 1, 512) < textbook(mixture, 1024).tok_s
 
 
 # ── at work ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -356,6 +365,13 @@ def test_the_slo_is_met_by_as_few_devices_as_possible() -> None:
     assert devices_for(setup(), traffic, Slo(0.5, 1e-4), 100, 4) == []
     with pytest.raises(ConfigError, match="rate"):
         devices_for(setup(), traffic, slo, 0)
+
+
+def test_only_ranks_among_which_heads_divide_are_looked_at() -> None:
+    assert possible_ranks(find_model("smollm2-135m"), 8) == [1, 2]                   # 9 heads, 3 of KV
+    assert possible_ranks(find_model("llama-3.1-8b"), 8) == [1, 2, 4, 8]
+    assert possible_ranks(find_model("qwen2.5-0.5b"), 32) == [1, 2, 4, 8]            # 14 heads, 2 of KV, seven each
+    assert by_ranks(setup("smollm2-135m"), Traffic(1024, 256), 8)[-1][0].setup.ranks == 2
 
 
 def test_effects_of_techniques() -> None:
@@ -498,6 +514,12 @@ def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--derate", "2"], "derate must be"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--slo", "tpot"], "not a limit"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--hit-rate", "1"], "hit rate"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "0"], "need a token in and out"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--rate", "nan"], "rate must be above 0"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--price", "nan"], "--price must be"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--slo", "tpot:nan"], "not a limit"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--draft-model", "llama-3.2-1b"], "--draft-model needs --drafts"),
+    (["plan", "llama-3.1-8b", "--gpu", "M4Max", "--count", "4"], "no link between several M4Max"),
 ])
 def test_errors_are_one_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2

@@ -4,6 +4,7 @@ must grow no faster than its input. Minutes in all."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import operator
@@ -238,6 +239,8 @@ async def throw_bombs(model: Path) -> dict[str, float]:
         return sum(each.memory_info().rss for each in [psutil.Process(), *psutil.Process().children(recursive=True)])
 
     options: dict[str, Any] = {"load_format": "dummy", "num_gpu_blocks_override": 400, "max_num_seqs": 8}
+    gc.collect()
+    gc.freeze()                                          # as the server does: what pytest has loaded is not looked through
     async with AsyncLLM(model, **options) as llm:
         end = time.monotonic() + 10
         alone = await others(llm, lambda: time.monotonic() > end)
@@ -253,7 +256,9 @@ def test_two_hundred_grammar_bombs_are_bounded(bombed: dict[str, float]) -> None
     assert bombed["longest"] <= 2.5 and bombed["grown"] < 300 * 2**20, bombed
 
 
-@pytest.mark.xfail(reason="the engine compiles a grammar once more, in a thread that holds the interpreter's lock", strict=False)
+@pytest.mark.xfail(
+    reason="on two cores the process that compiles takes one of them, and with it half of what the others have", strict=False
+)
 def test_other_requests_do_not_wait_for_grammar_bombs(bombed: dict[str, float]) -> None:
     assert bombed["beside"] <= 1.2 * bombed["alone"], bombed
 

@@ -13,6 +13,7 @@ from ridgeline.ops import (
     activation,
     attention_decode,
     attention_prefill,
+    gated_gemm,
     gemv,
     invariant_gemm,
     logits,
@@ -54,8 +55,20 @@ def compile_for_h100(
 def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # compile, do not remember
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    for module in (attention_decode, attention_prefill, gemv, invariant_gemm, rms_norm, sample_triton, small_gemm):
+    for module in (attention_decode, attention_prefill, gated_gemm, gemv, invariant_gemm, rms_norm, sample_triton, small_gemm):
         monkeypatch.setattr(module, "tl", module.tl)
+
+
+@pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that kernels call must be compiled ones too."""
+    import triton
+    import triton.language
+
+    compiled = gemv.activated if isinstance(gemv.activated, triton.JITFunction) else triton.jit(gemv.activated)
+    monkeypatch.setattr(gemv, "tl", triton.language)
+    for module in (gated_gemm, gemv, small_gemm):
+        monkeypatch.setattr(module, "activated", compiled)
 
 
 @pytest.mark.parametrize(("dtype", "residual"), [("bf16", True), ("fp32", False)])
@@ -68,6 +81,7 @@ def test_rms_norm_compiles(dtype: str, residual: bool) -> None:
     assert "rsqrt" in ptx and "griddepcontrol.wait" in ptx
 
 
+@pytest.mark.usefixtures("gates")
 @pytest.mark.parametrize(("inputs", "gate"), [(4096, 0), (4096, 1), (14336, 0)])
 def test_gemv_compiles(inputs: int, gate: int) -> None:
     pointers = ("x_ptr", "residual_ptr", "norm_ptr", "weight_ptr", "bias_ptr", "out_ptr", "new_residual_ptr")
@@ -83,6 +97,7 @@ def test_gemv_compiles(inputs: int, gate: int) -> None:
     assert ".v4.b32" in before and ".v4.b32" in after        # weights are on their way before the wait, 16 bytes a load
 
 
+@pytest.mark.usefixtures("gates")
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "splits", "step", "gate"),
     [(16, 64, 256, 2, 64, 0), (64, 64, 64, 1, 56, 1), (128, 128, 64, 1, 112, 1)],
@@ -101,6 +116,22 @@ def test_small_gemm_compiles(rows: int, outputs: int, inputs: int, splits: int, 
     options = {"num_warps": 8 if rows == 128 else 4, "num_stages": 4, "launch_pdl": True}
     ptx = compile_for_h100(small_gemm, "_small_gemm_kernel", types, constants, aligned=aligned, **options)
     assert "wgmma" in ptx and "cp.async.cg" in ptx and "prefetch.global.L2" in ptx
+
+
+@pytest.mark.usefixtures("gates")
+@pytest.mark.parametrize("gate", [1, 2])
+def test_gated_gemm_compiles(gate: int) -> None:
+    types = dict.fromkeys(("rows", "outputs", "inputs"), "i32") | {
+        "x": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[2, 128, 64]>", "out": "tensordesc<bf16[128, 128]>",
+    }  # fmt: skip
+    constants = {
+        "BLOCK_ROWS": 128, "BLOCK_OUTPUTS": 128, "BLOCK_INPUTS": 64, "NEIGHBOURS": 8, "PROGRAMS": 132, "GATE": gate,
+        "UPCAST": False,
+    }  # fmt: skip
+    options = {"num_warps": 8, "num_stages": gated_gemm.STAGES}
+    ptx = compile_for_h100(gated_gemm, "_gated_gemm_kernel", types, constants, aligned=("outputs", "inputs"), **options)
+    assert "wgmma" in ptx and "cp.async.bulk.tensor.3d.shared" in ptx        # gate and up come as one
+    assert "ld.global" not in ptx and "st.global" not in ptx
 
 
 @pytest.mark.parametrize(("outputs", "splits"), [(256, 1), (128, 4)])

@@ -2,7 +2,8 @@
 
 Reads `GET /metrics` before and after and `GET /roofline` in between and at the end; sends no requests of its own. Latencies
 come from histograms, so percentiles lie between the bounds of a bucket, and whether a request met all objectives at once
-is known only within limits. Kernels cannot be seen from here: that is what running the workload in process is for.
+is known only within limits. Kernels cannot be seen from here: an operator with the server's admin socket has its engine
+profile some steps of its own (`take_profile`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import Any
 
 from ridgeline.bench.latency import Slo
 from ridgeline.diagnose import drill
+from ridgeline.diagnose.facts import PartFacts, facts_of
+from ridgeline.diagnose.patterns import find_patterns
 from ridgeline.diagnose.remedies import ranked
 from ridgeline.diagnose.slow import StepTimes
+from ridgeline.diagnose.trace import read_trace
 from ridgeline.diagnose.verdict import Change, Verdict
 from ridgeline.errors import ConfigError
 
@@ -38,6 +42,25 @@ class Attached:
     tree: dict[str, Any]
     points: list[dict[str, Any]]     # steps, for a trace and for plots
     model: str
+    verdict: Verdict
+
+    def take_profile(self, document: Mapping[str, Any], costs: Mapping[str, PartFacts], overhead: float) -> None:
+        """What the engine's own profiler saw of some steps, for the same tree."""
+        machine, batch = self.tree["machine"], self.tree["batch"]
+        trace = read_trace(document)
+        steps = trace.steps
+        spent = sum(step.end - step.start for step in steps) * 1e-6
+        facts = facts_of(
+            [trace], costs, spent * max(0.0, overhead) / (1 + max(0.0, overhead)), flops_s=machine["flops_s"] or 0.0,
+            read_bytes_s=machine["read_bytes_s"] or 0.0, preemptions=self.tree["application"]["preemptions"],
+            recomputed=self.tree["utilisation"].get("wasted", {}).get("recomputation", 0.0), rows=batch.get("running", 0),
+        )  # fmt: skip
+        findings = find_patterns(facts)
+        self.tree |= {
+            "ops": drill.ops_section(facts), "patterns": drill.patterns_section(findings),
+            "profiler": {"steps": len(steps), "overhead": overhead},
+            "remedies": drill.remedies_section(ranked(self.verdict, findings)),
+        }  # fmt: skip
 
 
 def attach(
@@ -71,7 +94,7 @@ def attach(
         "machine": {name: document["machine"].get(name) for name in ("device", "read_bytes_s", "flops_s")},
         "utilisation": document["utilisation"], "batch": document["batch"], "seconds": gone,
     }  # fmt: skip
-    return Attached(tree, points, document["model"])
+    return Attached(tree, points, document["model"], verdict)
 
 
 def _get(url: str, path: str, key: str) -> bytes:

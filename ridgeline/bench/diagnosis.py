@@ -21,12 +21,12 @@ import numpy as np
 from ridgeline.bench.engine import Engine, quality_of
 from ridgeline.bench.latency import Outcome, Slo, figures
 from ridgeline.bench.peaks import MachinePeaks, machine_peaks
-from ridgeline.bench.profiled import profile_steps
 from ridgeline.bench.watched import Load, StepLog, drive
-from ridgeline.bench.what_if import COLUMNS, PARTS, Speeds, WhatIf, floors, measured_speeds
+from ridgeline.bench.what_if import Speeds, WhatIf, measured_speeds
 from ridgeline.diagnose import drill
-from ridgeline.diagnose.facts import PartFacts, facts_of
+from ridgeline.diagnose.facts import facts_of
 from ridgeline.diagnose.live import window_of
+from ridgeline.diagnose.parts import PARTS, part_costs
 from ridgeline.diagnose.patterns import find_patterns
 from ridgeline.diagnose.remedies import ranked
 from ridgeline.diagnose.slow import StepTimes
@@ -34,6 +34,7 @@ from ridgeline.diagnose.steps import PHASES, PhaseSums
 from ridgeline.diagnose.trace import Trace, own_times, read_trace
 from ridgeline.diagnose.vectorised import ManyCosts, StepCosts
 from ridgeline.diagnose.verdict import Setting, Window, judge
+from ridgeline.engine.profile import StepProfiler
 
 PROFILED_STEPS = 96                  # most steps under the profiler
 WARM_UP = Load(prompts=2, tokens_in=24, tokens_out=4, seed=99)
@@ -143,11 +144,9 @@ def workload_of(engine: Engine, load: Load) -> dict[str, Any]:
 def profiled_run(engine: Engine, load: Load, salt: str) -> tuple[StepLog, dict[str, Any]]:
     """The first steps of the load under the profiler; the rest is called off."""
     asked = load.asked(engine.config.model.vocab_size)
-    with StepLog(engine.core, engine.model.weight_reads) as log:
-        document = profile_steps(
-            engine.core, lambda step: drive(engine.core, asked, load.at_once, salt, step, PROFILED_STEPS)
-        )
-    return log, document
+    with StepLog(engine.core, engine.model.weight_reads) as log, StepProfiler(engine.core) as profiler:
+        drive(engine.core, asked, load.at_once, salt, profiler.step, PROFILED_STEPS)
+    return log, profiler.document()
 
 
 def profiler_overhead(before: StepLog, profiled: StepLog, after: StepLog) -> float:
@@ -170,19 +169,6 @@ def kept_part(log: StepLog) -> float:
 def profiler_seconds(plain: StepLog, profiled: StepLog, overhead: float) -> float:
     """What the profiler added to all its steps."""
     return max(0.0, overhead) * sum(own_seconds(step) for step in plain.times[: len(profiled.times)])
-
-
-def part_costs(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, PartFacts]:
-    """By part of the trace, what all these steps had to compute and to move."""
-    found = {}
-    roofs = floors(costs, read_bytes_s, flops_s)
-    for part, columns in COLUMNS.items():
-        reads, computes = (float(values.sum()) for values in roofs[part])
-        found[part] = PartFacts(
-            0.0, int(costs["calls"][:, columns].sum()), reads + computes, float(costs["flops"][:, columns].sum()),
-            float(costs.bytes[:, columns].sum()), computes,
-        )  # fmt: skip
-    return found
 
 
 def speeds_of(

@@ -154,6 +154,8 @@ def run(args: argparse.Namespace) -> None:
         rows.append(row)
         if args.format == "md":
             print(_progress(row), flush=True)
+    if not rows:
+        raise ConfigError("no timed case is as --case, --dtype and --implementation say; without them all are measured")
     if args.sustain is not None:
         sustain_rows([row for row in rows if not row.error], args, peaks)
     setting = {"device": args.device, "samples": args.samples, "peaks": _fields(peaks)}

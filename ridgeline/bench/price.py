@@ -27,17 +27,19 @@ def check(price: float | None) -> None:
 def cost(
     price: float | None, seconds: float, tokens_in: float, tokens_out: float, joules: float | None = None
 ) -> dict[str, Any]:
-    """Of a run that took so long; empty without a price. Energy only where something measured it."""
+    """Of a run that took so long; empty without a price. Energy only where something measured it. `tokens_in`: 0 where
+    nobody counted them, and then there is no figure of all tokens."""
     if price is None:
         return {}
+    together = tokens_in + tokens_out if tokens_in else 0
     dollars = price / 3600 * seconds
     found: dict[str, Any] = {"usd_per_hour": price}
-    for name, tokens in (("output", tokens_out), ("input", tokens_in), ("all", tokens_in + tokens_out)):
+    for name, tokens in (("output", tokens_out), ("input", tokens_in), ("all", together)):
         if tokens:
             found[f"usd_per_m_{name}_tokens"] = dollars / tokens * 1e6
     if joules is not None:
         found["joules"] = joules
-        for name, tokens in (("output", tokens_out), ("all", tokens_in + tokens_out)):
+        for name, tokens in (("output", tokens_out), ("all", together)):
             if tokens:
                 found[f"j_per_{name}_token"] = joules / tokens
     return found

@@ -120,7 +120,7 @@ async def _point(
         point["detailed"] = detailed(outcomes)
     failed = next((outcome for outcome in outcomes if not outcome.ok), None)
     if failed is not None:
-        point["first_error"] = f"{failed.error}: {failed.detail}"
+        point["first_error"] = failed.detail if failed.detail.startswith(failed.error) else f"{failed.error}: {failed.detail}"
     return point, outcomes
 
 
@@ -151,6 +151,8 @@ async def _run_once(
         end = time.time()
     await target.count_texts(outcomes)
     found = figures(outcomes, asked.slo)
+    if not found["total_input_tokens"]:                  # a server that does not count prompts: unknown, and not nothing
+        found |= dict.fromkeys(("total_input_tokens", "input_throughput", "total_token_throughput"))
     if planned and planned[-1][0] > 0:
         found["offered_rate"] = len(planned) / planned[-1][0]
         if (growth := backlog_growth(outcomes)) is not None:
@@ -159,7 +161,7 @@ async def _run_once(
         found["machine"] = machine
     watts = watch.watts(begin, end) if watch is not None else None
     if cost := price.cost(
-        asked.args.price, found["duration_s"], found["total_input_tokens"], found["total_output_tokens"],
+        asked.args.price, found["duration_s"], found["total_input_tokens"] or 0, found["total_output_tokens"],
         None if watts is None else watts * found["duration_s"],
     ):  # fmt: skip
         found["cost"] = cost
@@ -291,7 +293,7 @@ def lines(made: dict[str, Any]) -> list[str]:
 
 def cached_share(found: dict[str, Any]) -> float:
     """Of the prompt tokens, as far as the server tells."""
-    return float(middle(found["cached_input_tokens"]) / max(1, middle(found["total_input_tokens"])))
+    return float(middle(found["cached_input_tokens"]) / (middle(found["total_input_tokens"]) or 1))
 
 
 def latency_rows(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,21 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ridgeline.bench.latency import Outcome
 from ridgeline.bench.workloads import Asked
+from ridgeline.diagnose.parts import StepRows
 from ridgeline.diagnose.slow import StepTimes
 from ridgeline.diagnose.steps import PHASES, StepRecorder
-from ridgeline.diagnose.vectorised import ManyCosts, StepCosts
 from ridgeline.engine.core import EngineCore
 from ridgeline.errors import EngineDead
-from ridgeline.messages import Request, StepPlan, StepResult, Want
+from ridgeline.messages import Request, StepPlan, StepResult
 from ridgeline.metrics import HAPPENED
 from ridgeline.sampling_params import SamplingParams
 
-_EVERY_HIDDEN = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)
 _MANY_FAULTS = 4096                  # page faults: 16 MiB that the system gave this process
 
 
@@ -58,34 +56,12 @@ class Load:
         return min(self.concurrency or self.prompts, self.prompts)
 
 
-@dataclass(slots=True)
-class StepRows:
-    """What steps computed, as the cost model asks: arrays over all rows of all steps."""
-
-    counts: list[int]                # rows of each step
-    new: list[np.ndarray]
-    wants: list[np.ndarray]
-    lengths: list[np.ndarray]
-    shared: list[int]
-
-    def costs(self, model: StepCosts, first: int = 0, last: int | None = None) -> ManyCosts:
-        part = slice(first, last)
-        counts = np.array(self.counts[part])
-        wants = np.concatenate(self.wants[part])
-        starts = np.cumsum(counts) - counts
-        return model.of(
-            counts, np.concatenate(self.new[part]), np.concatenate(self.lengths[part]).astype(np.int32),
-            wants & np.int8(Want.TOKEN), np.array(self.shared[part]),
-            every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0,
-        )  # fmt: skip
-
-
 class StepLog(StepRecorder):
     """The engine's recorder, which also keeps every step by itself."""
 
     def __init__(self, core: EngineCore, reads: Callable[[int], tuple[int, int]] | None) -> None:
         super().__init__(core.recorder.shape, core.recorder.dtype, reads)
-        self.rows = StepRows([], [], [], [], [])
+        self.rows = StepRows()
         self.times: list[StepTimes] = []
         self.between = 0.0                               # since the last step, outside of the engine
         self._core = core
@@ -132,12 +108,7 @@ class StepLog(StepRecorder):
             self._collecting, int(prompts), int(preemptions), int(compiled), int(recorded), int(allocated),
             0.0 if self._on_gpu else max(0.0, min(wall, seconds) - on_processor),
         ))  # fmt: skip
-        kept = self.rows
-        kept.counts.append(rows)
-        kept.new.append(plan.num_tokens)
-        kept.wants.append(plan.want)
-        kept.lengths.append(result.lengths)
-        kept.shared.append(result.shared)
+        self.rows.add(plan, result)
         self._marks, self._collecting, self.between = now, 0.0, 0.0
 
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from ridgeline.bench.watched import Load, StepLog, drive
 from ridgeline.config import EngineConfig
-from ridgeline.diagnose.cost import OPS, kv_element_bytes
+from ridgeline.diagnose.cost import kv_element_bytes
+from ridgeline.diagnose.parts import PARTS, floors
 from ridgeline.diagnose.patterns import REACHED
 from ridgeline.diagnose.remedies import Planned
-from ridgeline.diagnose.trace import COSTS_OF
 from ridgeline.diagnose.vectorised import ManyCosts, StepCosts
 from ridgeline.engine.core import EngineCore
 from ridgeline.errors import RidgelineError
@@ -33,8 +33,6 @@ from ridgeline.messages import StepPlan, StepResult, Want
 from ridgeline.resolve import ResolvedConfig, resolve
 from ridgeline.runner.worker import device_facts
 
-PARTS = tuple(COSTS_OF)
-COLUMNS = {part: [OPS.index(name) for name in names] for part, names in COSTS_OF.items()}      # of the cost model's ops
 _CLEAR = 0.8                         # of a part's floor: what binds the step's part is clear
 _TIMES = (2, 4, 8)                   # rows to try
 
@@ -114,14 +112,6 @@ class Speeds:
 
     def floors(self, costs: ManyCosts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         return floors(costs, self.read_bytes_s, self.flops_s)
-
-
-def floors(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By part and step, seconds at the roof: of the ops that reading binds, and of those that computing does."""
-    computing, reading = costs["flops"] / flops_s, costs.bytes / read_bytes_s
-    computes = computing > reading
-    on_compute, on_reading = np.where(computes, computing, 0.0), np.where(computes, 0.0, reading)
-    return {part: (on_reading[:, columns].sum(1), on_compute[:, columns].sum(1)) for part, columns in COLUMNS.items()}
 
 
 def measured_speeds(

@@ -10,21 +10,23 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ridgeline.bench.attach import attach
+from ridgeline.bench.attach import Attached, attach
 from ridgeline.bench.diagnosis_page import diagnosis_page
 from ridgeline.bench.diagnosis_text import text
 from ridgeline.bench.latency import Slo, parse_slo
 from ridgeline.bench.record import record, write
+from ridgeline.cli.admin import profile
 from ridgeline.cli.options import add_engine_options, engine_config
 from ridgeline.cli.terminal import require_model
 from ridgeline.diagnose import drill
-from ridgeline.diagnose.facts import facts_of
+from ridgeline.diagnose.facts import PartFacts, facts_of
 from ridgeline.diagnose.patterns import find_patterns
 from ridgeline.diagnose.remedies import ranked
 from ridgeline.diagnose.trace import read_trace, trace_of_steps
@@ -50,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("a running server")
     server.add_argument("--seconds", type=float, default=20.0, metavar="N", help="how long to watch (default: 20)")
     server.add_argument("--api-key", default="", metavar="KEY")
+    server.add_argument("--admin-socket", default="", metavar="PATH", help="the server's own: its kernels are profiled, too")
+    server.add_argument("--profile-steps", type=int, default=64, metavar="N", help="with it: how many steps (default: 64)")
     out = parser.add_argument_group("what is asked and shown")
     out.add_argument("--slo", nargs="+", default=[], metavar="ttft:MS,tpot:MS", help="objectives of a request, for goodput")
     out.add_argument("--from-trace", nargs="+", default=[], metavar="FILE", help="Chrome traces that exist, one for each rank")
@@ -119,10 +123,26 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
 def _watch(args: argparse.Namespace, slo: Slo | None) -> None:
     with Console(stderr=True).status("asking the server") as status:
         found = attach(args.model, args.seconds, slo, args.api_key, status.update)
+        if args.admin_socket:
+            status.update(f"profiling {args.profile_steps} steps")
+            document = _profile_server(args.admin_socket, args.profile_steps, found)
+        else:
+            document = trace_of_steps(found.points, _COUNTERS)
     if args.trace:
-        Path(args.trace).write_text(json.dumps(trace_of_steps(found.points, _COUNTERS)))
+        Path(args.trace).write_text(json.dumps(document))
     workload = {"url": args.model, "model": found.model, "seconds": args.seconds}
     _show(args, found.tree, workload, "as the server runs", page=(found.model, [], found.points))
+
+
+def _profile_server(admin_socket: str, steps: int, found: Attached) -> dict[str, Any]:
+    """What only the engine itself can see: after the figures were taken, because it costs time."""
+    answer = profile(admin_socket, steps)
+    path = Path(answer["trace"])
+    document: dict[str, Any] = json.loads(path.read_text())
+    shutil.rmtree(path.parent, ignore_errors=True)
+    costs = {part: PartFacts(**numbers) for part, numbers in answer["costs"].items()}
+    found.take_profile(document, costs, answer["overhead"])
+    return document
 
 
 def _from_traces(paths: list[str]) -> dict[str, Any]:

@@ -176,6 +176,8 @@ def _check(args: argparse.Namespace) -> int:
             continue
         record = replace(read_record(path, lengths), name=Path(path).stem.removeprefix("offline-"))
         found += check.check(record, Path(path).name in fitted_on)
+    if not found:
+        raise ConfigError("nothing in these records can be predicted: answers of several tokens with counted prompts can")
     if args.json:
         print(json.dumps([
             {"record": each.record, "workload": each.workload, "figure": each.figure, "measured": each.measured,

@@ -32,6 +32,8 @@ from ridgeline.engine.ipc import (
     ForgetPrefixes,
     FromEngine,
     PrefixesForgotten,
+    Profile,
+    Profiled,
     Ready,
     Refused,
     Stats,
@@ -78,6 +80,7 @@ class AsyncLLM:
         self._switched: dict[str, bool] = {}             # techniques, as they were last switched; for engines to come
         self._switching: deque[asyncio.Future[str]] = deque()    # switch() calls without an answer yet
         self._forgetting: deque[asyncio.Future[bool]] = deque()  # reset_prefix_cache calls without an answer yet
+        self._profiling: asyncio.Future[Profiled] | None = None  # profile() without an answer yet
         self._frontend: Frontend | None = None           # None: not loaded yet
         self._longest_piece = 0                          # bytes of the vocabulary's longest token
         self._starting = asyncio.Lock()
@@ -288,6 +291,21 @@ class AsyncLLM:
             raise BadRequest(refused)
         self._switched[technique] = on
 
+    async def profile(self, steps: int) -> Profiled:
+        """Profile the engine's next steps, while it serves: they take longer meanwhile. One at a time."""
+        await self.start()
+        if not self._engine.is_up or self._profiling is not None:
+            raise BadRequest("the engine is being started again, or a profile is under way; try later")
+        self._profiling = asyncio.get_running_loop().create_future()
+        try:
+            self._engine.send(TO_ENGINE.encode(Profile(steps)))
+            found = await self._profiling
+        finally:
+            self._profiling = None
+        if found.refused:
+            raise BadRequest(found.refused)
+        return found
+
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
         """The fields of SamplingParams that the model's generation_config.json sets; known once the tokenizer is loaded."""
@@ -359,6 +377,8 @@ class AsyncLLM:
             waiting = self._forgetting.popleft()
             if not waiting.done():                       # whoever asked may have gone
                 waiting.set_result(message.done)
+        elif isinstance(message, Profiled):
+            self._profiled(message)
         elif isinstance(message, Ready):
             self.metrics.engine_started()
         return None
@@ -370,8 +390,13 @@ class AsyncLLM:
             self._switching.append(asyncio.get_running_loop().create_future())   # nobody waits for this answer
             self._engine.send(TO_ENGINE.encode(Switch(technique, on)))
 
+    def _profiled(self, message: Profiled) -> None:
+        if self._profiling is not None and not self._profiling.done():
+            self._profiling.set_result(message)
+
     def _lost(self) -> None:
         self.running = 0
+        self._profiled(Profiled("", {}, refused="the engine was lost before it answered; try again"))
         while self._switching:
             if not (waiting := self._switching.popleft()).done():
                 waiting.set_result("the engine was lost before it answered; try again")

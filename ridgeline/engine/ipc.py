@@ -100,6 +100,12 @@ class Switch(msgspec.Struct, tag=True):
     on: bool
 
 
+class Profile(msgspec.Struct, tag=True):
+    """Profile so many of the next steps; answered by Profiled."""
+
+    steps: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     pass
 
@@ -149,6 +155,13 @@ class Switched(msgspec.Struct, tag=True):
     refused: str = ""                # why it was not done
 
 
+class Profiled(msgspec.Struct, tag=True):
+    trace: str                       # the file, in a folder of its own that only this user can read; whoever asked removes it
+    costs: dict[str, dict[str, float]]                   # by part, what the cost model says of these steps
+    overhead: float = 0.0            # how much longer a step took than without
+    refused: str = ""
+
+
 class Deltas(msgspec.Struct, tag=True):
     """What one step brought, and how full the engine is after it."""
 
@@ -173,8 +186,8 @@ class Alive(msgspec.Struct, tag=True):
     busy: bool                       # has work: then only more steps are progress
 
 
-ToEngine = Add | Abort | ForgetPrefixes | Switch | Shutdown
-FromEngine = Ready | Loading | Failed | Refused | PrefixesForgotten | Switched | Deltas | Stats | Alive
+ToEngine = Add | Abort | ForgetPrefixes | Switch | Profile | Shutdown
+FromEngine = Ready | Loading | Failed | Refused | PrefixesForgotten | Switched | Profiled | Deltas | Stats | Alive
 TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
 FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)
 

@@ -27,6 +27,8 @@ from ridgeline.engine.ipc import (
     ForgetPrefixes,
     Loading,
     PrefixesForgotten,
+    Profile,
+    Profiled,
     Ready,
     Refused,
     Shutdown,
@@ -35,6 +37,7 @@ from ridgeline.engine.ipc import (
     Switched,
 )
 from ridgeline.engine.link import FrontEndGone, FrontEndLink
+from ridgeline.engine.profile import LiveProfile
 from ridgeline.engine.stats import StatsKeeper, active_techniques
 from ridgeline.engine.switches import Switches
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
@@ -55,6 +58,7 @@ class EngineLoop:
         self._spoke = time.monotonic()
         self._stats = StatsKeeper(core)
         self._switches: Switches | None = None           # nobody has switched anything yet
+        self._profile: LiveProfile | None = None         # under way
 
     def run(self) -> None:
         """Until the front end says Shutdown."""
@@ -72,14 +76,18 @@ class EngineLoop:
             deltas: list[TokenDelta] = []
             started: list[str] = []
             if core.has_work:
-                deltas, started = core.step(), core.scheduler.started
+                step = core.step if self._profile is None else self._profile.step
+                deltas, started = step(), core.scheduler.started
                 stats.stepped(began, time.monotonic())
             self._tell(deltas, began, started)
+            if self._profile is not None and self._profile.is_over:
+                self._link.send(self._profile.finish())
+                self._profile = None
             now = time.monotonic()
             if stats.due(now):
                 link.send(Stats(stats.report(now)))
 
-    def _obey(self, message: Add | Abort | ForgetPrefixes | Switch) -> None:
+    def _obey(self, message: Add | Abort | ForgetPrefixes | Switch | Profile) -> None:
         if isinstance(message, Abort):
             self._core.abort(message.request_id, message.index)
             return
@@ -88,6 +96,12 @@ class EngineLoop:
             return
         if isinstance(message, Switch):
             self._switch(message)
+            return
+        if isinstance(message, Profile):
+            if self._profile is not None:
+                self._link.send(Profiled("", {}, refused="a profile is under way; try again when it has ended"))
+            else:
+                self._profile = LiveProfile(self._core, message.steps)
             return
         try:
             self._core.add(message.request)

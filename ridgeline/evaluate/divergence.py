@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
-from ridgeline.evaluate.perplexity import TokenScores
+from ridgeline.evaluate.perplexity import TokenScores, exponential
 from ridgeline.evaluate.scoring import Scores, Tick, log_probabilities
 from ridgeline.evaluate.texts import Passage
 
@@ -104,8 +104,8 @@ def summary(passages: Sequence[Passage], found: Divergence, places: Sequence[int
     return {
         "tokens": len(kl), "kl": float(kl.mean()), "kl_median": float(np.median(kl)),
         "kl_p90": float(np.quantile(kl, 0.9)), "kl_p99": float(np.quantile(kl, 0.99)), "kl_max": float(kl.max()),
-        "top1": float(agree.mean()), "reference_perplexity": math.exp(losses[0]),
-        "perplexity_ratio": math.exp(losses[1] - losses[0]),
+        "top1": float(agree.mean()), "reference_perplexity": exponential(losses[0]),
+        "perplexity_ratio": exponential(losses[1] - losses[0]),
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Everything that is drawn comes from the seed, and the engine is greedy: the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -195,7 +196,8 @@ def judge(result: dict[str, Any], limits: dict[str, float]) -> list[dict[str, An
         if not values:
             needs = {"needle": "--needle", "choices": "--choices"}.get(where, "--reference")
             raise ConfigError(f"the gate {name} needs {needs}")
-        worst = min(values, key=lambda each: values[each] if more else -values[each])
+        # What is no number is worse than any: a format that breaks one slice altogether must not pass on the others.
+        worst = min(values, key=lambda each: -math.inf if math.isnan(values[each]) else values[each] if more else -values[each])
         passed = values[worst] >= limit if more else values[worst] <= limit
         verdicts.append({"figure": name, "limit": limit, "worst": worst, "value": values[worst], "passed": passed})
     return verdicts

@@ -45,6 +45,11 @@ def score_passages(scores: Scores, passages: Sequence[Passage], tick: Tick | Non
     return found
 
 
+def exponential(loss: float) -> float:
+    """Infinite where a float ends: a model that is broken enough gets a figure too, and fails at its gate."""
+    return math.exp(loss) if loss < 709 else math.inf if loss == loss else math.nan
+
+
 def summary(passages: Sequence[Passage], logprobs: Sequence[np.ndarray], tokenizer: Tokenizer) -> dict[str, Any]:
     """Of some passages together: tokens count alike, wherever they are."""
     counted = [-each[passage.first - 1 :] for passage, each in zip(passages, logprobs, strict=True)]
@@ -52,11 +57,12 @@ def summary(passages: Sequence[Passage], logprobs: Sequence[np.ndarray], tokeniz
     means = np.array([each.mean() for each in counted])
     weights = np.array([len(each) for each in counted]) / len(losses)
     loss = float(losses.mean())
-    # Tokens of one passage depend on each other, so the error is that of the passages' means.
-    error = float(np.sqrt(np.sum((weights * (means - loss)) ** 2))) if len(means) > 1 else math.nan
+    # Tokens of one passage depend on each other, so the error is that of the passages' means; n − 1 of them are free.
+    count = len(means)
+    error = float(np.sqrt(np.sum((weights * (means - loss)) ** 2) * count / (count - 1))) if count > 1 else math.nan
     size = sum(len(tokenizer.token_bytes(token)) for passage in passages for token in passage.tokens[passage.first :])
     return {
-        "tokens": len(losses), "loss": loss, "perplexity": math.exp(loss),
-        "perplexity_error": None if math.isnan(error) else math.exp(loss) * error,
+        "tokens": len(losses), "loss": loss, "perplexity": exponential(loss),
+        "perplexity_error": None if math.isnan(error) else exponential(loss) * error,
         "bits_per_byte": float(losses.sum()) / math.log(2) / size if size else None,
     }  # fmt: skip

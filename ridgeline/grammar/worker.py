@@ -7,6 +7,7 @@ It ends with its input.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def _limit_memory() -> None:
 
 
 def main() -> int:
+    os.nice(10)                                          # whoever generates comes first
     frame = read_frame(sys.stdin.buffer)
     if frame is not None:
         serve(sys.argv[1], msgspec.msgpack.decode(frame, type=GrammarVocabulary))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.gemv import GATES
+from ridgeline.ops.gemv import GATES, activated
 from ridgeline.ops.launch import multiprocessors, shared_memory
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
 
@@ -53,13 +53,7 @@ def _gated_gemm_kernel(  # type: ignore[no-untyped-def]
                 right = right.to(tl.float32)
             sums = tl.dot(left, right.T, sums)
         gate, up = sums.reshape(BLOCK_ROWS, 2, BLOCK_OUTPUTS).permute(0, 2, 1).split()
-        if GATE == 1:
-            gate = gate / (1.0 + tl.exp(-gate))
-        elif GATE == 2:                                  # 1 + tanh(z) is 2 sigmoid(2 z)
-            gate = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-        else:
-            gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-        out.store([row, output], (gate * up).to(out.dtype))
+        out.store([row, output], (activated(gate, GATE) * up).to(out.dtype))
 
 
 @functools.cache
@@ -75,8 +69,10 @@ def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether this is the kernel for the product."""
     if x.shape[0] < FEWEST_ROWS or weight.shape[0] < 2 * FEWEST_OUTPUTS or x.shape[1] > MOST_INPUTS or bias is not None:
         return False
-    aligned = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight)) and x.shape[1] % 8 == 0
-    return aligned and _has_copy_engine(x.device)
+    # The copy engine wants rows at multiples of 16 bytes: those of x and the weight, and those of the result.
+    whole = x.shape[1] % 8 == 0 and weight.shape[0] % 16 == 0
+    aligned = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
+    return whole and aligned and _has_copy_engine(x.device)
 
 
 def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:

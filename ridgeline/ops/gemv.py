@@ -18,6 +18,18 @@ from ridgeline.ops.registry import tl, triton, triton_kernel
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 
+@triton_kernel()
+def activated(gate, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The activation behind a product, of sums in float32; ring_gemv.py has the same in its own language."""
+    if GATE == 1:
+        gate = gate / (1.0 + tl.exp(-gate))
+    elif GATE == 2:                                      # 1 + tanh(z) is 2 sigmoid(2 z)
+        gate = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return gate
+
+
 @triton_kernel(do_not_specialize=["outputs"])
 def _gemv_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, new_residual_ptr,
@@ -85,13 +97,7 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
             other = tl.sum(up.to(tl.float32) * x[None, :], axis=1) * factor
             if BIAS:
                 other += tl.load(bias_ptr + outputs + output, mask=output < outputs, other=0.0).to(tl.float32)
-            if GATE == 1:
-                sums = sums / (1.0 + tl.exp(-sums))
-            elif GATE == 2:                              # 1 + tanh(z) is 2 sigmoid(2 z)
-                sums = sums / (1.0 + tl.exp(-1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)))
-            else:
-                sums = 0.5 * sums * (1.0 + tl.erf(sums * 0.7071067811865476))
-            sums *= other
+            sums = activated(sums, GATE) * other
         tl.store(out_ptr + output, sums.to(out_ptr.dtype.element_ty), mask=output < outputs)
         weight = next_weight
         up = next_up

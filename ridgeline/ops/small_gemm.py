@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ridgeline.ops.gemv import GATES
+from ridgeline.ops.gemv import GATES, activated
 from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.linear_plan import GemmPlan, split_inputs
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
@@ -119,13 +119,7 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
     if GATE != 0:
         if BIAS:
             other += tl.load(bias_ptr + outputs + output_, mask=output_ < end, other=0.0).to(tl.float32)
-        if GATE == 1:
-            sums = sums / (1.0 + tl.exp(-sums))
-        elif GATE == 2:                                  # 1 + tanh(z) is 2 sigmoid(2 z)
-            sums = sums / (1.0 + tl.exp(-1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)))
-        else:
-            sums = 0.5 * sums * (1.0 + tl.erf(sums * 0.7071067811865476))
-        sums *= other
+        sums = activated(sums, GATE) * other
     wanted = (output_ < end) & (row_ < written_rows)
     tl.store(out_ptr + row_.to(tl.int64) * outputs + output_, sums.to(out_ptr.dtype.element_ty), mask=wanted)
 

@@ -64,7 +64,7 @@ def check_serve(name: str, points: Sequence[tuple[str, Mapping[str, Any]]], setu
     for workload, figures in points:
         count = figures["completed"]
         tokens_in, tokens_out = figures["total_input_tokens"], figures["total_output_tokens"]
-        if not count or tokens_out <= count or not figures["tpot_ms"]:
+        if not count or not tokens_in or tokens_out <= count or not figures["tpot_ms"]:
             continue
         traffic = Traffic(round(tokens_in / count), round(tokens_out / count), figures["cached_input_tokens"] / tokens_in)
         in_flight = figures["request_throughput"] * figures["e2el_ms"]["mean"] / 1e3

@@ -6,6 +6,7 @@ given a path.
     {"command": "techniques"}                                       ─▶ {"techniques": [...]}
     {"command": "switch", "technique": "overlap", "on": false}      ─▶ {"techniques": [...]}
     {"command": "load"}                                             ─▶ {"server_load": ...}
+    {"command": "profile", "steps": 64}                             ─▶ {"trace": its file, "costs": ..., "overhead": ...}
     whatever cannot be done                                         ─▶ {"error": "..."}
 """
 
@@ -29,13 +30,14 @@ from ridgeline.server.metrics import load
 logger = get_logger("server")
 
 MAX_LINE = 4096                      # bytes
-COMMANDS = ("techniques", "switch", "load")
+COMMANDS = ("techniques", "switch", "load", "profile")
 
 
 class Command(msgspec.Struct, forbid_unknown_fields=True):
     command: str
     technique: str = ""
     on: bool = True
+    steps: int = 64
 
 
 _decode = msgspec.json.Decoder(Command).decode
@@ -48,6 +50,10 @@ async def obey(llm: AsyncLLM, line: bytes) -> Any:
         asked = _decode(line)
         if asked.command == "load":
             return load(llm)
+        if asked.command == "profile":
+            found = await llm.profile(asked.steps)
+            logger.info("%d steps were profiled on the admin socket: %s", asked.steps, found.trace)
+            return {"trace": found.trace, "costs": found.costs, "overhead": found.overhead}
         if asked.command == "switch":
             await llm.switch(asked.technique, asked.on)
             logger.info("%s was switched %s on the admin socket", asked.technique, "on" if asked.on else "off")

@@ -1,0 +1,165 @@
+"""The integers of the largest steps fit into the buffer they are sent in, and every step of a shape puts them at the same
+places. As on a GPU, without one: tensors on the meta device, a buffer that only counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline.graph_shapes import GraphShapes, Shape
+from ridgeline.kv_spec import KVGroupSpec
+from ridgeline.messages import RowAdded, StepPlan, Want
+from ridgeline.ops import attention_tma
+from ridgeline.ops.paged_attention import _partial_floats, prefix_shares
+from ridgeline.runner import rows as module
+from ridgeline.runner import shared_prefix
+from ridgeline.runner.rows import DeviceRows
+from ridgeline.sampling_params import SamplingParams
+
+NONE = np.zeros(0, np.int32)
+
+
+class Counted:
+    """Staging, of which only the places are kept."""
+
+    def __init__(self, num_bytes: int, num_buffers: int, device: torch.device) -> None:
+        self.room = num_bytes
+        self.most = self.used = 0
+        self.places: list[tuple[int, str, tuple[int, ...]]] = []
+
+    def begin(self) -> None:
+        self.used = 0
+        self.places = []
+
+    def put(self, values: np.ndarray) -> Tensor:
+        self.places.append((self.used, str(values.dtype), values.shape))
+        self.used = -(-(self.used + values.nbytes) // 16) * 16
+        self.most = max(self.most, self.used)
+        assert self.used <= self.room, f"{self.used} bytes are put where {self.room} fit"
+        return torch.empty(values.shape, dtype=getattr(torch, str(values.dtype)), device="meta")
+
+    def send(self) -> None:
+        """Nowhere."""
+
+
+class Device:
+    """Rows as a GPU has them, whose prompts are cut into tiles and whose prefixes are found."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, max_rows: int, max_step_tokens: int, *, heads: int = 32, kv_heads: int = 8,
+        windows: tuple[int | None, ...] = (None,), block_size: int = 16, max_model_len: int = 4096,
+        deterministic: bool = False,
+    ) -> None:
+        monkeypatch.setattr(module, "Staging", Counted)
+        monkeypatch.setattr(attention_tma, "wants_tiles", lambda *model: True)
+        monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
+        groups = [KVGroupSpec((layer,), window, block_size, kv_heads, 128) for layer, window in enumerate(windows)]
+        self.rows = DeviceRows(
+            groups, max_rows, max_model_len, max_step_tokens, 1, torch.device("meta"), heads, True, deterministic
+        )
+        self.num_groups, self.block_size, self.max_model_len = len(groups), block_size, max_model_len
+
+    @property
+    def staging(self) -> Counted:
+        staging = self.rows._staging
+        assert isinstance(staging, Counted)
+        return staging
+
+    def pack(self, counts: list[int], past: int, shape: Shape | None = None, pairs: bool = False, skip: int = 0) -> Any:
+        """A step of new rows, all with the same blocks, or two and two. All but the first `skip` sample."""
+        numbers = np.arange(len(counts), dtype=np.int32)
+        size = -(-(past + max(counts)) // self.block_size)
+        blocks = [
+            [np.arange(1, 1 + size, dtype=np.int32) + (row // 2 * size if pairs else 0)] * self.num_groups
+            for row in range(len(counts))
+        ]
+        added = [
+            RowAdded(row, np.zeros(past + (count if count > 1 else 0), np.int32), past, past, blocks[row], SamplingParams(), 0)
+            for row, count in enumerate(counts)
+        ]
+        want = np.full(len(counts), Want.TOKEN, np.int8)
+        want[:skip] = 0
+        plan = StepPlan(0, NONE, added, NONE.reshape(0, 4), numbers, np.array(counts, np.int32), want)
+        self.rows.apply(plan)
+        return self.rows.pack(plan, shape)
+
+
+def largest_steps(max_rows: int, budget: int) -> list[list[int]]:
+    """Rows beside each other that put the most of everything: decodes, prompts of few tokens, prompts of many."""
+    some = max(1, min(max_rows, budget) // 2)
+    left = budget - some
+    each = max(2, left // max(1, max_rows - some))
+    prompts = min(max_rows - some, left // each)
+    longest = [1] * (max_rows - 1) + [budget - max_rows + 1] if budget > max_rows else []
+    return [counts for counts in (
+        [1] * min(max_rows, budget), [each] * min(max_rows, budget // each), [1] * some + [each] * prompts, longest,
+    ) if counts]  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("windows", [(None,), (None, 64, 64, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (32, 8), (64, 64), (128, 1)])
+@pytest.mark.parametrize(("max_rows", "budget"), [(1, 2), (2, 64), (7, 512), (64, 64), (256, 128), (300, 2048)])
+def test_the_largest_steps_fit(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int, budget: int, heads: int, kv_heads: int,
+    windows: tuple[int | None, ...], deterministic: bool,
+) -> None:  # fmt: skip
+    device = Device(
+        monkeypatch, max_rows, budget, heads=heads, kv_heads=kv_heads, windows=windows, deterministic=deterministic
+    )
+    shapes = GraphShapes(max_rows, budget)
+    for counts in largest_steps(max_rows, budget):
+        decodes = sum(count == 1 for count in counts)
+        prompts = len(counts) - decodes
+        for past in (16, 2000 if max(counts) < 2000 else 16):
+            device.pack(counts, past, pairs=past == 16)
+            shape = shapes.fit(decodes, prompts, sum(counts) - decodes)
+            if shape is not None:
+                device.pack(counts, past, shape)
+    for size in shapes.decodes:                          # also where a step may not have as many tokens
+        device.pack([1] * min(size, budget), 16, Shape(size))
+
+
+@pytest.mark.parametrize(("windows", "deterministic"), [((None,), False), ((None,), True), ((None, 64), False)])
+def test_steps_of_a_shape_put_the_same_things_at_the_same_places(
+    monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...], deterministic: bool
+) -> None:
+    """What a graph reads: all that comes before the picks."""
+    device = Device(monkeypatch, 32, 512, windows=windows, deterministic=deterministic)
+    for shape, steps in {
+        Shape(16): [[1] * 16, [1] * 9],
+        Shape(8, 2, 128): [[1] * 8 + [100, 28], [1] * 5 + [2], [1, 3, 128 - 3], [17]],
+        Shape(0, 4, 256): [[250, 2, 2, 2], [3]],
+    }.items():
+        found: dict[Any, list[Any]] = {}
+        for counts in steps:
+            for past, pairs in ((16, False), (1500, False), (1500, True)):
+                batch = device.pack(counts, past, shape, pairs)
+                read = [batch.tokens, batch.positions, batch.query_start, batch.kv_len, batch.table_rows, batch.query_tiles]
+                key = tuple(group.prefix is not None for group in batch.groups)
+                places = device.staging.places
+                picks = [index for index, place in enumerate(places) if place[2] == batch.picks.shape and place[1] == "int64"]
+                found.setdefault(key, []).append((places[: picks[-3]], [None if each is None else each.shape for each in read]))
+        for alike in found.values():
+            assert all(each == alike[0] for each in alike)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (32, 8), (64, 64), (128, 1)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_workspace_suffices_for_every_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, deterministic: bool
+) -> None:
+    for max_rows in (1, 3, 17, 256):
+        device = Device(monkeypatch, max_rows, 512, heads=heads, kv_heads=kv_heads, deterministic=deterministic)
+        workspace = device.rows._workspace
+        assert workspace is not None and len(workspace.arrived) == max_rows * kv_heads
+        for count in range(1, max_rows + 1):
+            (group,) = device.pack([1] * count, 600).groups
+            cut = 0 if group.prefix is None else prefix_shares(count, heads // kv_heads, kv_heads, 132)
+            needed = _partial_floats(count * cut + len(group.shares.item_row), heads, 128)
+            assert needed <= len(workspace.partials)
+            assert deterministic or count == 1 or group.prefix is not None
