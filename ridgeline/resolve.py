@@ -150,7 +150,7 @@ class Memory:
     runtime: int
     per_block: int
     vocab: int
-    per_row_kept: int                # a row's block tables, and logits that a graph leaves behind
+    per_row_kept: int                # a row's block tables, partial results, and logits that a graph leaves behind
     per_row_step: int                # a row's logits while a step computes them, eagerly and in a graph
     graph_tokens: int                # of the longest recorded prompts; activations in graphs have memory of their own
     per_token: int                   # a token's activations in one layer, the widest
@@ -173,9 +173,10 @@ class Memory:
         logits = model.vocab_size * size
         if model.final_softcap is not None:
             logits = model.vocab_size * max(4, size)     # capped in float32
-        # Partial results of attention, in fixed splits.
-        partials = 8 * model.num_heads * (model.head_dim + 2) * 4 // ranks if config.execution.deterministic else 0
+        partials = 0 if device.kind == "cpu" else partial_bytes(model, config.execution.deterministic) // ranks
         width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        # gate and up as well: a kernel for prompts of thousands of tokens does not write them (ops/gated_gemm.py), but steps
+        # just below that do, into other pieces of memory than the largest step has left.
         per_token = (width + 3 * model.intermediate_size) * size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
         return cls(
@@ -238,6 +239,13 @@ class Memory:
                     f"left for it; the largest that fits is {largest}"
                 )
             free -= needs(count)
+
+
+def partial_bytes(model: ModelConfig, deterministic: bool) -> int:
+    """Of attention's partial results, for each of many rows: one of the prefix that it shares, and of its own keys eight in
+    fixed splits; else every second row is cut in two (ops/decode_shares.py)."""
+    slots = 9.0 if deterministic else 2.5
+    return int(slots * model.num_heads * (2 ** (model.head_dim - 1).bit_length() + 2) * 4)
 
 
 def _has_kernels(config: EngineConfig, model: ModelConfig, dtype: str) -> bool:

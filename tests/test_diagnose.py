@@ -19,11 +19,12 @@ from served_model import ServerProcess, write_model
 
 from ridgeline.__main__ import main
 from ridgeline.bench.attach import all_steps, application, attach, histogram, part_below, quantile, read_samples
-from ridgeline.bench.diagnosis import WARM_UP, run_load
+from ridgeline.bench.diagnosis import WARM_UP, run_load, whole_window
 from ridgeline.bench.engine import Engine
 from ridgeline.bench.latency import parse_slo
-from ridgeline.bench.loop import Scenario, follow
+from ridgeline.bench.loop import Scenario, follow, table_row
 from ridgeline.bench.peaks import machine_peaks
+from ridgeline.bench.table import as_markdown
 from ridgeline.bench.watched import Load, drive
 from ridgeline.bench.what_if import Speeds, WhatIf, measured_speeds, planned_log
 from ridgeline.config import EngineConfig
@@ -163,6 +164,18 @@ def test_static_batches_and_small_caches_are_priced(model: Path) -> None:
     assert found["blocks"] > 1.2 and "admission" in found
 
 
+def test_a_window_is_without_what_others_took_and_never_above_its_roof(model: Path) -> None:
+    engine = Engine(str(model), **OPTIONS)
+    run = run_load(engine, Load(2, 8, 8), machine_peaks("cpu"), "")
+    engine.close()
+    for sums in run.log.sums.values():
+        sums.on_compute, sums.on_weights, sums.on_kv, sums.on_activations = 30 * sums.device, 10 * sums.device, 0.0, 0.0
+    run.log.times[:] = [replace(step, lost=0.75 * step.seconds) for step in run.log.times]
+    window, whole = whole_window(run), sum(step.seconds for step in run.log.times)
+    assert window.busy == pytest.approx(whole / 4, rel=0.05) and window.roof == pytest.approx(window.device)
+    assert window.on_compute == pytest.approx(3 * window.on_weights)
+
+
 # -- in process ------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +263,15 @@ def test_one_round_of_the_loop(model: Path) -> None:
     scenario = Scenario("rows", "one row", Load(4, 16, 12), OPTIONS | {"max_num_seqs": 1})
     found = follow(str(model), scenario, 2)
     assert found["change"]["options"] == {"max_num_seqs": 4} and found["predicted_gain"] > 1.1
-    assert found["achieved_gain"]["median"] > 1.1 and found["before"]["steps"] > 2 * found["after"]["steps"]
+    assert found["achieved_gain_processor"]["median"] > 1.1 and found["achieved_gain"]["median"] > 0
+    assert found["before"]["steps"] > 2 * found["after"]["steps"]
+
+
+def test_the_documents_figures_are_those_of_the_record() -> None:
+    root = Path(__file__).resolve().parents[1]
+    made = json.loads((root / "benchmarks/cpu/diagnose-loop.json").read_text())
+    rows = [table_row(name, found) for name, found in made["figures"].items()]
+    assert len(rows) >= 3 and as_markdown(rows) in (root / "docs/diagnose.md").read_text()
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -258,6 +279,7 @@ def test_one_round_of_the_loop(model: Path) -> None:
     (["--shape", "nothing"], "unknown shape"), (["--slo", "speed:3"], "no objective"),
     (["--html", "/nowhere/at/all"], "no such directory"), (["http://127.0.0.1:1", "--seconds", "1"], "no server answers"),
     (["http://127.0.0.1:1", "--seconds", "500"], "--seconds must be"),
+    (["--tensor-parallel-size", "2"], "in one process"),
 ])  # fmt: skip
 def test_wrong_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", *words]) == 2

@@ -145,6 +145,8 @@ def test_the_same_change_is_listed_once_with_the_best_figure() -> None:
     # Planned through, and worth nothing: nobody else may promise it.
     nothing = ranked(found, findings, [Planned("rows", "max_num_seqs 1 → 8", 1.0, "latency")])
     assert "rows" not in [each.key for each in nothing]
+    # Done already.
+    assert "weights" not in [each.key for each in ranked(found, findings, done={"weights"})]
 
 
 def test_the_verdicts_changes_have_keys() -> None:

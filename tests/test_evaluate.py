@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from served_model import write_model
 from tiny_models import teacher_forced_logits
 
 from ridgeline.__main__ import main
+from ridgeline.bench.engine import quality_of
+from ridgeline.config import EngineConfig
 from ridgeline.engine.executor import LocalExecutor
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
@@ -107,6 +110,15 @@ def test_perplexity_by_hand(tokenizer: Tokenizer) -> None:
     assert found["perplexity"] == pytest.approx((0.25 * 0.6) ** -0.5)
     assert found["bits_per_byte"] == pytest.approx(-math.log2(0.25 * 0.6) / 2)       # a byte for each token
     assert found["tokens"] == 2 and found["perplexity_error"] is None
+
+
+def test_the_error_of_a_perplexity_is_that_of_the_passages_means(tokenizer: Tokenizer) -> None:
+    asked = [Passage("s", number, list(SEQUENCE), 1) for number in range(3)]
+    losses = [1.0, 2.0, 6.0]
+    found = perplexity.summary(asked, [np.full(2, -loss) for loss in losses], tokenizer)
+    assert found["perplexity_error"] == pytest.approx(math.exp(3) * statistics.stdev(losses) / math.sqrt(3))
+    broken = perplexity.summary(asked, [np.full(2, -loss) for loss in (1.0, 2.0, 1e4)], tokenizer)
+    assert broken["perplexity"] == math.inf
 
 
 def test_tokens_that_are_only_read_do_not_count(tokenizer: Tokenizer) -> None:
@@ -276,6 +288,8 @@ def test_the_gate_looks_at_the_worst_slice() -> None:
     result = {"slices": {"a": {"kl": 0.1, "top1": 0.9}, "b": {"kl": 0.2, "top1": 0.95}}}
     verdicts = judge(result, parse_gate("kl:0.15,top1:0.9"))
     assert [(each["worst"], each["passed"]) for each in verdicts] == [("b", False), ("a", True)]
+    broken = {"slices": {"a": {"kl": 0.1}, "b": {"kl": math.nan}, "c": {"kl": 0.2}}}
+    assert [(each["worst"], each["passed"]) for each in judge(broken, {"kl": 0.5})] == [("b", False)]
     with pytest.raises(ConfigError, match="not a gate"):
         parse_gate("kl")
 
@@ -320,6 +334,13 @@ def test_the_command_prints_a_table_and_fails_at_the_gate(
     assert figures["gate"][0]["passed"] is False and figures["needle"]["trials"] == 10
     assert main([*words, "--gate", "kl:0.1"]) == 2
     assert "needs --reference" in capsys.readouterr().err
+    assert main([*words, "--slice-file", f"text={questions}"]) == 2
+    assert "a name that is not taken" in capsys.readouterr().err
+
+
+def test_a_record_names_what_may_change_answers() -> None:
+    assert quality_of(EngineConfig.of()) == "exact"
+    assert quality_of(EngineConfig.of(kv_cache_dtype="fp8")) == "fp8 KV"
 
 
 @pytest.mark.real_model

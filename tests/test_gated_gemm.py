@@ -64,3 +64,13 @@ def test_it_is_for_many_rows_without_bias() -> None:
     assert not gated_gemm.suits(x[:512], weight, None)
     assert not gated_gemm.suits(x, weight, torch.zeros(8192, dtype=torch.bfloat16))
     assert not gated_gemm.suits(x, weight[:4096], None)
+
+
+def test_rows_at_odd_places_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy engine reads and writes rows that begin at multiples of 16 bytes, and refuses others."""
+    monkeypatch.setattr(gated_gemm, "_has_copy_engine", lambda device: True)
+    x, weight = torch.zeros(4096, 64, dtype=torch.bfloat16), torch.zeros(2 * 4104, 64, dtype=torch.bfloat16)
+    assert gated_gemm.suits(x, weight, None)
+    assert not gated_gemm.suits(x, weight[: 2 * 4100], None), "rows of the result"
+    assert not gated_gemm.suits(x[:, :60].contiguous(), weight[:, :60].contiguous(), None)
+    assert not gated_gemm.suits(x, torch.zeros(2 * 4104 * 64 + 1, dtype=torch.bfloat16)[1:].view(-1, 64), None)

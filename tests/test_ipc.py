@@ -47,6 +47,8 @@ def messages() -> list[tuple[str, object]]:
         ("to engine", ipc.Abort("1", 0)),
         ("to engine", ipc.ForgetPrefixes()),
         ("to engine", ipc.Switch("overlap", False)),
+        ("to engine", ipc.Profile(64)),
+        ("from engine", ipc.Profiled("/tmp/trace.json", {"attention": {"floor": 0.5}}, 0.1)),
         ("to engine", ipc.Shutdown()),
         ("from engine", ipc.Ready("m", 8, 2, 3, "float32", "cpu", 4, 16, 0.5)),
         ("from engine", ipc.Loading(1, 2)),

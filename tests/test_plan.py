@@ -514,6 +514,8 @@ def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--derate", "2"], "derate must be"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--slo", "tpot"], "not a limit"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--hit-rate", "1"], "hit rate"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--html", "/dev/null/plan.html"], "--html /dev/null/plan.html cannot be written"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--html", "/"], "--html / cannot be written"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "0"], "need a token in and out"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--rate", "nan"], "rate must be above 0"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--price", "nan"], "--price must be"),

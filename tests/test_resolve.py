@@ -15,7 +15,8 @@ from test_stored_blocks import small_gguf
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.models.config import load_model_config, weight_bytes
-from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
+from ridgeline.ops.paged_attention import workspace_floats
+from ridgeline.resolve import DeviceFacts, ResolvedConfig, partial_bytes, resolve
 from ridgeline.techniques import TECHNIQUES, Technique, turned_off
 
 MIB = 2**20
@@ -79,6 +80,19 @@ def test_the_blocks_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
     assert needed == weight_bytes(plain, "float32", "cpu") + model.stored_block_bytes
     with pytest.raises(ConfigError, match="the weights need"):
         resolved(path, memory=needed)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_ledger_knows_the_workspace_of_attention(model: Path, deterministic: bool) -> None:
+    config = load_model_config(model)
+    for heads, kv_heads, head_dim in ((32, 8, 128), (64, 8, 128), (14, 2, 64), (16, 16, 96), (40, 1, 256)):
+        shape = dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+        taken = 4 * workspace_floats(
+            1024, heads, kv_heads, head_dim, multiprocessors=132, prefix_tiles=1, deterministic=deterministic
+        )
+        assert 1024 * partial_bytes(shape, deterministic) == pytest.approx(taken, rel=0.02)
+    kept = {kind: resolved(model, 2**34, kind, dtype="float32", max_num_seqs=64, enforce_eager=True) for kind in ("cpu", "cuda")}
+    assert kept["cuda"].memory["rows"] - kept["cpu"].memory["rows"] >= 64 * partial_bytes(config, False)
 
 
 def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ridgeline.ops import (
     activation,
@@ -22,6 +26,7 @@ from ridgeline.ops import (
     sample_triton,
     small_gemm,
 )
+from ridgeline.ops.paged_attention import decode_tiles
 from ridgeline.ops.registry import TRITON_INTERPRETED
 
 pytestmark = [
@@ -29,11 +34,16 @@ pytestmark = [
     pytest.mark.skipif(TRITON_INTERPRETED, reason="the interpreter replaces the compiler"),
 ]
 
-def compile_for_h100(
+def compile_for_h100(module: Any, name: str, types: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
+    """PTX of a kernel with these argument types."""
+    return compiled_for_h100(module, name, types, constants, **options).asm["ptx"]
+
+
+def compiled_for_h100(
     module: Any, name: str, types: dict[str, str], constants: dict[str, Any], *, aligned: Sequence[str] = (),
     **options: Any,
-) -> str:
-    """PTX of a kernel with these argument types; `aligned` arguments are multiples of 16."""
+) -> Any:
+    """`aligned` arguments are multiples of 16."""
     import triton
     import triton.language
     from triton.backends.compiler import GPUTarget
@@ -48,7 +58,19 @@ def compile_for_h100(
     source = ASTSource(kernel, signature, by_place, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert len(compiled.asm["cubin"]) > 0
-    return compiled.asm["ptx"]
+    return compiled
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """What a thread keeps in memory because its registers do not suffice."""
+    import triton
+
+    (folder / "kernel.cubin").write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), "--dump-resource-usage", str(folder / "kernel.cubin")]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    (found,) = re.findall(r"STACK:(\d+)", usage)
+    return int(found)
 
 
 @pytest.fixture(autouse=True)
@@ -222,6 +244,29 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
     assert set(constants) == {name for name in names if name.isupper()}
     ptx = compile_for_h100(module, kernel, attention_types(names, dtype, kv_dtype), constants, num_warps=8 if many else 4)
     assert ("mma" in ptx) == (dtype == "bf16")           # float32 must stay IEEE, never tf32 tensor cores
+
+
+@pytest.mark.usefixtures("attention_helpers")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_decode_attention_keeps_its_numbers_in_registers(head_dim: int, tmp_path: Path) -> None:
+    """In every class of rows: none is spilled to memory, where a launch may have only so many registers."""
+    names = list(inspect.signature(getattr(attention_decode.decode_kernel, "fn", attention_decode.decode_kernel)).parameters)
+    types = attention_types(names, "bf16", "bf16")
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride"))]
+    for pairs in (8, 1024, 8192):
+        keys, values, launch = decode_tiles(torch.bfloat16, head_dim, False, pairs, 132)
+        constants = {
+            "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
+            "K_SCALE": "none", "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": False, "MINIMUM_PREFIX": 256,
+            "TILE_PREFIX": 64, "TILE_QUERIES": 16, "TILE_KEYS": keys, "TILE_DIM": head_dim, "TILE_GROUP": 4,
+            "TILE_SLOTS": max(1, values // (4 * head_dim)), "FRESH": True, "HALF": head_dim // 2, "NORM": False,
+            "K_SCALES": 0, "V_SCALES": 0, "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
+            "K_NARROW": False, "V_NARROW": False,
+        }  # fmt: skip
+        compiled = compiled_for_h100(
+            attention_decode, "decode_kernel", types, constants, aligned=aligned, launch_pdl=True, **launch
+        )
+        assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0, f"{pairs} pairs"
 
 
 # ── sampling and the small ops of a layer ────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ridgeline.bench.diagnosis_text import overhead
 from ridgeline.bench.latency import Outcome
 from ridgeline.bench.plots import Series, axis, plot
 from ridgeline.bench.report import escaped, gap_plot, html_table, latency_plot, page, plot_grid
@@ -34,7 +35,6 @@ def diagnosis_page(
     ops = tree.get("ops")
     if ops and ops["parts"]:
         body += ["<h2>Ops and kernels</h2>", html_table(_parts(ops)), _profiler(tree)]
-        body.append(plot_grid([_time_by_part(ops)]))
     if tree.get("patterns"):
         rows = [
             {"pattern": each["pattern"], "of the time": f"{each['share']:.0%}", "seen": each["evidence"]}
@@ -96,7 +96,7 @@ def _profiler(tree: Mapping[str, Any]) -> str:
     ops, profiler = tree["ops"], tree.get("profiler")
     said = f"Matrix products are {ops['matrix_share']:.0%} of the busy time."
     if profiler:
-        said += f" The profiler itself costs {profiler['overhead']:.0%} of a step; that is taken off the gaps."
+        said += f" Profiled {profiler['steps']} steps; {overhead(profiler['overhead'])}."
     return f'<p class="quiet">{escaped(said)}</p>'
 
 
@@ -134,13 +134,3 @@ def _roofline(points: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -
     x = axis("FLOP per byte", [low, high], log=True)
     series = [Series("roof", roof), Series("steps", dots, "dots")]
     return [plot("Steps under the roof", series, x, axis("GFLOP/s", heights, log=True))]
-
-
-def _time_by_part(ops: Mapping[str, Any]) -> str:
-    """Time of each part, beside its floor, in the order of the table."""
-    rows = ops["parts"][:10]
-    names = [row["part"] for row in rows]
-    taken = Series("taken", [(place, row["ms_per_step"]) for place, row in enumerate(rows)], "line+dots", names)
-    floor = Series("floor", [(place, row.get("floor_ms_per_step", 0.0)) for place, row in enumerate(rows)], "line+dots", names)
-    heights = [row["ms_per_step"] for row in rows]
-    return plot("Parts of a step, in the order above", [taken, floor], axis("part", [0, len(rows) - 1]), axis("ms", heights))

@@ -92,11 +92,14 @@ def _ops(found: Mapping[str, Any] | None, profiler: Mapping[str, Any] | None) ->
         + (f"; gaps: {gaps}" if gaps else ""),
     ]
     if profiler:
-        lines.append(
-            f"profiled {profiler['steps']} steps; the profiler itself costs {profiler['overhead']:.0%} of a step, "
-            "taken off the gaps above"
-        )
+        lines.append(f"profiled {profiler['steps']} steps; {overhead(profiler['overhead'])}")
     return "\n".join(lines)
+
+
+def overhead(share: float) -> str:
+    if share <= 0:
+        return "the profiler itself costs less than what differs from run to run"
+    return f"the profiler itself costs {share:.0%} of a step, which is taken off the gaps"
 
 
 def _patterns(found: list[dict[str, Any]] | None) -> str:

@@ -113,9 +113,10 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def quality_of(config: ResolvedConfig) -> str:
+def quality_of(config: ResolvedConfig | EngineConfig) -> str:
     """"exact", or the techniques that are on and may change answers."""
-    options = {name: value for group in dataclasses.asdict(config.options).values() for name, value in group.items()}
+    groups = dataclasses.asdict(config if isinstance(config, EngineConfig) else config.options)
+    options = {name: value for group in groups.values() for name, value in group.items()}
     lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.is_on(options)]
     return ", ".join(lossy) or "exact"
 

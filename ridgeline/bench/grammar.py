@@ -23,7 +23,7 @@ from typing import Any
 
 from ridgeline import embedded
 from ridgeline.bench.device_log import gpu_facts
-from ridgeline.bench.engine import Engine, parse_options
+from ridgeline.bench.engine import Engine, parse_options, quality_of
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.engine.core import EngineCore, grammar_vocabulary, make_grammars
@@ -86,8 +86,9 @@ def run(args: argparse.Namespace) -> None:
         "model": args.shape or engine.config.model_path.name, "layers": args.layers, "ids": len(vocabulary.pieces),
         "vocabulary": "made up" if args.shape else "the model's",
     }  # fmt: skip
+    quality = quality_of(engine.config)
     engine.close()
-    finish(record("grammar", setting, figures, gpu=gpu_facts() or None), args.out)
+    finish(record("grammar", setting, figures, quality, gpu_facts() or None), args.out)
 
 
 def line(requests: int, temperature: float, made: dict[str, Any]) -> str:

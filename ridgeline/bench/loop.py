@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     for scenario in SCENARIOS:
         if not args.scenario or scenario.name in args.scenario:
             found[scenario.name] = follow(args.model, scenario, args.repeats)
-    print(as_markdown([_row(name, each) for name, each in found.items()]))
+    print(as_markdown([table_row(name, each) for name, each in found.items()]))
     workload = {"model": args.model or "embedded", "repeats": args.repeats, "threads": torch.get_num_threads(),
                 "note": "the machine was shared: its load stands with each scenario"}  # fmt: skip
     finish(record("loop", workload, found), args.out)
@@ -107,7 +107,7 @@ def _figures(runs: list[Run]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(name: str, found: dict[str, Any]) -> dict[str, Any]:
+def table_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
     return {
         "scenario": name, "bound by": found["verdict"]["term"], "change": found["change"]["what"],
         "tok/s before": found["before"]["output_tok_s"], "after": found["after"]["output_tok_s"],

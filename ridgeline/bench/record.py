@@ -16,6 +16,7 @@ from typing import Any
 
 from ridgeline import platform
 from ridgeline.bench.memory import own_peak
+from ridgeline.errors import ConfigError
 from ridgeline.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -58,8 +59,11 @@ def finish(result: dict[str, Any], out: str | None) -> None:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

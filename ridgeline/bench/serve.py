@@ -153,8 +153,8 @@ async def _run_once(
     found = figures(outcomes, asked.slo)
     if not found["total_input_tokens"]:                  # a server that does not count prompts: unknown, and not nothing
         found |= dict.fromkeys(("total_input_tokens", "input_throughput", "total_token_throughput"))
-    if planned and planned[-1][0] > 0:
-        found["offered_rate"] = len(planned) / planned[-1][0]
+    if planned and (span := planned[-1][0] - planned[0][0]) > 0:
+        found["offered_rate"] = (len(planned) - 1) / span        # so many gaps: the first request opens the run
         if (growth := backlog_growth(outcomes)) is not None:
             found |= {"backlog_growth": growth, "kept_up": growth <= MOST_GROWTH}
     if watch is not None and (machine := watch.between(begin, end)):

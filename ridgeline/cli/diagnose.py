@@ -92,10 +92,12 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
     if args.shape and args.model:
         raise ConfigError("--shape is a model of its own: leave MODEL out")
     # Everything that computes brings torch with it: a server is watched without.
-    shapes, engines, watched, diagnosis = (
-        importlib.import_module(f"ridgeline.bench.{name}") for name in ("shapes", "engine", "watched", "diagnosis")
+    shapes, engines, peaks, watched, diagnosis = (
+        importlib.import_module(f"ridgeline.bench.{name}") for name in ("shapes", "engine", "peaks", "watched", "diagnosis")
     )
     options = engine_config(args).flat()
+    if options.get("tensor_parallel_size", 1) > 1:
+        raise ConfigError("a workload is diagnosed in one process: leave --tensor-parallel-size out, or diagnose a server's URL")
     if args.shape:
         if args.shape not in shapes.SHAPES:
             raise ConfigError(f"unknown shape {args.shape!r}; there are {', '.join(sorted(shapes.SHAPES))}")
@@ -109,7 +111,9 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
     load = watched.Load(
         args.num_prompts, args.input_len, args.output_len, args.shared_prefix, args.shortest_output, args.max_concurrency
     )
-    with Console(stderr=True).status("loading") as status:
+    with Console(stderr=True).status("measuring the machine") as status:
+        peaks.machine_peaks(peaks.device_kind(options))  # before the engine takes the memory; kept for later
+        status.update("loading")
         engine = engines.Engine(model, **{"enable_prefix_caching": True} | options)
         found = diagnosis.diagnose(engine, load, slo, status.update)
     workload = diagnosis.workload_of(engine, load)

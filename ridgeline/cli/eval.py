@@ -10,7 +10,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ridgeline.bench.engine import parse_options
+from ridgeline.bench.device_log import gpu_facts
+from ridgeline.bench.engine import parse_options, quality_of
 from ridgeline.bench.record import record, write
 from ridgeline.cli.options import add_engine_options, add_model, engine_config
 from ridgeline.cli.terminal import require_model
@@ -27,6 +28,7 @@ from ridgeline.evaluate.evaluation import (
 )
 from ridgeline.evaluate.report import table
 from ridgeline.evaluate.slices import SLICES
+from ridgeline.evaluate.texts import DEFAULT_TEXT
 
 FAILED_GATE = 3
 
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if limits:
         result["gate"] = judge(result, limits)
-    made = record("eval", {"options": config.flat(), "task": _plain(task)}, result)
+    made = record("eval", {"options": config.flat(), "task": _plain(task)}, result, quality_of(config), gpu_facts() or None)
     if args.out:
         write(made, Path(args.out))
     print(json.dumps(made) if args.json else table(result))
@@ -82,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _task(args: argparse.Namespace, seed: int) -> Task:
-    files = {}
+    files: dict[str, str] = {}
     for word in args.slice_file:
         name, equals, path = word.partition("=")
-        if not equals or not name or not path or name in SLICES:
+        if not equals or not name or not path or name in (*SLICES, DEFAULT_TEXT, *files):
             raise ConfigError(f"{word!r}: a slice of your own is NAME=FILE, with a name that is not taken")
         files[name] = path
     for name in ("context", "tokens"):

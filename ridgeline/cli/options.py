@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from dataclasses import Field
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ridgeline.config import EngineConfig, checked, declared_options
@@ -27,10 +29,22 @@ class OptionParser(argparse.ArgumentParser):
             name = word.split("=")[0]
             close = difflib.get_close_matches(name, self._option_string_actions, 1)
             raise ConfigError(f"unknown option {name}" + (f"; did you mean {close[0]}?" if close else ""))
+        for name in ("out", "html"):
+            _check_output(f"--{name}", getattr(args, name, None))
         return args
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def _check_output(option: str, path: str | None) -> None:
+    """A file that cannot be written is refused before minutes of measuring, not behind them."""
+    if not path:
+        return
+    target = Path(path).absolute()
+    above = next((each for each in target.parents if each.exists()), target)
+    if target.is_dir() or not above.is_dir() or not os.access(target if target.exists() else above, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written")
 
 
 # vLLM's other names of an option.

@@ -222,6 +222,7 @@ def _fit(args: argparse.Namespace) -> int:
 
 def _write(path: str, content: str) -> None:
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

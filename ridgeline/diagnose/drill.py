@@ -44,9 +44,10 @@ def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | No
             "gap_share": sum(step.host for step in mine) / sum(own) if sum(own) else 0.0,
         }  # fmt: skip
         predicted = (sums or {}).get(phase)
-        if predicted is not None and predicted.device:
+        device = sum(min(step.device, step.seconds) * step.kept for step in mine)
+        if predicted is not None and device:             # against the time in which it had a processor
             roof = predicted.on_compute + predicted.on_weights + predicted.on_kv + predicted.on_activations
-            row["at_roof"] = roof / predicted.device
+            row["at_roof"] = roof / device
         found["phases"][phase] = row
     return found
 

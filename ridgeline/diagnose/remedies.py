@@ -10,7 +10,7 @@ The same change is listed once, with the figure of the first source that knows i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +56,11 @@ def key_of(what: str) -> str:
     return next((key for start, key in _KEYS if what.startswith(start)), what)
 
 
-def ranked(verdict: Verdict | None, findings: Sequence[Finding] = (), planned: Sequence[Planned] = ()) -> list[Recommended]:
-    taken = {each.key for each in planned}
+def ranked(
+    verdict: Verdict | None, findings: Sequence[Finding] = (), planned: Sequence[Planned] = (), done: Collection[str] = (),
+) -> list[Recommended]:  # fmt: skip
+    """`done`: keys of changes that this setting has made already."""
+    taken = {*done, *(each.key for each in planned)}
     found = [
         Recommended(each.what, each.gain, PLANNED, each.trade_off, "the workload, planned and priced again", each.key,
                     each.options)

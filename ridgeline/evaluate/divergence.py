@@ -9,7 +9,6 @@ would say the same token, the figures by position, and the tenth of the passages
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,7 +97,7 @@ def summary(passages: Sequence[Passage], found: Divergence, places: Sequence[int
     kl = np.concatenate([found.kl[place][passages[place].first - 1 :] for place in places])
     agree = np.concatenate([found.agree(place)[passages[place].first - 1 :] for place in places])
     losses = [
-        np.concatenate([-scores.logprobs[place][passages[place].first - 1 :] for place in places]).mean()
+        float(np.concatenate([-scores.logprobs[place][passages[place].first - 1 :] for place in places]).mean())
         for scores in (found.reference, found.model)
     ]
     return {

@@ -7,7 +7,8 @@ Grids are host numbers; who has which share is read on the device, and programs 
 
 FRESH: the queries come straight from the projection. Every program normalises and rotates those of its group; the one
 whose share ends with the newest position does the same with that key, and puts it and its value into the page before it
-reads the page. No other program looks at that slot, so nobody has to wait.
+reads the page. No other program looks at that slot, so nobody has to wait: a block that such a token fills is shared with
+other rows from the next step on (scheduler._publish).
 
 `attend_keys` is the loop of all attention kernels: the prompt kernels (attention_prefill.py) use it too.
 """

@@ -4,6 +4,11 @@ A kernel launched so may start while its predecessor drains. It must call `gdc_w
 wrote and before it writes anything; what it may do earlier is fetch weights, which therefore must have been written long
 before: loading ends with a synchronisation. Every kernel of a chain waits, so that the end of one is also the end of all
 before it.
+
+Some kernels let the next one start before they wait themselves, so several of a chain can be under way at once. What is read
+before the wait must therefore be older than the whole chain, not than the predecessor alone: weights, and what the host has
+sent for the step (lists, lengths, tables). A chain begins with a kernel that is launched plainly, the embedding, and such a
+one waits for all that came before.
 """
 
 from __future__ import annotations

@@ -459,10 +459,12 @@ def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, pr
         return 128, 8192, {"num_warps": 4, "num_stages": 2}
     if pairs > 40 * processors and 64 < head_dim <= 128:
         return 64, 4096, {"num_warps": 4, "num_stages": 3}
-    if pairs > 6 * processors:
+    if pairs > 6 * processors and head_dim <= 128:
         # Small enough for eight on a multiprocessor: rows of equal length are then all under way at once, where two
         # waves of them would both begin and both end without anything to stream.
         return 64 if head_dim <= 64 else 32, 2048, {"num_warps": 2, "num_stages": 2, "maxnreg": 128}
+    if pairs > 6 * processors:                           # the shared memory of five fits, and registers for as many
+        return 32, 2048, {"num_warps": 2, "num_stages": 2}
     return 32, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
 
 

@@ -78,7 +78,7 @@ def _rates(**tera: float) -> dict[str, float]:
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("V100", 32 * GB, 0.9 * TB, _rates(float16=125, float32=15.7), NVLINK2, 
+        Device("V100", 32 * GB, 0.9 * TB, _rates(float16=125, float32=15.7), NVLINK2,
                torch_names=("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB")),
         Device("A100-40GB", 40 * GB, 1.555 * TB, _rates(bfloat16=312, float16=312, int8=624, float32=19.5), NVLINK3, True,
                torch_names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),

@@ -243,6 +243,8 @@ def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _techniques(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return ["no technique alone makes it fit"]
     lines = [f"{'technique':<20}{'TTFT':>7}{'TPOT':>7}{'tok/s':>7}{'batch':>8}  exact  in this engine"]
     for row in rows:
         factors = "".join(f"{'fits':>7}" if row[name] is None else f"{row[name]:>6.2f}×" for name in ("ttft", "tpot", "tok_s"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -89,7 +89,7 @@ class PeakMeter:
         try:
             with _own_memory(self._device) if name != "launch" else torch.inference_mode():      # a graph has its own
                 self._found[name] = measure()
-        except (RuntimeError, TypeError) as error:       # no memory left for it, or no kernel for this dtype
+        except Exception as error:                       # no memory for it, no kernel for this dtype: no reason to end
             logger.debug("%s was not measured: %s", name, error)
         if name == "launch":                             # the last
             self._finish()
@@ -104,7 +104,7 @@ class PeakMeter:
     def _finish(self) -> None:
         self._measured_at = time.monotonic()
         rates = {name: rate for name, rate in self._found.items() if name not in ("read", "launch", "host launch")}
-        if "read" not in self._found or "float32" not in rates:
+        if "float32" not in rates or not {"read", "launch"} <= self._found.keys():
             return
         when = f"{time.strftime('%Y-%m-%d', time.gmtime())}, torch {torch.__version__}"
         new = MachinePeaks(
@@ -263,5 +263,6 @@ def _own_memory(device: str) -> Iterator[None]:
 def _driver_version() -> str:
     """The newest CUDA that the driver knows, as its interface counts: 13000 is 13.0."""
     version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))    # torch sees a GPU, so it is there
+    with suppress(OSError, AttributeError):              # torch sees a GPU, so it is there, if perhaps by another name
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return str(version.value)
