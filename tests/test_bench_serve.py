@@ -203,6 +203,12 @@ def test_tokens_are_counted_by_what_the_server_offers(
     assert made["workload"]["prompt_lengths_by"] == ("server tokenizer" if tokenizes else "one token per word, by assumption")
 
 
+def test_the_offered_rate_is_that_of_the_gaps(tmp_path: Path) -> None:
+    with FakeServer(lambda number, body: Script()) as server:
+        words = ("--num-prompts", "11", "--request-rate", "50", "--burstiness", "inf")
+        assert figures(bench(server, tmp_path, *words))["offered_rate"] == pytest.approx(50, rel=1e-9)
+
+
 def test_the_role_of_a_chat_is_no_token(tmp_path: Path) -> None:
     """It is written at once; the first token comes later."""
     with FakeServer(lambda number, body: Script(0.2)) as server:
