@@ -112,5 +112,5 @@ def table_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
         "scenario": name, "bound by": found["verdict"]["term"], "change": found["change"]["what"],
         "tok/s before": found["before"]["output_tok_s"], "after": found["after"]["output_tok_s"],
         "predicted": f"{found['predicted_gain']:.2f}×", "achieved": found["achieved_gain"],
-        "by processor time": found["achieved_gain_processor"],
+        "by processor time": found["achieved_gain_processor"], "model of time": f"{found['model_of_time']['error']:+.0%}",
     }  # fmt: skip

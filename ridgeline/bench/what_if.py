@@ -153,7 +153,9 @@ def _line(seconds: np.ndarray, floor: np.ndarray) -> tuple[float, float]:
         grows = max(0.0, (high - low) / (high_floor - low_floor))
     else:
         grows = min(2.0, low / low_floor)
-    return max(0.0, low - grows * low_floor), grows
+    if grows * low_floor > low:                          # a line that begins below nothing: all of it grows
+        return 0.0, float(np.median(seconds / floor))
+    return low - grows * low_floor, grows
 
 
 # ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
