@@ -238,7 +238,8 @@ def test_a_thousand_streams() -> None:
                 answers.append(await ask(reader, writer, request(tokens)))
 
     async def scene() -> None:
-        with front(streams, 40_000, max_queued_requests=4 * streams) as server:     # a slot is free a moment after its answer
+        # A little more than the bar is made, and a slot is free only a moment after its answer.
+        with front(streams, 24_000, max_queued_requests=4 * streams) as server:
             await asyncio.gather(*(once(server, request(2)) for _ in range(50)))
             answers: list[Answer] = []
             began = time.monotonic()
@@ -268,7 +269,7 @@ def test_five_thousand_idle_connections() -> None:
         return answers
 
     async def scene() -> None:
-        with front(200, 4_000, max_connections=6_000) as server:
+        with front(200, 4_000, max_connections=6_000, max_queued_requests=800) as server:    # as above
             await active(server)
             alone = p99([each.seconds for each in await active(server)])
             idle = []
