@@ -360,6 +360,8 @@ GROWING: dict[str, tuple[Callable[[int], tuple[type[Any], bytes]], int]] = {    
 @pytest.mark.parametrize("what", GROWING)
 def test_twice_the_request_is_about_twice_the_work(what: str, tmp_path: Path) -> None:
     make, size = GROWING[what]
+    gc.collect()
+    gc.freeze()                                          # as the server does: what pytest has loaded is not looked through
     tokenizer = Tokenizer.load(write_model(tmp_path / "tiny"))
     frontend = Frontend(tokenizer)
 
