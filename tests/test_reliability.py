@@ -229,7 +229,7 @@ def test_what_fails_inside_is_a_number_for_clients(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{SECRET} at 0x7f0011223344 in /srv/secrets.py")
+        raise RuntimeError(f"{SECRET} at 0x7f0011223344 in /opt/secrets.py")
 
     monkeypatch.setattr(server.llm, "chat_tokens", broken)
     for path in ("/v1/chat/completions", "/v1/messages"):
