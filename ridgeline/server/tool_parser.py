@@ -318,31 +318,28 @@ class LlamaParser(CallParser):
     """{"name": …, "parameters": …} as the whole message, or after <|python_tag|>; several are separated by ";"."""
 
     def _run(self) -> Reads[None]:
-        self._raw = []
-        char = yield from self._solid()
-        if char == "{":
-            yield from self._objects(bare=True)
-        else:
-            self._unread(char)
-            self._content("".join(self._raw))
-            self._raw = None
+        yield from self._calls_or_text("", bare=True)
         while text := (yield from self._until("<")):
             if text != "<":
                 self._content(text)
                 continue
             word = yield from self._rest_of("<|python_tag|>")
-            if word != "<|python_tag|>":
-                self._content(word)
-                continue
-            self._raw = [word]
-            char = yield from self._solid()
-            if char == "{":
-                yield from self._objects(bare=False)
+            if word == "<|python_tag|>":
+                yield from self._calls_or_text(word, bare=False)
             else:
-                self._unread(char)
-                self._content("".join(self._raw))
-                self._raw = None
+                self._content(word)
         self._end_content()
+
+    def _calls_or_text(self, word: str, bare: bool) -> Reads[None]:
+        """Calls, if an object begins here; if not, `word` was text."""
+        self._raw = [word] if word else []
+        char = yield from self._solid()
+        if char == "{":
+            yield from self._objects(bare=bare)
+        else:
+            self._unread(char)
+            self._content("".join(self._raw))
+            self._raw = None
 
     def _objects(self, bare: bool) -> Reads[None]:
         """Calls, the first one's "{" read and recorded."""
