@@ -1,4 +1,4 @@
-"""Run the small cases of the Triton kernels once, for a checker that watches every access: see sanitize_kernels.sh.
+"""Run the small cases of the Triton kernels once, for a checker that watches every access: see sanitize_kernels.py.
 
     python scripts/run_op_cases.py [OP ...]      # without names: every op that has a Triton kernel
     python scripts/run_op_cases.py --list        # those ops

@@ -23,6 +23,9 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.techniques import TECHNIQUES
 
 
+EXACT = "exact"                      # the quality of a record in which nothing was on that may change answers
+
+
 @dataclass(slots=True)
 class Run:
     """What came of some requests that were submitted together."""
@@ -118,7 +121,7 @@ def quality_of(config: ResolvedConfig | EngineConfig) -> str:
     groups = dataclasses.asdict(config if isinstance(config, EngineConfig) else config.options)
     options = {name: value for group in groups.values() for name, value in group.items()}
     lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.is_on(options)]
-    return ", ".join(lossy) or "exact"
+    return ", ".join(lossy) or EXACT
 
 
 def parse_options(words: list[str]) -> dict[str, Any]:

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ridgeline.bench.diagnosis import WARM_UP, Run, diagnose, run_load, workload_of
-from ridgeline.bench.engine import Engine
+from ridgeline.bench.device_log import gpu_facts
+from ridgeline.bench.diagnosis import Run, diagnose, run_load, warm_up, workload_of
+from ridgeline.bench.engine import EXACT, Engine, quality_of
 from ridgeline.bench.latency import figures
-from ridgeline.bench.peaks import machine_peaks
+from ridgeline.bench.peaks import device_kind, machine_peaks
 from ridgeline.bench.record import finish, percentiles, record
+from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.bench.sweep import check_runs
 from ridgeline.bench.table import as_markdown
-from ridgeline.bench.watched import Load, drive
+from ridgeline.bench.watched import Load
 from ridgeline.errors import ConfigError
 
 
@@ -35,6 +37,7 @@ class Scenario:
     options: dict[str, Any]
 
 
+# For a CPU.
 SCENARIOS = (
     Scenario("one at a time", "eight requests, one row", Load(8, 64, 48), {"max_num_seqs": 1, "max_model_len": 256}),
     Scenario("the same beginning", "prompts share 256 of 320 tokens, and each computes them",
@@ -44,25 +47,57 @@ SCENARIOS = (
     Scenario("too few blocks", "sixteen rows, KV blocks for two of them",
              Load(16, 96, 64), {"num_gpu_blocks_override": 25, "max_num_seqs": 16, "max_model_len": 256}),
 )  # fmt: skip
+# The same faults in the sizes of a GPU, and one that only a GPU has.
+GPU_SCENARIOS = (
+    Scenario("kernel by kernel", "one request, every kernel launched by the host", Load(1, 256, 96),
+             {"enforce_eager": True, "max_model_len": 512}),
+    Scenario("one at a time", "eight requests, one row", Load(8, 256, 64), {"max_num_seqs": 1, "max_model_len": 512}),
+    Scenario("the same beginning", "prompts share 1,792 of 2,048 tokens, and each computes them",
+             Load(32, 2048, 16, shared=1792), {"enable_prefix_caching": False, "max_model_len": 2176}),
+    Scenario("too few blocks", "sixty-four rows, KV blocks for sixteen of them",
+             Load(64, 512, 96), {"num_gpu_blocks_override": 16 * 38 + 1, "max_num_seqs": 64, "max_model_len": 640}),
+)  # fmt: skip
+# Two engines lie on the GPU beside each other.
+_HALF = {"gpu_memory_utilization": 0.42}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = dict.fromkeys(each.name for each in (*SCENARIOS, *GPU_SCENARIOS))
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--scenario", nargs="+", choices=[each.name for each in SCENARIOS], help="default: all of them")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead: a public model by its shapes, with dummy weights")
+    parser.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
+    parser.add_argument("--scenario", nargs="+", choices=list(names), help="default: all of them")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs of runs; the median counts (default: 5)")
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> None:
     check_runs(args.repeats, warm_ups=1)
+    if args.shape and args.model:
+        raise ConfigError("--shape is a model of its own: leave MODEL out")
+    on_gpu = device_kind({}) == "cuda"
+    options: dict[str, Any] = dict(_HALF) if on_gpu else {}
+    model = args.model
+    if args.shape:
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        model = str(write_shape(args.shape, args.layers))
+    known = GPU_SCENARIOS if on_gpu else SCENARIOS
+    chosen = [each for each in known if not args.scenario or each.name in args.scenario]
+    if not chosen:
+        raise ConfigError(f"on this machine there are the scenarios {', '.join(each.name for each in known)}")
     found: dict[str, Any] = {}
-    for scenario in SCENARIOS:
-        if not args.scenario or scenario.name in args.scenario:
-            found[scenario.name] = follow(args.model, scenario, args.repeats)
+    for scenario in chosen:
+        found[scenario.name] = follow(model, replace(scenario, options=options | scenario.options), args.repeats)
     print(as_markdown([table_row(name, each) for name, each in found.items()]))
-    workload = {"model": args.model or "embedded", "repeats": args.repeats, "threads": torch.get_num_threads(),
-                "note": "the machine was shared: its load stands with each scenario"}  # fmt: skip
-    finish(record("loop", workload, found), args.out)
+    workload = {"model": args.shape or args.model or "embedded", "repeats": args.repeats, "threads": torch.get_num_threads(),
+                "note": "the processor was shared: its load stands with each scenario"}  # fmt: skip
+    finish(record("loop", workload, found, quality_of_all(found), gpu_facts() or None), args.out)
+
+
+def quality_of_all(found: dict[str, Any]) -> str:
+    """Of a record with several engines: what any of them had on that may change answers."""
+    words = [word for each in found.values() for word in each["quality"].split(", ") if word != EXACT]
+    return ", ".join(dict.fromkeys(words)) or EXACT
 
 
 def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
@@ -75,18 +110,18 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
         raise ConfigError(f"nothing was recommended for {scenario.name!r} that is an option of the engine")
     changed = Engine(model, **options | chosen["options"])
     peaks = machine_peaks(base.config.device)
-    drive(changed.core, WARM_UP.asked(base.config.model.vocab_size), WARM_UP.at_once, "warm")
-    run_load(changed, scenario.load, peaks, "warm-")
+    warm_up(changed, scenario.load)
     pairs: list[tuple[Run, Run]] = []
     for number in range(repeats):
         before, after = (run_load(each, scenario.load, peaks, f"pair{number}-") for each in (base, changed))
         pairs.append((before, after))
     workload = workload_of(base, scenario.load)
+    lossy = [word for each in (base, changed) if (word := quality_of(each.config)) != EXACT]
     base.close()
     changed.close()
     first, then = (_figures([pair[place] for pair in pairs]) for place in (0, 1))
     return {
-        "what": scenario.what, "workload": workload, "verdict": found["verdict"], "patterns": found["patterns"],
+        "what": scenario.what, "workload": workload, "quality": ", ".join(dict.fromkeys(lossy)) or EXACT, "verdict": found["verdict"], "patterns": found["patterns"],
         "recommended": found["remedies"], "change": chosen, "predicted_gain": chosen["gain"],
         "achieved_gain": percentiles([before.seconds / after.seconds for before, after in pairs]),
         "achieved_gain_processor": percentiles([before.processor / after.processor for before, after in pairs]),

@@ -30,7 +30,7 @@ from ridgeline.diagnose.vectorised import ManyCosts, StepCosts
 from ridgeline.engine.core import EngineCore
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import StepPlan, StepResult, Want
-from ridgeline.resolve import ResolvedConfig, resolve
+from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
 from ridgeline.runner.worker import device_facts
 
 _CLEAR = 0.8                         # of a part's floor: what binds the step's part is clear
@@ -224,6 +224,14 @@ def _good_kernels(speeds: Speeds) -> Speeds:
                    computing={part: min(1 / REACHED, value) for part, value in speeds.computing.items()})  # fmt: skip
 
 
+def emptied(device: DeviceFacts, config: ResolvedConfig) -> DeviceFacts:
+    """The device as it is without this engine: a changed one would stand in its place, not beside it."""
+    own = sum(config.memory.values())
+    if device.kind == "cpu":
+        return replace(device, memory=device.memory + own)
+    return replace(device, free=min(device.memory, device.free + own))
+
+
 @dataclass(slots=True)
 class WhatIf:
     """The setting as it is, priced; changes are priced against it."""
@@ -251,7 +259,7 @@ class WhatIf:
             if value is None:
                 options.pop(name, None)
         changed = EngineConfig.of(**options)
-        config = resolve(changed, device_facts(changed)) if case.options else self.config
+        config = resolve(changed, emptied(device_facts(changed), self.config)) if case.options else self.config
         return self.seconds / self._price(config, case.load or self.load, case.speeds(self.speeds), case.kv_dtype)
 
     def changes(self, preemptions: int) -> list[Planned]:

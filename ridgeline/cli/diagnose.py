@@ -92,8 +92,9 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
     if args.shape and args.model:
         raise ConfigError("--shape is a model of its own: leave MODEL out")
     # Everything that computes brings torch with it: a server is watched without.
-    shapes, engines, peaks, watched, diagnosis = (
-        importlib.import_module(f"ridgeline.bench.{name}") for name in ("shapes", "engine", "peaks", "watched", "diagnosis")
+    shapes, engines, peaks, watched, diagnosis, device_log = (
+        importlib.import_module(f"ridgeline.bench.{name}")
+        for name in ("shapes", "engine", "peaks", "watched", "diagnosis", "device_log")
     )
     options = engine_config(args).flat()
     if options.get("tensor_parallel_size", 1) > 1:
@@ -121,7 +122,8 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
     engine.close()
     if args.trace:
         Path(args.trace).write_text(json.dumps(found.trace))
-    _show(args, found.tree, workload, quality, page=(workload["model"], found.outcomes, found.points))
+    gpu = device_log.gpu_facts() if workload["device"] == "cuda" else None
+    _show(args, found.tree, workload, quality, page=(workload["model"], found.outcomes, found.points), gpu=gpu)
 
 
 def _watch(args: argparse.Namespace, slo: Slo | None) -> None:
@@ -170,9 +172,9 @@ def _from_traces(paths: list[str]) -> dict[str, Any]:
 
 def _show(
     args: argparse.Namespace, tree: dict[str, Any], workload: dict[str, Any], quality: str = "exact",
-    page: tuple[str, Any, Any] | None = None,
+    page: tuple[str, Any, Any] | None = None, gpu: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    made = record("diagnose", workload, tree, quality)
+    made = record("diagnose", workload, tree, quality, gpu)
     if args.out:
         write(made, Path(args.out))
     if args.html and page is not None:

@@ -24,12 +24,13 @@ _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$|^cuMemcpy(Dto|Hto)[HD](_v2)?$")
 # Which part of a step a kernel belongs to, by its name; the first that fits.
 PARTS = (
     ("communication", _COLLECTIVE.pattern),
-    ("attention", r"attention|attn|flash|fmha|^(decode|merge|prefill|prefix)_kernel"),
+    ("attention", r"attention|attn|flash|fmha|^(decode|merge|prefill|prefix|prompt)_kernel"),
+    ("linears and head", r"gemm|gemv"),                  # with a norm or an activation in it, still a product
     ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
     ("norms", r"norm"),
     ("rotary and kv_write", r"rotary|rope|kv_write|write_kv|reshape_and_cache"),
     ("activation", r"activation|silu|gelu|gated"),
-    ("linears and head", r"gemm|gemv|nvjet|cutlass|cublas|linear|splitk|matmul|xmma|dot_kernel"),
+    ("linears and head", r"nvjet|cutlass|cublas|linear|splitk|matmul|xmma|dot_kernel"),
     ("copies", r"memcpy|memset|copy_kernel|fill"),
 )  # fmt: skip
 # The same for our own ops, where they are marked.

@@ -1,0 +1,108 @@
+"""An H200 that is not there: torch says there is one, tensors lie in the host's memory, and kernels are never launched.
+
+For a process of its own: `install()` comes before the first import of the package. From then on an engine starts and serves
+as on the device: it chooses kernels, Triton specialises and compiles them for it, graphs are recorded and replayed. What a
+kernel would have written is missing, so answers mean nothing: a tensor of integers that nobody filled holds `unfilled()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+MULTIPROCESSORS, SHARED_BYTES, MEMORY_BYTES = 132, 232_448, 150_109_880_320
+GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
+LAUNCHED: Counter[str] = Counter()       # by kernel
+
+_NEW = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+_PRODUCTS = 2**24                        # multiplications that are worth their time here; larger products are left out
+_unfilled = 0
+
+
+def unfilled(value: int) -> None:
+    """What memory holds that nobody has written, from now on."""
+    global _unfilled
+    _unfilled = value
+
+
+class _Tensors(TorchFunctionMode):
+    """Tensors that say they are on the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.device.__get__:
+            return GPU
+        if func in (torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__):
+            return func is torch.Tensor.is_cuda.__get__
+        if func in (torch.Tensor.pin_memory, torch.Tensor.record_stream):
+            return args[0]
+        if kwargs.get("pin_memory"):
+            del kwargs["pin_memory"]
+        if "device" in kwargs:
+            kwargs["device"] = HOST
+        if func in (torch.Tensor.to, torch.Tensor.cuda):
+            args = tuple(HOST if isinstance(each, torch.device) or each in ("cuda", "cuda:0") else each for each in args)
+        if func is F.linear and args[0].shape[0] * args[1].numel() > _PRODUCTS:
+            return torch.zeros((), dtype=args[0].dtype).expand(args[0].shape[0], args[1].shape[0]).clone()
+        if func is torch.Tensor.addmm_ and args[1].shape[0] * args[2].numel() > _PRODUCTS:
+            return args[0]
+        made = func(*args, **kwargs)
+        if func in _NEW and not made.dtype.is_floating_point and not made.dtype.is_complex and made.numel() < _PRODUCTS:
+            made.fill_(_unfilled if made.dtype.itemsize > 4 else _unfilled % 128)
+        return made
+
+
+class _Nothing:
+    """A stream, an event or a graph: whatever is asked of it is done already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0.0
+
+
+class _Launcher:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.name = source.name
+
+    def __call__(self, *args: Any) -> None:
+        LAUNCHED[self.name] += 1
+
+
+def install() -> None:
+    properties = SimpleNamespace(
+        name="pretended", multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=SHARED_BYTES,
+        total_memory=MEMORY_BYTES, major=9, minor=0,
+    )  # fmt: skip
+    answers: dict[str, Any] = {
+        "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "synchronize": None,
+        "get_device_capability": (9, 0), "get_device_properties": properties, "get_device_name": "pretended",
+        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES), "memory_allocated": 0, "memory_reserved": 0, "empty_cache": None,
+        "max_memory_allocated": 0, "max_memory_reserved": 0, "graph_pool_handle": (0, 0), "current_stream": _Nothing(),
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
+    for name in ("Stream", "Event", "CUDAGraph"):
+        setattr(torch.cuda, name, _Nothing)
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, launcher_cls=_Launcher,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=lambda: torch.cuda,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES}, unload_module=lambda module: None,
+            load_binary=lambda name, kernel, shared, device: (object(), object(), 0, 0, 1024),
+        ),
+    ))  # fmt: skip
+    _Tensors().__enter__()
