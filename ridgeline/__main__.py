@@ -39,9 +39,14 @@ COMMANDS = {
 }
 
 
-def overview() -> str:
-    width = max(len(name) for name in COMMANDS)
-    lines = [f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items()]
+def overview(group: str = "") -> str:
+    """All commands, or those that begin with a word."""
+    chosen = {name: help for name, (_, help) in COMMANDS.items() if name.startswith(group)}
+    width = max(len(name) for name in chosen)
+    lines = [f"  {name:<{width}}  {help}" for name, help in chosen.items()]
+    if group:
+        usage = f"usage: ridgeline {group}COMMAND ..."
+        return "\n".join([usage, "", *lines, "", f"`ridgeline {group}COMMAND --help` lists a command's options."])
     return "\n".join(
         [
             "usage: ridgeline COMMAND ...",
@@ -76,6 +81,9 @@ def run(argv: list[str]) -> int:
         return 0
     if argv[0] in ("-V", "--version", "version"):
         print(f"ridgeline {__version__}")
+        return 0
+    if len(argv) == 2 and argv[1] in ("-h", "--help", "help") and any(name.startswith(f"{argv[0]} ") for name in COMMANDS):
+        print(overview(f"{argv[0]} "))
         return 0
     name, rest = find_command(argv)
     place, help = COMMANDS[name]

@@ -49,7 +49,8 @@ class Case:
 
 # ── RMS norm ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def rms_norm_cost(*, tokens: int, width: int, residual: bool, element_bytes: int) -> Cost:
+def rms_norm_cost(*, tokens: int, width: int, residual: bool, element_bytes: int, weight_offset: float = 0.0) -> Cost:
+    """An offset is added to the weight once, however many tokens there are: that is not counted."""
     per_token = 4 * width + 3                            # square, sum, scale, weight; mean, + eps, root
     flops = tokens * (per_token + (width if residual else 0))
     passes = 4 if residual else 2                        # x, out; and the residual in and out
@@ -60,6 +61,7 @@ RMS_NORM_CASES = (
     Case("one", {"tokens": 1, "width": 64, "residual": False}),
     Case("residual", {"tokens": 3, "width": 128, "residual": True}),
     Case("odd", {"tokens": 5, "width": 77, "residual": True}),
+    Case("offset", {"tokens": 3, "width": 96, "residual": True, "weight_offset": 1.0}),
     Case("decode-32", {"tokens": 32, "width": 576, "residual": True}, timed=True),
     Case("prefill-512", {"tokens": 512, "width": 576, "residual": True}, timed=True),
 )

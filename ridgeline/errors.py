@@ -25,6 +25,10 @@ class BadRequest(RequestError):
     """The client asked for something invalid (HTTP 400)."""
 
 
+class PromptTooLong(BadRequest):
+    """More tokens than the model's context has; clients know this error by its code and shorten the conversation."""
+
+
 class Unsupported(RequestError):
     """A valid request for something this engine does not do (HTTP 400)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 PROMPT_ROWS = [1, 2, 4, 8]
@@ -22,14 +23,14 @@ class GraphShapes:
     def __init__(self, max_rows: int, max_step_tokens: int) -> None:
         self._max_rows = max_rows
         self.decodes = decode_sizes(max_rows)
+        # Beside prompts fewer: there are prompts of all sizes for each of them.
+        self._mixed = [size for size in self.decodes if size & (size - 1) == 0 or size == self.decodes[-1]]
         self.prompt_tokens = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 
     def fit(self, decodes: int, prompts: int, prompt_tokens: int) -> Shape | None:
         """The smallest shape for so many decodes, and prompts with so many tokens together; None: it is not recorded."""
-        sizes = self.decodes
-        if prompts:                                      # fewer sizes: there are prompts of all sizes for each of them
-            sizes = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+        sizes = self._mixed if prompts else self.decodes
         shape = Shape(
             _enough(sizes, decodes), _enough(PROMPT_ROWS, prompts), _enough(self.prompt_tokens, prompt_tokens)
         )
@@ -51,4 +52,5 @@ def decode_sizes(max_rows: int) -> list[int]:
 
 def _enough(sizes: list[int], size: int) -> int:
     """The smallest of the sizes that is enough; 0 for nothing, or when none is."""
-    return next((each for each in sizes if each >= size), 0) if size else 0
+    place = bisect.bisect_left(sizes, size)
+    return sizes[place] if size and place < len(sizes) else 0

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 MULTIPROCESSORS, SHARED_BYTES, MEMORY_BYTES = 132, 232_448, 150_109_880_320
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 LAUNCHED: Counter[str] = Counter()       # by kernel
+COMPILED: list[tuple[str, str]] = []     # kernels and their variants, in order, where only this is wanted of compiling
 
 _NEW = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 _PRODUCTS = 2**24                        # multiplications that are worth their time here; larger products are left out
@@ -31,15 +32,15 @@ def unfilled(value: int) -> None:
     _unfilled = value
 
 
-class _Tensors(TorchFunctionMode):
-    """Tensors that say they are on the GPU."""
+class Tensors(TorchFunctionMode):
+    """Tensors that say they are on the GPU, in the thread that enters it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.device.__get__:
+        if func == torch.Tensor.device.__get__:
             return GPU
         if func in (torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__):
-            return func is torch.Tensor.is_cuda.__get__
+            return func == torch.Tensor.is_cuda.__get__
         if func in (torch.Tensor.pin_memory, torch.Tensor.record_stream):
             return args[0]
         if kwargs.get("pin_memory"):
@@ -65,7 +66,7 @@ class _Nothing:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: 0.0
+        return lambda *args, **kwargs: 1.0              # milliseconds, where anybody asks
 
 
 class _Launcher:
@@ -76,7 +77,33 @@ class _Launcher:
         LAUNCHED[self.name] += 1
 
 
-def install() -> None:
+class _Kernel:
+    """What launching wants of a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def __init__(self, source: Any) -> None:
+        self.run = _Launcher(source, None)
+
+    def launch_metadata(self, *args: Any) -> None:
+        return None
+
+
+def _compile(src: Any, target: Any = None, options: Any = None, **others: Any) -> _Kernel:
+    """In place of Triton's: says that it has."""
+    from triton import knobs
+
+    chosen = {name: value for name, value in options.items() if name in ("num_warps", "num_stages", "maxnreg")}
+    names = src.fn.arg_names
+    constants = {names[place[0]]: value for place, value in src.constants.items()}
+    aligned = sorted(names[place[0]] for place in src.attrs)
+    COMPILED.append((src.name, f"{constants} {src.signature} {aligned} {chosen}"))
+    knobs.compilation.listener(src=src, metadata={}, metadata_group={}, times=None, cache_hit=False)
+    return _Kernel(src)
+
+
+def install(compiles: bool = True) -> None:
+    """Without `compiles`, kernels are only listed in COMPILED."""
     properties = SimpleNamespace(
         name="pretended", multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=SHARED_BYTES,
         total_memory=MEMORY_BYTES, major=9, minor=0,
@@ -84,7 +111,7 @@ def install() -> None:
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "synchronize": None,
         "get_device_capability": (9, 0), "get_device_properties": properties, "get_device_name": "pretended",
-        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES), "memory_allocated": 0, "memory_reserved": 0, "empty_cache": None,
+        "mem_get_info": (MEMORY_BYTES - 2**30, MEMORY_BYTES), "memory_allocated": 0, "memory_reserved": 0, "empty_cache": None,
         "max_memory_allocated": 0, "max_memory_reserved": 0, "graph_pool_handle": (0, 0), "current_stream": _Nothing(),
     }  # fmt: skip
     for name, answer in answers.items():
@@ -94,8 +121,12 @@ def install() -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.device = lambda device: contextlib.nullcontext()
 
+    import triton.compiler
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
+
+    if not compiles:
+        triton.compiler.compile = _compile
 
     driver.set_active(SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, launcher_cls=_Launcher,
@@ -105,4 +136,4 @@ def install() -> None:
             load_binary=lambda name, kernel, shared, device: (object(), object(), 0, 0, 1024),
         ),
     ))  # fmt: skip
-    _Tensors().__enter__()
+    Tensors().__enter__()                                # of this thread

@@ -423,7 +423,7 @@ def test_text_that_cannot_fit_is_not_tokenised(llm: AsyncLLM, run: Run, monkeypa
     assert len(run(ask(over, truncate_prompt_tokens=3))[0].prompt_token_ids) == 3
     monkeypatch.setattr(tokenizer, "encode", None)
     for prompt in (over, {"prompt": over}, "x" * (most + 1)):
-        with pytest.raises(BadRequest, match=f"more than {most} bytes of text, which cannot fit: max_model_len is"):
+        with pytest.raises(BadRequest, match=f"more than {most} bytes of text, which cannot fit; this model"):
             run(ask(prompt))
     with pytest.raises(BadRequest, match=f"more than {most} bytes of text"):
         run(llm.chat_tokens([{"role": "user", "content": over}]))

@@ -101,13 +101,17 @@ def test_rows_are_matched_by_their_setting(tmp_path: Path, capsys: pytest.Captur
     which = {"op": "linear", "implementation": "native", "case": "odd", "dtype": "float32"}
     ops = [which | {"microseconds": spread(5.0), "intensity": 3}]
     before, after = record(points=points, rows=ops), record(points=copy.deepcopy(points[:0:-1]), rows=copy.deepcopy(ops))
-    assert gate(tmp_path, before, after) == 0
-    assert "missing in" in capsys.readouterr().out
+    assert gate(tmp_path, before, after) == 1 and gate(tmp_path, before, after, "--allow-missing") == 0
+    assert gate(tmp_path, before, after, "--only", "microseconds") == 0              # what is missing was not asked for
+    said = capsys.readouterr().out
+    assert said.count("missing in") == 3 and said.count("--allow-missing") == 1      # two lists of it, and one that it fails
+    assert gate(tmp_path, after, before) == 0                                        # more than before is no loss
+    capsys.readouterr()
     after["figures"]["points"][0]["figures"]["ttft_ms"]["p50"] = 40.0
     after["figures"]["rows"][0]["microseconds"] = spread(7.0)
     assert gate(tmp_path, before, after, "--format", "json") == 1
     made = json.loads(capsys.readouterr().out)
-    assert made["regressions"] == 2 and made["missing"] == ["points [request_rate=1] figures ttft_ms p50"]
+    assert made["regressions"] == 2 and not made["passed"] and made["missing"] == ["points [request_rate=1] figures ttft_ms p50"]
     assert {row["figure"]: row["change"] for row in made["changes"]} == {
         "points [request_rate=3] figures ttft_ms p50": "+33.3%", "rows [linear, native, odd, float32] microseconds": "+40.0%",
     }  # fmt: skip

@@ -28,6 +28,7 @@ def rms_norm(x, weight, eps, *, residual=None, weight_offset=0.0):
 # Each is the right one with a fault; the words are in what is said about it.
 FAULTY = {
     "forgets the weight": (RIGHT.replace("(weight.float() + weight_offset)", "1.0"), "wrong result"),
+    "forgets the weight's offset": (RIGHT.replace("(weight.float() + weight_offset)", "weight.float()"), "wrong result (offset"),
     "wrong on odd widths": (RIGHT.replace("wide = x.float()", "wide = x.float()\n    if x.shape[-1] % 2: wide = wide + 0.1"),
                             "wrong result (odd"),
     "leaves the last column": (

@@ -36,7 +36,7 @@ def bench(server: FakeServer, folder: Path, *words: str, code: int = 0) -> dict[
     """The record of a run."""
     out = folder / "serve.json"
     assert main(["bench", "serve", server.url, "--num-warmups", "1", "--input-len", "6", "--out", str(out), *words]) == code
-    return json.loads(out.read_text()) if code == 0 else {}
+    return json.loads(out.read_text()) if out.exists() else {}
 
 
 def figures(made: dict[str, Any]) -> dict[str, Any]:
@@ -240,10 +240,33 @@ def test_errors_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         Script(status=429), Script(error="broken"), Script(hang_up=True), Script(5.0), Script(0.01), Script(status=503),
     ]  # fmt: skip
     with FakeServer(lambda number, body: kinds[(number - 2) % 6] if number >= 2 else Script()) as server:
-        found = figures(bench(server, tmp_path, "--num-prompts", "6", "--max-concurrency", "1", "--timeout", "0.5"))
+        found = figures(bench(server, tmp_path, "--num-prompts", "6", "--max-concurrency", "1", "--timeout", "0.5", code=1))
     assert found["errors"] == {"http 429": 1, "error event": 1, "cut short": 1, "timeout": 1, "http 503": 1}
     assert found["completed"] == 1 and found["failed"] == 5
-    assert "http 429: as scripted" in capsys.readouterr().out.replace('{"error": {"message": "', "").replace('"}}', "")
+    said = capsys.readouterr()
+    assert "http 429: as scripted" in said.out.replace('{"error": {"message": "', "").replace('"}}', "")
+    assert "83% of the requests failed: latencies and throughput are those of the others" in said.out
+
+
+def test_a_run_in_which_too_many_requests_fail_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six of ten, of which the record and the table still tell; one of ten is allowed, and more where it is asked for."""
+
+    def failing(count: int) -> FakeServer:
+        return FakeServer(lambda number, body: Script(status=503 if 2 <= number < 2 + count else 200))
+
+    words = ("--num-prompts", "10", "--max-concurrency", "2")
+    with failing(6) as server:
+        found = figures(bench(server, tmp_path, *words, code=1))
+    said = capsys.readouterr()
+    assert found["failed"] == 6 and found["completed"] == 4 and "| 60% " in said.out
+    assert said.err.count("\n") == 1 and "60% of the requests failed (6 of 10, with " in said.err
+    assert "the first error: http 503" in said.err and "--max-failed 10%" in said.err
+    for count, more, code in ((6, ("--max-failed", "60%"), 0), (6, ("--max-failed", "0.5", "--format", "json"), 1), (1, (), 0)):
+        with failing(count) as server:
+            bench(server, tmp_path, *words, *more, code=code)
+    with FakeServer(lambda number, body: Script()) as server:
+        bench(server, tmp_path, *words, "--max-failed", "many", code=2)
+    assert "--max-failed must be a share such as 3%" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,28 @@ def test_help_imports_next_to_nothing() -> None:
     assert all(f"  {command} " in done.stdout for command in COMMANDS)
 
 
+def test_the_help_of_commands_that_can_do_without_torch_does() -> None:
+    """All in one process: what one of them imported would be found behind it."""
+    words = (["eval"], ["plan"], ["diagnose"], ["serve"], ["bench", "serve"], ["bench", "compare"])
+    code = f"""
+import sys; from ridgeline.__main__ import main
+for words in {words!r}:
+    try: main([*words, '--help'])
+    except SystemExit: pass
+    assert 'torch' not in sys.modules, words
+"""
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
+
+
+def test_the_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    said = capsys.readouterr()
+    assert not said.err and said.out.startswith("usage: ridgeline bench COMMAND")
+    assert [line.split()[1] for line in said.out.splitlines() if line.startswith("  bench ")] == [
+        name.split()[1] for name in COMMANDS if name.startswith("bench ")
+    ]
+
+
 def test_help_is_fast() -> None:
     """Processor time beside a bare interpreter's, the least of five: neither depends much on who else uses the machine."""
 

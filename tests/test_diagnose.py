@@ -19,14 +19,14 @@ from served_model import ServerProcess, write_model
 
 from ridgeline.__main__ import main
 from ridgeline.bench.attach import all_steps, application, attach, histogram, part_below, quantile, read_samples
-from ridgeline.bench.diagnosis import WARM_UP, run_load, whole_window
+from ridgeline.bench.diagnosis import WARM_UP, run_load, warm_up, whole_window
 from ridgeline.bench.engine import Engine
 from ridgeline.bench.latency import parse_slo
-from ridgeline.bench.loop import Scenario, follow, table_row
+from ridgeline.bench.loop import Scenario, follow, quality_of_all, table_row
 from ridgeline.bench.peaks import machine_peaks
 from ridgeline.bench.table import as_markdown
 from ridgeline.bench.watched import Load, drive
-from ridgeline.bench.what_if import Speeds, WhatIf, measured_speeds, planned_log
+from ridgeline.bench.what_if import Speeds, WhatIf, emptied, measured_speeds, planned_log
 from ridgeline.config import EngineConfig
 from ridgeline.diagnose.cost import DecoderShape
 from ridgeline.diagnose.drill import steps_section
@@ -38,7 +38,7 @@ from ridgeline.engine.profile import LiveProfile, StepProfiler
 from ridgeline.errors import ConfigError
 from ridgeline.metrics import SLOW_CAUSES
 from ridgeline.ops import registry
-from ridgeline.resolve import resolve
+from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.runner.worker import device_facts
 
 OPTIONS = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, "dtype": "float32"}
@@ -259,12 +259,49 @@ def test_a_run_that_is_cut_short_leaves_nothing_behind(model: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_changed_engine_has_the_memory_of_this_one(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the engine that is diagnosed in it, there is no room on the device for another one."""
+    made = what_if(model, Load(8, 1, 30), max_num_seqs=1, block_size=16)
+    own = sum(made.config.memory.values())
+    total = 20 * own
+    crowded = DeviceFacts("cpu", 1, ("float32",)) if device == "cpu" else DeviceFacts("cuda", total, ("float32",), 0, 1)
+    found = emptied(crowded, made.config)
+    assert (found.memory, found.free) == ((own + 1, 0) if device == "cpu" else (total, own + 1))
+    # 1 MiB is not enough for eight rows; with the memory of this engine, which has one, it is.
+    monkeypatch.setattr("ridgeline.bench.what_if.device_facts", lambda config: DeviceFacts("cpu", 2**20, ("float32",)))
+    changed = EngineConfig.of(model=str(model), **OPTIONS | {"max_num_seqs": 8, "block_size": 16})
+    with pytest.raises(ConfigError, match="the largest that fits"):
+        resolve(changed, DeviceFacts("cpu", 2**20, ("float32",)))
+    assert gains(made)["rows"] > 4
+
+
 def test_one_round_of_the_loop(model: Path) -> None:
     scenario = Scenario("rows", "one row", Load(4, 16, 12), OPTIONS | {"max_num_seqs": 1})
     found = follow(str(model), scenario, 2)
     assert found["change"]["options"] == {"max_num_seqs": 4} and found["predicted_gain"] > 1.1
     assert found["achieved_gain_processor"]["median"] > 1.1 and found["achieved_gain"]["median"] > 0
-    assert found["before"]["steps"] > 2 * found["after"]["steps"]
+    assert found["before"]["steps"] > 2 * found["after"]["steps"] and found["quality"] == "exact"
+
+
+def test_the_quality_of_a_loop_is_that_of_all_its_engines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeline.bench.loop.quality_of", lambda config: "fp8 KV" if config.max_num_seqs == 4 else "exact")
+    found = follow(str(model), Scenario("rows", "one row", Load(4, 16, 12), OPTIONS | {"max_num_seqs": 1}), 2)
+    assert found["quality"] == "fp8 KV"                  # of the engine that was recommended
+    assert quality_of_all({"a": {"quality": "exact"}, "b": found, "c": {"quality": "fp8 KV, other"}}) == "fp8 KV, other"
+    assert quality_of_all({"a": {"quality": "exact"}}) == "exact"
+
+
+def test_a_gpu_goes_through_the_load_before_it_is_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its steps need is compiled and recorded then."""
+    engine = Engine(str(model), **OPTIONS)
+    sent: list[int] = []
+    monkeypatch.setattr("ridgeline.bench.diagnosis.drive", lambda core, asked, *more: sent.append(len(asked)))
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(engine.core, "config", replace(engine.config, device=device))
+        warm_up(engine, Load(5, 16, 2))
+    assert sent == [WARM_UP.prompts, 5]
+    engine.close()
 
 
 def test_the_documents_figures_are_those_of_the_record() -> None:

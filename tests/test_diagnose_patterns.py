@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_verdict import verdict
 from trace_cases import H200_FLOPS, H200_READ, PLANTED, PlantedTrace, build, decode
 from verdict_cases import CASES
 
 from ridgeline.__main__ import main
+from ridgeline.diagnose.cost import DecoderShape
 from ridgeline.diagnose.facts import Facts, facts_of
+from ridgeline.diagnose.parts import StepRows, part_costs, steps_with
 from ridgeline.diagnose.patterns import PATTERNS, find_patterns
 from ridgeline.diagnose.remedies import PLANNED, Planned, key_of, ranked
-from ridgeline.diagnose.trace import part_of, read_trace, trace_of_steps
+from ridgeline.diagnose.trace import Work, part_of, read_trace, trace_of_steps
+from ridgeline.diagnose.vectorised import StepCosts
 from ridgeline.diagnose.verdict import REMEDIES
+from ridgeline.messages import Want
 
 
 @functools.cache
@@ -125,6 +131,41 @@ def test_nested_marks_count_once() -> None:
         ("rotary_write", "rotary and kv_write", 0), ("paged_attention", "attention", 0),
         ("aten::addmm", "linears and head", 0),
     ]  # fmt: skip
+
+
+def test_what_is_inside_another_parts_kernel_has_no_roof_of_its_own() -> None:
+    """Of two equal steps, rotation has kernels only in the first: only that one's bytes are held against its time."""
+    shape = DecoderShape(hidden=512, intermediate=1024, heads=8, kv_heads=2, head_dim=64, layers=4, vocab=1000)
+    rows = StepRows()
+    for _ in range(2):
+        rows.counts.append(2)
+        for values, number in ((rows.new, 1), (rows.wants, int(Want.TOKEN)), (rows.lengths, 100)):
+            values.append(np.full(2, number, np.int8 if values is rows.wants else np.int32))
+        rows.shared.append(0)
+    costs = rows.costs(StepCosts(shape))
+    work = [Work("_rotary_write_kernel", 0, 1, 0, "rotary and kv_write"), Work("decode_kernel", 1, 2, 0, "attention"),
+            Work("decode_kernel", 3, 4, 1, "attention"), Work("late", 5, 6, 7, "attention")]  # fmt: skip
+    seen = steps_with(work, 2)
+    assert seen["rotary and kv_write"].tolist() == [True, False] and seen["attention"].all() and not seen["norms"].any()
+    whole, own = part_costs(costs, 1e12, 1e14), part_costs(costs, 1e12, 1e14, seen)
+    assert own["rotary and kv_write"].floor == pytest.approx(whole["rotary and kv_write"].floor / 2)
+    assert own["rotary and kv_write"].bytes * 2 == whole["rotary and kv_write"].bytes
+    assert own["attention"] == whole["attention"] and own["norms"].floor == 0
+
+
+def test_every_kernel_of_ours_belongs_to_a_part() -> None:
+    """By what a trace calls it. A product with a norm or an activation in it is a product; "other" would have no roof."""
+    expected = {"gemm": "linears and head", "gemv": "linears and head", "attention": "attention", "sampl": "sampling",
+                "rms_norm": "norms", "rotary": "rotary and kv_write", "kv_write": "rotary and kv_write",
+                "activation": "activation"}  # fmt: skip
+    kernels = {}
+    for path in sorted((Path(__file__).resolve().parents[1] / "ridgeline/ops").glob("*.py")):
+        for decorated in re.finditer(r"^@\w*(triton|gluon)_kernel\(.*\)\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE):
+            kernels[decorated[2]] = path.stem
+    assert {"_gated_gemm_kernel", "prompt_kernel", "decode_kernel", "_rms_norm_kernel"} <= set(kernels)
+    for name, file in kernels.items():
+        wanted = next((part for word, part in expected.items() if word in file), None)
+        assert part_of(name) == wanted or (wanted is None and part_of(name) != "other"), (name, file, part_of(name))
 
 
 def test_kernels_are_known_by_their_names() -> None:

@@ -21,10 +21,13 @@ from ridgeline.engine.executor import LocalExecutor
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate import choices, divergence, needle, perplexity
-from ridgeline.evaluate.evaluation import Task, evaluate, judge, parse_gate, slice_texts
+from ridgeline.evaluate.evaluation import evaluate, slice_texts
+from ridgeline.evaluate.gate import judge, parse_gate
 from ridgeline.evaluate.reference import ReferenceFile, write_reference
+from ridgeline.evaluate.report import _slices
 from ridgeline.evaluate.scoring import Scorer, Take, Tick
 from ridgeline.evaluate.slices import SLICES
+from ridgeline.evaluate.task import Task
 from ridgeline.evaluate.texts import Passage, default_text, passages
 from ridgeline.ops import registry
 
@@ -356,3 +359,12 @@ def test_the_embedded_model_reads_english_and_finds_a_needle(embedded_model: Pat
     made = needle.trials(tokenizer, default_text(), [120], 0, depths=(0.5,), count=2)
     assert needle.run(scorer, tokenizer, made)["picked"] == 1.0
     scorer.close()
+
+
+def test_perplexities_of_any_size_have_their_column() -> None:
+    found = {"tokens": 510, "perplexity": 5536128.957, "perplexity_error": 113775.8, "bits_per_byte": 22.4,
+             "reference_perplexity": 5530042.741, "kl": 5e-4, "kl_p99": 9e-4, "top1": 0.9745}  # fmt: skip
+    head, line = _slices({"slices": {"text": found}, "all": found, "reference": "x"})[:2]
+    assert line.split() == ["text", "510", "5.536e+06", "1.1e+05", "22.400", "5.53e+06", "0.0005", "0.0009", "97.45%"]
+    assert len(line) == len(head)
+    assert "14.785" in _slices({"slices": {"text": found | {"perplexity": 14.7851}}})[1]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import importlib.util
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from served_model import write_model
@@ -21,8 +26,10 @@ from ridgeline.engine.grammar_check import GrammarChecker, vocabulary_of
 from ridgeline.engine.ipc import TO_ENGINE, Add
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Overloaded, RequestError
+from ridgeline.grammar import worker
 from ridgeline.grammar.cache import ByteLimitedCache
 from ridgeline.grammar.compiler import compile_grammar, make_backend
+from ridgeline.grammar.frames import Question
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.messages import Request
@@ -324,6 +331,8 @@ def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarC
         checker.check(params.structured_outputs)
     except BadRequest as refused:
         assert str(refused).startswith("structured_outputs") and "\n" not in str(refused)
+    except Overloaded as refused:                        # the other tests have the processors
+        assert "too busy" in str(refused)
     assert time.monotonic() - started < 2.5 + 5          # the process may have to be started first
     checker.check(StructuredOutputs(regex="[0-9]+"))     # nobody else notices
 
@@ -350,21 +359,93 @@ def test_what_is_no_grammar_is_refused_in_one_line(checker: GrammarChecker, aske
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
+class Fake:
+    """A library that does something else."""
+
+    def __init__(self, does: Callable[[], object]) -> None:
+        self._does = does
+
+    def compile(self, asked: StructuredOutputs) -> Any:
+        self._does()
+        raise ValueError("it is only a fake")
+
+
+def out_of_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("does", "verdict"),
+    [
+        (lambda: collections.deque(itertools.repeat(0), 0), "late"),      # for ever, inside a library
+        (lambda: time.sleep(60), "busy"),                # it had no processor
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "memory"),
+        (out_of_memory, "memory"),
+        (lambda: None, "refused"),
+    ],
+    ids=["spins", "waits", "dies", "raises", "says no"],
+)
+def test_each_grammar_is_compiled_in_a_copy_with_limits(does: Callable[[], object], verdict: str) -> None:
+    began = time.monotonic()
+    found = worker._in_a_copy(Fake(does), Question(StructuredOutputs(regex="a"), 0.5))  # type: ignore[arg-type]
+    assert found.verdict == verdict and ("only a fake" in found.reason) == (verdict == "refused")
+    assert time.monotonic() - began < 5
+
+
+def test_the_compiler_steps_back(checker: GrammarChecker) -> None:
+    checker.check(StructuredOutputs(regex="steps?back"))
+    assert checker._compiler is not None
+    child = checker._compiler._process.pid
+    assert os.getpriority(os.PRIO_PROCESS, child) == worker.NICE
+    group = Path(f"/proc/{child}/autogroup")
+    if group.exists() and Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1":
+        assert group.read_text().endswith(f"nice {worker.NICE}\n")
+
+
+def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    process, ask = checker._compiler._process, checker._compiler.ask
+
+    def answering(verdict: str) -> None:
+        def answer(*given: Any) -> bytes:
+            return msgspec.msgpack.encode((verdict,)) if verdict else ask(*given)
+
+        monkeypatch.setattr(checker._compiler, "ask", answer)
+
+    answering("late")
+    with pytest.raises(BadRequest, match="regex takes more than 2 s to compile; use a simpler grammar"):
+        checker.check(StructuredOutputs(regex="b"))
+    answering("")
+    checker.check(StructuredOutputs(regex="c"))
+    assert process.poll() is None                        # the same one
+    with pytest.raises(BadRequest, match="more than 2 s"):
+        checker.check(StructuredOutputs(regex="b"))      # refused without a look …
+    monkeypatch.setattr(grammar_check.time, "monotonic", lambda now=time.monotonic: now() + 100)
+    checker.check(StructuredOutputs(regex="b"))          # … for a while
+    answering("busy")
+    with pytest.raises(Overloaded, match="too busy to compile a grammar"):
+        checker.check(StructuredOutputs(regex="d"))
+    answering("")
+    checker.check(StructuredOutputs(regex="d"))          # at once
+    checker.close()
+
+
 def test_a_compiler_that_does_not_answer_is_ended(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     checker = GrammarChecker(tokenizer)
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None
     process = checker._compiler._process
-    checker._seconds = 0.0
-    with pytest.raises(BadRequest, match="regex takes more than 0 s to compile; use a simpler grammar"):
+    process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(checker, "_seconds", 0.0)
+    with pytest.raises(Overloaded, match="too busy"):
         checker.check(StructuredOutputs(regex="b"))
     assert process.poll() is not None
-    checker._seconds = 2.0
-    checker.check(StructuredOutputs(regex="c"))          # a new one
-    with pytest.raises(BadRequest, match="more than 0 s"):
-        checker.check(StructuredOutputs(regex="b"))      # refused without a look …
-    monkeypatch.setattr(grammar_check.time, "monotonic", lambda now=time.monotonic: now() + 100)
-    checker.check(StructuredOutputs(regex="b"))          # … for a while
+    monkeypatch.setattr(checker, "_seconds", 2.0)
+    checker.check(StructuredOutputs(regex="b"))          # a new one
     checker.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -22,11 +23,11 @@ from ridgeline.diagnose.cost import decoder_shape, step_cost, step_counts
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.config import hf_model_config
 from ridgeline.plan.capacity import DRAFT, RUNTIME, Capacity, model_bytes, possible_ranks, textbook
-from ridgeline.plan.check import BAR, check
+from ridgeline.plan.check import BAR, Checked, check, put_into
 from ridgeline.plan.check import text as check_text
 from ridgeline.plan.fit import fit, host_constants
 from ridgeline.plan.hardware import DEVICES, data_sheet, find_device, measure_cpu
-from ridgeline.plan.models import CONFIGS, Experts, find_model
+from ridgeline.plan.models import CONFIGS, Experts, find_model, is_same_model
 from ridgeline.plan.operation import (
     Slo,
     Traffic,
@@ -51,7 +52,7 @@ from ridgeline.plan.prediction import (
 )
 from ridgeline.plan.records import MeasuredRow, Record, read_record
 from ridgeline.plan.search import OBJECTIVES, best, candidates, effects, measured_loss, pareto, quality
-from ridgeline.plan.steps import Row, count_rows, decode_rows, gather, joined, workload_counts
+from ridgeline.plan.steps import PRODUCTS, Row, count_rows, decode_rows, gather, joined, workload_counts
 from ridgeline.resolve import DeviceFacts, resolve
 
 ROOT = Path(__file__).parents[1]
@@ -124,14 +125,18 @@ def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"quantization_config": {"quant_method": "fp8"}}))
     assert find_model(str(path)).config == find_model(str(tmp_path)).config == find_model("qwen3-8b").config
-    mixtral = CONFIGS["mixtral-8x7b"] | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8,
-                                         "num_experts_per_tok": 2}  # fmt: skip
-    path.write_text(json.dumps(mixtral))
-    assert find_model(str(path)).parameters == find_model("mixtral-8x7b").parameters
+    for name in ("mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"):
+        path.write_text(json.dumps(CONFIGS[name] | {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}}))
+        assert replace(find_model(str(path)), name=name) == find_model(name)
     with pytest.raises(ConfigError, match="neither a config"):
         find_model("gpt-9")
-    with pytest.raises(ModelError, match="latent attention"):
-        find_model("deepseek-v3")
+    for changes, message in (
+        ({"v_head_dim": None}, "latent attention needs v_head_dim"), ({"num_experts_per_tok": 300}, "300 of 256 experts"),
+        ({"first_k_dense_replace": 61}, "in 0 of 61 layers"), ({"architectures": ["NewForCausalLM"]}, "is not described"),
+    ):  # fmt: skip
+        path.write_text(json.dumps(CONFIGS["deepseek-v3"] | changes))
+        with pytest.raises(ModelError, match=message):
+            find_model(str(path))
 
 
 def test_devices_are_found_by_name_and_as_torch_calls_them() -> None:
@@ -321,15 +326,97 @@ def test_speculation_yields_the_expected_tokens() -> None:
     assert point.tpot < paid.tpot < plain.tpot
 
 
-def test_a_mixture_reads_the_experts_that_are_visited() -> None:
-    assert Experts(8, 2).visited(1) == pytest.approx(2)
-    assert Experts(8, 2).visited(1000) == pytest.approx(8)
+@pytest.mark.parametrize(("name", "total", "active"), [
+    ("mixtral-8x7b", 46.70, 12.88), ("mixtral-8x22b", 140.63, 39.15), ("qwen3-30b-a3b", 30.53, 3.35),
+    ("qwen3-235b-a22b", 235.1, 22.19),
+    ("gpt-oss-20b", 20.91, 4.19), ("gpt-oss-120b", 116.83, 5.71), ("deepseek-v3", 671.03, 37.55), ("deepseek-r1", 671.03, 37.55),
+    ("deepseek-v2", 235.74, 21.38), ("deepseek-v2-lite", 15.71, 2.66),
+])  # fmt: skip
+def test_mixtures_have_as_many_parameters_as_published(name: str, total: float, active: float) -> None:
+    """Active ones with embedding and head; DeepSeek-V3 is published as 671 B with 37 B, without its extra layer."""
+    found = find_model(name)
+    assert found.parameters / 1e9 == pytest.approx(total, abs=0.05)
+    assert found.active_parameters / 1e9 == pytest.approx(active, abs=0.05)
+    assert found.not_run and not find_model("llama-3.1-8b").not_run
+
+
+def test_deepseek_by_hand() -> None:
+    """A layer's attention: 7168 · 1536 + 1536 · 128 · 192, 7168 · 576 + 512 · 128 · 256, and 16384 · 7168 out of it."""
+    model = find_model("deepseek-v3")
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert model.latent is not None and model.latent.parameters(7168, 128) == attention + 1536 + 512
+    assert model.experts == Experts(256, 8, 2048, 2048, 3, 18432)
+    expert = 3 * 7168 * 2048
+    layers = 61 * attention + 58 * (257 * expert + 7168 * 256) + 3 * 3 * 7168 * 18432
+    assert model.linear_parameters == layers
+    assert model.parameters == layers + 2 * 129280 * 7168 + 61 * (2 * 7168 + 1536 + 512) + 7168
+    assert model.active_parameters == model.parameters - 58 * 248 * expert
+    for ranks in (1, 8):                                 # every rank has the whole latent: it is counted once
+        capacity = Capacity.of(setup("deepseek-v3", ranks=ranks), 4096)
+        assert capacity.kv_bytes_per_token == 61 * 576 * 2 == 70_272
+        assert capacity.memory.per_block == 16 * 70_272
+    assert textbook(setup("deepseek-v3"), 4096).kv_per_request == 70_272 * 4096
+    narrow = Capacity.of(setup("deepseek-v3", kv="fp8"), 4096)
+    assert narrow.kv_bytes_per_token == 61 * (576 + 4)   # one scale for a token and layer
+    assert Capacity.of(setup("deepseek-v3", ranks=8, weights="fp8"), 4096).fits
+    assert not Capacity.of(setup("deepseek-v3", ranks=8), 4096).fits     # 1,342 GB of weights, 8 × 141
+
+
+def test_latent_attention_computes_against_the_latent_or_widens_it() -> None:
+    made = setup("deepseek-v3")
+    shape, latent, pairs = made.shape, made.model.latent, 128 * 1000
+    assert latent is not None
+    decode = count_rows(shape, decode_rows(8, 999))      # eight queries, a thousand keys each
+    cost = latent.cost(step_cost(shape, [(1, 1000)] * 8), shape, decode).ops
+    assert cost["attention"].flops == 61 * 8 * pairs * (2 * (512 + 64) + 2 * 512 + 5)
+    assert cost["attention"].kv_read == 61 * 8 * 1000 * 576 * 2 and cost["rotary_write"].kv_written == 8 * 70_272
+    elements = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256
+    assert cost["qkv"].flops == 61 * 8 * 2 * elements and cost["qkv"].weights == 61 * 2 * elements
+    prompt = count_rows(shape, [Row(1000, 1000)])
+    cost = latent.cost(step_cost(shape, [(1000, 1000)]), shape, prompt).ops
+    triangle = 128 * 1000 * 1001 // 2
+    assert cost["attention"].flops == 60 * triangle * (2 * (192 + 128) + 5) + pairs * (2 * (512 + 64 + 512) + 5)
+    both = count_rows(shape, [*decode_rows(8, 999), Row(1000, 1000)])
+    assert both.few_pairs == 8 * 1000 and both.full.pairs == 8 * 1000 + 1000 * 1001 // 2
+    sharded = replace(made, ranks=8).shape
+    eighth = latent.cost(step_cost(sharded, [(1, 1000)] * 8), sharded, decode).ops
+    assert eighth["attention"].kv_read == 61 * 8 * 1000 * 576 * 2        # not divided …
+    assert eighth["attention"].flops * 8 == 61 * 8 * pairs * (2 * (512 + 64) + 2 * 512 + 5)              # … as the heads are
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_a_mixture_reads_the_experts_that_are_visited(batch: int) -> None:
+    visited = 8 * (1 - (1 - 2 / 8) ** batch)
+    assert Experts(8, 2).visited(batch) == pytest.approx(visited)
+    made = setup("mixtral-8x7b")
+    counts = count_rows(made.shape, decode_rows(batch, 512))
+    steps = gather(made.shape, [counts], made.model)
+    dense = gather(made.shape, [counts])
+    places = [PRODUCTS.index(name) for name in ("gate_up", "down")]
+    one = 2 * 14336 * 4096, 14336 * 4096                 # elements of one expert's matrices in a layer
+    for place, elements, router in zip(places, one, (8 * 4096, 0), strict=True):
+        assert steps.product_flops[0, place] == 32 * batch * 2 * (2 * elements + router)
+        moved = dense.product_bytes[0, place] - 32 * elements * 2        # of activations, once …
+        assert steps.product_bytes[0, place] == pytest.approx(32 * 2 * (elements * visited + router) + 2 * moved)    # … and twice
+
+
+def test_mixtures_beside_dense_models() -> None:
     mixture, dense = setup("mixtral-8x7b"), setup("mistral-7b")
     few, many = (decode_seconds(mixture, batch, 512) / decode_seconds(dense, batch, 512) for batch in (1, 64))
     assert 1.5 < few < 2.2 < many                        # two experts of eight at batch 1, all of them at 64
-    assert mixture.model.active_parameters / 1e9 == pytest.approx(12.88, abs=0.01)
-    assert textbook(mixture, 1024).tok_s == pytest.approx(4.8e12 / (2 * mixture.model.active_parameters))
-    assert 1 / decode_seconds(mixture, 1, 512) < textbook(mixture, 1024).tok_s
+    # A prompt computes with the active parameters: 37.55 G against 70.55.
+    huge, large = (setup(name, ranks=8, weights="fp8") for name in ("deepseek-v3", "llama-3.1-70b"))
+    assert 0.4 < prefill_seconds(huge, 8192) / prefill_seconds(large, 8192) < 0.9
+    assert compute_limited_batch(mixture) == pytest.approx(4 * compute_limited_batch(dense), abs=4)
+
+
+def test_what_the_engine_does_not_run_is_planned_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "deepseek-r1", "--gpu", "H200", "--count", "8", "--weights", "fp8"]) == 0
+    said = capsys.readouterr().out
+    assert "671.03 G parameters (37.55 G of them for a token)" in said and "KV 68.6 KiB a token" in said
+    assert "a mixture of experts and latent attention: planned" in said and "this engine does not yet" in said
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200"]) == 0
+    assert "does not yet" not in capsys.readouterr().out
 
 
 # ── at work ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -437,11 +524,18 @@ def test_the_host_is_measured_apart() -> None:
     assert found["host_s"] + 1024 * found["host_row_s"] == pytest.approx(measured)
 
 
+@functools.cache
+def checked(path: Path) -> list[Checked]:
+    """As the command does it."""
+    fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
+    record = read_record(path, preset_lengths())
+    return check(replace(record, name=path.stem.removeprefix("offline-")), path.name in fitted_on)
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_predictions_hold_against_the_records(path: Path) -> None:
     """TPOT and throughput within 15 % of what was measured; what was fitted much closer."""
-    fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
-    found = check(read_record(path, preset_lengths()), path.name in fitted_on)
+    found = checked(path)
     assert found
     for each in found:
         if each.fitted:
@@ -449,6 +543,25 @@ def test_predictions_hold_against_the_records(path: Path) -> None:
         elif each.figure in ("TPOT", "output tok/s"):
             assert abs(each.error) <= BAR, each
     assert "| llama" in check_text(found, markdown=True) or "qwen" in check_text(found)
+
+
+def test_the_page_has_the_table_of_the_records() -> None:
+    """`ridgeline plan --check benchmarks/h200/offline-*.json --into docs/plan.md` makes it so."""
+    page = (ROOT / "docs/plan.md").read_text()
+    found = [figure for path in RECORDS for figure in checked(path)]
+    assert put_into(page, found) == page
+    assert put_into(page.replace("| fitted |", "| |"), found) == page    # whatever the old one was
+
+
+def test_the_command_puts_the_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    smallest = min(RECORDS, key=lambda path: path.stat().st_size)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{check_text(checked(RECORDS[0]), markdown=True)}\n\nafter\n")
+    assert main(["plan", "--check", str(smallest), "--into", str(page)]) == 0
+    assert page.read_text() == f"before\n\n{check_text(checked(smallest), markdown=True)}\n\nafter\n"
+    page.write_text("no table\n")
+    assert main(["plan", "--check", str(smallest), "--into", str(page)]) == 2
+    assert "has no table that begins with" in capsys.readouterr().err and page.read_text() == "no table\n"
 
 
 def test_a_record_of_a_server_is_checked_by_littles_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,13 +574,31 @@ def test_a_record_of_a_server_is_checked_by_littles_law(tmp_path: Path, capsys: 
     }  # fmt: skip
     path = tmp_path / "serve.json"
     points = [{"setting": {"concurrency": 20}, "figures": figures}]
-    path.write_text(json.dumps({"benchmark": "serve", "figures": {"points": points}}))
+    record = {"benchmark": "serve", "workload": {"model": "Llama-3.1-8B-Instruct"}, "figures": {"points": points}}
+    path.write_text(json.dumps(record))
     assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["figure"] for each in found] == ["TPOT", "output tok/s"] and found[0]["workload"] == "concurrency 20"
     assert max(abs(each["error"]) for each in found) < 0.01
     assert main(["plan", "--check", str(path)]) == 2
     assert "needs a MODEL and a --gpu" in capsys.readouterr().err
+    # A server of another model would be held against this one's prediction.
+    assert main(["plan", "llama-3.2-1b", "--gpu", "H200", "--check", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "measured on a server of 'Llama-3.1-8B-Instruct', and the plan is of llama-3.2-1b" in error and error.count("\n") == 1
+    path.write_text(json.dumps(record | {"workload": {"model": "chat"}}))
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", str(path)]) == 2
+    assert "--served-as chat" in capsys.readouterr().err
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", str(path), "--served-as", "chat"]) == 0
+
+
+@pytest.mark.parametrize(("model", "served", "same"), [
+    ("llama-3.1-8b", "meta-llama/Meta-Llama-3.1-8B-Instruct", True), ("llama-3.1-8b", "llama-3.1-8b-FP8", True),
+    ("llama-3.2-1b", "Llama-3.2-11B-Vision", False), ("deepseek-v2", "DeepSeek-V2-Lite-Chat", False),
+    ("deepseek-v2-lite", "DeepSeek-V2-Lite-Chat", True), ("llama-3.1-8b", "mine", False),
+])  # fmt: skip
+def test_a_servers_name_of_a_model(model: str, served: str, same: bool) -> None:
+    assert is_same_model(find_model(model), served) is same
 
 
 def test_records_that_cannot_be_checked_are_refused(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def last_slot_repeated(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
 def tokens_of_neighbours(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
     """Decodes take their last token from the wrong row."""
     if len(batch.tokens) == len(plan.rows):
-        batch.tokens = batch.tokens.flip(0)
+        batch.last_rows = batch.last_rows.flip(0)
 
 
 def lost_token(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:

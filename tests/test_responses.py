@@ -101,7 +101,6 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize(("body", "words"), [
     ({"previous_response_id": "resp_1"}, "previous_response_id: no response is stored here; send the whole conversation"),
-    ({"store": True}, "store: no response is stored here"),
     ({"background": True}, "background is not supported"),
     ({"truncation": "auto"}, "truncation must be 'disabled'"),
     ({"include": ["file_search_call.results"]}, "include: 'file_search_call.results' is not supported"),

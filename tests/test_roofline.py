@@ -157,6 +157,16 @@ def test_new_peaks_begin_anew_and_a_step_that_beats_them_is_told() -> None:
     assert made.beaten
 
 
+def test_a_host_that_was_late_beats_nothing() -> None:
+    """It took the step before in late, and so sees only a part of a step that took 4 ms on the device."""
+    made = StepRecorder(LLAMA_8B, "bfloat16")
+    made.use(H200)
+    made.planned(plan(decode(1, 1000)))
+    made.took(result(decode(1, 1000), 0.004), 0, False)  # at once: the host's clock has microseconds for it
+    made.fold()
+    assert made.sums["decode"].device < 0.002 and not made.beaten
+
+
 def test_what_recording_costs() -> None:
     """A few microseconds a step, with a report every 100 steps; best of several: others run here too."""
     made = StepRecorder(LLAMA_8B, "bfloat16")

@@ -662,6 +662,28 @@ def test_triton_fails_broken_rows_alone() -> None:
 
 @runs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("allowed", [0.5, 0.02])             # of the words: most tiles have none
+@pytest.mark.usefixtures("tiny_tiles")
+def test_triton_chooses_under_masks(dtype: torch.dtype, allowed: float) -> None:
+    """As if what the mask does not allow were not there; a row that it leaves nothing, and broken ones, fail."""
+    source = torch.Generator().manual_seed(0)
+    logits = step_logits(5, 7, quantised=True).to(dtype)
+    logits[1], logits[2, 77], logits[3, 5], logits[4, 149] = -math.inf, math.nan, math.inf, math.nan
+    width = -(-logits.shape[1] // 32)
+    words = torch.randint(-(2**31), 2**31, (7, width), generator=source) * (torch.rand(7, width, generator=source) < allowed)
+    words[0] = words[6] = 0
+    words[2:5], words[6, 3] = 1, 1 << 4                      # neither of the broken ones may be said; one id in the last row
+    words = words.to(torch.int32)
+    for temperature in ([0, 1, 1, 0, 1, 0, 1], [1, 1, 0, 1, 0, 1, 0]):
+        how = choices(7, seed=np.arange(7) + 3, index=np.arange(7), temperature=temperature)
+        tokens, failed = ops.sample_on_gpu(logits.to(DEVICE), how, words.to(DEVICE))
+        expected, broken = ops.sample_reference(logits, how, words)
+        assert tokens.tolist() == expected.tolist() and int(tokens[6]) == 100
+        assert failed.tolist() == broken.tolist() and failed.tolist()[:5] == [True] * 5 and not failed[6]
+
+
+@runs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [True, False])
 def test_triton_masks_hide_no_broken_row(dtype: torch.dtype, masked: bool) -> None:
     logits = step_logits(5, 7).to(dtype)

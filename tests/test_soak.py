@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from served_model import write_model
@@ -18,7 +19,8 @@ from served_model import write_model
 from ridgeline.__main__ import main
 from ridgeline.bench import leaks
 from ridgeline.bench.leaks import FAIL, OPEN, PASS, Quiet, Slope, judge, quantile, slope
-from ridgeline.bench.soak import FRONT_END, early_and_late, processes
+from ridgeline.bench.soak import FRONT_END, Soak, early_and_late, processes
+from ridgeline.bench.target import UNKNOWN_QUALITY
 from ridgeline.bench.traffic import Timed, Traffic, Wrong
 
 MB = 1e6
@@ -208,6 +210,27 @@ def test_an_address_without_a_process_is_refused(capsys: pytest.CaptureFixture[s
     assert "--url and --pid need each other" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("answer", "quality"), [
+    ({"timings": {"techniques": ["overlap", "fp8 KV"]}}, "fp8 KV"), ({"timings": {"techniques": ["overlap"]}}, "exact"),
+    ({}, UNKNOWN_QUALITY), (None, UNKNOWN_QUALITY),
+])  # fmt: skip
+def test_the_record_has_the_servers_own_quality(answer: dict[str, Any] | None, quality: str) -> None:
+    """None: a server that does not know the field."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps({"error": {"message": "no"}} if answer is None else answer).encode()
+        writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (400 if answer is None else 200, len(body)) + body)
+        writer.close()
+
+    async def ask() -> str:
+        async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+            soak = Soak("", 0, 1, 1.0, 0, traffic=[Traffic("127.0.0.1", server.sockets[0].getsockname()[1], 0)])
+            return await soak._learn_quality()
+
+    assert asyncio.run(ask()) == quality
+
+
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Twenty seconds say nothing about memory, but everything about what is left behind."""
@@ -216,7 +239,9 @@ def test_a_short_soak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     options = ["load_format=dummy", "num_gpu_blocks_override=200", "max_model_len=512", "dtype=float32"]
     how = ["--minutes", "0.35", "--clients", "4", "--period", "0.2", "--out", str(out)]
     main(["bench", "soak", str(model), *how, "--set", *options])
-    figures = json.loads(out.read_text())["figures"]
+    made = json.loads(out.read_text())
+    figures = made["figures"]
+    assert made["quality"] == "exact"
     assert not figures["errors"], figures["errors"]
     assert set(figures["sent"]) == set(Traffic("", 0, 0).kinds)
     assert {"front end", "engine", "grammar compiler"} <= set(figures["memory_mb_per_h"])

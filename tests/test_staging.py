@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ridgeline.cache.manager import KVManager
 from ridgeline.graph_shapes import GraphShapes, Shape
 from ridgeline.kv_spec import KVGroupSpec
-from ridgeline.messages import RowAdded, StepPlan, Want
+from ridgeline.layers.batch import Batch, GroupBatch
+from ridgeline.messages import Request, RowAdded, StepPlan, StepResult, Want
 from ridgeline.ops import attention_tma
 from ridgeline.ops.paged_attention import _partial_floats, prefix_shares
 from ridgeline.runner import rows as module
@@ -20,6 +22,7 @@ from ridgeline.runner import shared_prefix
 from ridgeline.runner.rows import DeviceRows
 from ridgeline.runner.warm_up import warm_up
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 
 NONE = np.zeros(0, np.int32)
 
@@ -43,8 +46,14 @@ class Counted:
         assert self.used <= self.room, f"{self.used} bytes are put where {self.room} fit"
         return torch.empty(values.shape, dtype=getattr(torch, str(values.dtype)), device="meta")
 
+    def skip_to(self, place: int) -> None:
+        self.used = place
+
     def send(self) -> None:
         """Nowhere."""
+
+    def send_at_once(self) -> None:
+        self.begin()
 
 
 class Device:
@@ -128,7 +137,7 @@ def test_the_largest_steps_fit(
 def test_steps_of_a_shape_put_the_same_things_at_the_same_places(
     monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...], deterministic: bool
 ) -> None:
-    """All but the last five, which no graph reads: picks, decodes and their places, changes of the tables."""
+    """All but the last five, which no graph reads: picks, single tokens and their rows, changes of the tables."""
     device = Device(monkeypatch, 32, 512, windows=windows, deterministic=deterministic)
     for shape, steps in {
         Shape(16): [[1] * 16, [1] * 9],
@@ -145,6 +154,130 @@ def test_steps_of_a_shape_put_the_same_things_at_the_same_places(
                 found.setdefault(key, []).append((device.staging.places[:-5], shapes))
         for alike in found.values():
             assert all(each == alike[0] for each in alike)
+
+
+class Copied(DeviceRows):
+    """Rows whose device is a memory of its own on the host, so that it can be looked at."""
+
+    def __init__(self, groups: list[KVGroupSpec], max_rows: int, deterministic: bool) -> None:
+        super().__init__(groups, max_rows, 400, 64, 1, torch.device("meta"), 8, True, deterministic)
+        self.last_token = torch.zeros_like(self.last_token, device="cpu")
+        self._device_tables = torch.zeros_like(self._device_tables, device="cpu")
+        self._flat_tables = self._device_tables.view(-1)
+        self._ones = torch.arange(max_rows + 1, dtype=torch.int32)
+        device = self._staging._device
+        assert device is not None
+        self._staging._device = torch.zeros_like(device, device="cpu")
+
+    def seen(self, batch: Batch, shares: bool) -> dict[str, Any]:
+        """Everything that a forward pass reads."""
+        names = (
+            "positions", "query_start", "kv_len", "logits_index", "sample_rows", "device_picks", "last_rows", "table_rows",
+            "query_tiles",
+        )  # fmt: skip
+        found: dict[str, Any] = {name: getattr(batch, name) for name in names}
+        for number, group in enumerate(batch.groups):
+            found[f"slots {number}"] = group.slots
+            if group.prefix is not None:
+                found |= {f"prefix {number} {name}": getattr(group.prefix, name) for name in group.prefix.__slots__}
+            if shares and group.shares is not None:
+                found |= {f"share {number} {name}": getattr(group.shares, name) for name in group.shares.__slots__}
+        found = {name: None if each is None else each.tolist() for name, each in found.items()}
+        tables = self._device_tables[:, : self.max_rows].tolist()
+        return found | {"picks": batch.picks.tolist(), "tables": tables}
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 24)])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_that_go_on_are_as_if_packed(
+    monkeypatch: pytest.MonkeyPatch, padded: bool, deterministic: bool, windows: tuple[int | None, ...]
+) -> None:
+    """Two devices obey the same plans; one packs every step, the other only those in which something else happens."""
+    monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
+    groups = [KVGroupSpec((layer,), window, 4, 2, 64) for layer, window in enumerate(windows)]
+    scheduler = Scheduler(SchedulerLimits(6, 64, 400), KVManager(groups, 900))
+    packs, goes_on = Copied(groups, 6, deterministic), Copied(groups, 6, deterministic)
+    shapes = GraphShapes(6, 64)
+    rng, asked, advanced, key = np.random.default_rng(0), 0, 0, b""
+    while asked < 9 or scheduler.has_work:
+        if asked < 9 and rng.random() < 0.02 + 0.5 * (asked < 4):
+            tokens = [7] * 9 + rng.integers(0, 50, rng.integers(1, 12)).tolist()
+            scheduler.add(Request(str(asked), tokens, SamplingParams(max_tokens=int(rng.integers(1, 110)))))
+            asked += 1
+        plan = scheduler.schedule()
+        if not len(plan.rows):
+            continue
+        decodes = int((plan.num_tokens == 1).sum()) if plan.total_tokens == len(plan.rows) else 0
+        shape = shapes.fit(decodes, 0, 0) if padded and decodes else None
+        before, key = key, plan.rows.tobytes() + plan.num_tokens.tobytes()
+        same = key == before and not plan.added
+        packs.apply(plan)
+        goes_on.apply(plan)
+        expected = packs.seen(packs.pack(plan, shape), shares=deterministic)
+        batch = goes_on.advance() if same else None
+        advanced += batch is not None
+        batch = batch or goes_on.pack(plan, shape)
+        assert goes_on.seen(batch, shares=deterministic) == expected
+        np.testing.assert_array_equal(goes_on.length, packs.length)
+        for group, window in zip(batch.groups, windows, strict=True):
+            check_shares(group, batch.kv_len.tolist() if decodes else [], window)
+        ones = np.ones(len(plan.rows), np.int32)
+        samples = plan.want & np.int8(Want.TOKEN)
+        scheduler.update(StepResult(plan.step, ones[:, None] * 3, samples.astype(np.int32), packs.length[plan.rows]))
+    assert advanced > 150 and any(each.steps for each in goes_on.prefixes) != deterministic
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 24)])
+def test_a_single_prompt_is_as_if_packed_with_others(monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]) -> None:
+    monkeypatch.setattr(attention_tma, "wants_tiles", lambda *model: True)
+    groups = [KVGroupSpec((layer,), window, 4, 2, 64) for layer, window in enumerate(windows)]
+    packs, knows = Copied(groups, 6, deterministic=False), Copied(groups, 6, deterministic=False)
+    rng, shape = np.random.default_rng(1), Shape(0, 1, 64)
+    for step in range(12):
+        row, past, count = int(rng.integers(0, 6)), int(rng.integers(0, 40)), int(rng.integers(2, 64))
+        blocks = [rng.integers(1, 800, -(-(past + count) // 4)).astype(np.int32) for _ in groups]
+        added = RowAdded(row, rng.integers(0, 99, past + count).astype(np.int32), past + count, past, blocks, SamplingParams(), 0)
+        plan = StepPlan(
+            step, NONE, [added], NONE.reshape(0, 4), np.array([row], np.int32), np.array([count], np.int32), np.ones(1, np.int8)
+        )
+        packs._prompts.clear()
+        batches = []
+        for rows in (packs, knows):
+            rows.apply(plan)
+            batches.append(rows.pack(plan, shape))
+        expected, found = (rows.seen(batch, True) for rows, batch in zip((packs, knows), batches, strict=True))
+        assert found == expected
+        assert batches[1].tokens.tolist() == batches[0].tokens.tolist()
+        assert batches[1].tokens[:count].tolist() == added.token_ids[past:].tolist()
+        np.testing.assert_array_equal(packs.length, knows.length)
+        last = [each.sampled for each in batches]
+        assert last[0] is not None and last[1] is not None
+        assert packs.seen(last[0], True) == knows.seen(last[1], True)
+
+
+def test_prompt_tokens_that_come_one_by_one_are_packed() -> None:
+    """They are the host's, each another one."""
+    rows = Copied([KVGroupSpec((0,), None, 4, 2, 64)], 2, deterministic=False)
+    one, nothing = np.ones(1, np.int32), np.zeros(1, np.int8)
+    added = [RowAdded(0, np.array([5, 6, 7], np.int32), 3, 0, [one], SamplingParams(), 0)]
+    for position in range(3):
+        plan = StepPlan(position, NONE, added, NONE.reshape(0, 4), one - 1, one, nothing)
+        rows.apply(plan)
+        added = []
+        assert rows.advance() is None
+        batch = rows.pack(plan, Shape(1))
+        assert (rows.last_token[0], batch.positions.tolist()) == (5 + position, [position])
+
+
+def check_shares(group: GroupBatch, lengths: list[int], window: int | None) -> None:
+    """Every share of every row that there is by now has a place in the list."""
+    for row, length in enumerate(lengths):
+        assert group.shares is not None
+        prefix = 0 if group.prefix is None else int(group.prefix.prefix_len[row])
+        read = length - prefix if window is None else min(length, window)
+        used, first = max(1, -(-read // int(group.shares.size[row]))), int(group.shares.first_item[row])
+        assert group.shares.item_row[first : first + used].tolist() == [row] * used
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (32, 8), (64, 64), (128, 1)])

@@ -310,7 +310,8 @@ def test_the_grammar_compiler_takes_our_schemas(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        ("{{ m }}", None),
+        ("{{ m }}", "hermes"),                        # told in plain text
+        ("{% for t in tools %}{{ t }}{% endfor %}", None),
         ("… <tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}\n</tool_call>", "hermes"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<|start_header_id|> {{ '<|python_tag|>' }}", "llama3_json"),
@@ -357,7 +358,7 @@ def test_strict_tools_are_kept_to_their_schemas_where_calls_are_free() -> None:
     made = reading(use, params, ServerOptions(), vocabulary)
     assert made.format == "hermes" and made.reasoning and params.structured_outputs is not None
     tag = json.loads(str(params.structured_outputs.structural_tag))
-    assert [each["schema"] for each in tag["structures"]] == [REFERRING, {"type": "object"}]
+    assert [each["schema"] for each in tag["structures"]] == [REFERRING | {"additionalProperties": False}, {"type": "object"}]
     text = "Hm.\n" + "".join(each["begin"] + "{}" + each["end"] for each in tag["structures"])
     assert read(HERMES, [text]) == ("Hm.", "", [("f", "{}"), ("g", "{}")])   # what it may write is what is read
     pytest.importorskip("llguidance")
@@ -418,7 +419,7 @@ def test_reasoning_may_end_with_a_special_token(inside: bool) -> None:
 
 
 def test_tools_that_could_not_be_read_are_refused() -> None:
-    vocabulary: Any = Vocabulary("{{ m }}")
+    vocabulary: Any = Vocabulary("{{ tools }}")
     use = tool_use([tool()], None, True)
     with pytest.raises(BadRequest, match="--tool-call-parser"):
         reading(use, SamplingParams(), ServerOptions(), vocabulary)

@@ -278,6 +278,7 @@ SAMPLING_TYPES = {
     "tile_best_ptr": "*fp32", "tile_weight_ptr": "*fp32", "leaders_ptr": "*i32", "scores_ptr": "*fp64",
     "listed_ptr": "*i32", "values_ptr": "*fp32", "ids_ptr": "*i32", "logprobs_ptr": "*fp32", "ranks_ptr": "*i64",
     "top_ids_ptr": "*i64", "top_logprobs_ptr": "*fp32", "tile_sum_ptr": "*fp32", "tile_before_ptr": "*i32",
+    "mask_ptr": "*i32", "mask_stride": "i32",
 }  # fmt: skip
 
 
@@ -315,24 +316,24 @@ def compile_with_helpers(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("kernel", ["best", "best-filtered", "select", "race", "finish"])
+@pytest.mark.parametrize("kernel", ["best", "best-filtered", "best-masked", "select", "race", "race-masked", "finish"])
 def test_sampling_compiles(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    filtered = kernel == "best-filtered"
+    filtered, masked = kernel == "best-filtered", kernel.endswith("-masked")
     constants = {
         "best": {
             "TILE": 8192, "GROUP": 64, "EMPTY_KEY": sample_triton.EMPTY_KEY, "HAS_ROWS": not filtered,
-            "RANDOM": filtered, "FILTERED": filtered, "LOWEST": sample_triton.LOWEST,
+            "RANDOM": filtered or masked, "FILTERED": filtered, "MASKED": masked, "LOWEST": sample_triton.LOWEST,
         },
         "select": {
             "TILES": 16, "GROUPS": 2048, "GROUP": 64, "CANDIDATES": 1024, "FEW": 128, "PAIRS": 4096, "AT_ONCE": 16,
             "TILES_ROUND": 16, "GROUPS_ROUND": 2048, "LOWEST": sample_triton.LOWEST,
         },
-        "race": {"TILE": 1024, "SPAN": 8, "PROGRAMS": 128},
+        "race": {"TILE": 1024, "SPAN": 8, "PROGRAMS": 128, "MASKED": masked},
         "finish": {"TILE": 4096, "SCAN": 16384},
     }[kernel.split("-")[0]]  # fmt: skip
     types = SAMPLING_TYPES | {"logits_ptr": f"*{dtype}"}
     helpers = (
-        "_larger", "ordered_key", "ordered_value", "_noise", "_race_tile", "_lower_bound", "_race_few", "_race_many",
+        "_larger", "_masked", "ordered_key", "ordered_value", "_noise", "_race_tile", "_lower_bound", "_race_few", "_race_many",
         "_highest_key", "_before",
     )  # fmt: skip
     name = f"_{kernel.split('-')[0]}_kernel"

@@ -2,7 +2,8 @@
 
 Figures are matched by their name and their setting; which way is better is known by the name (`directions.py`). A figure
 has got worse when its median is worse by more than the limit and, where both records tell P10 and P90, when the two
-ranges do not overlap: what lies inside the noise of both is no finding. Exit code 1 on a regression.
+ranges do not overlap: what lies inside the noise of both is no finding. Exit code 1 on a regression, and where the second
+record lacks a figure that the first has: a row that was not measured may be the one that got worse.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from ridgeline.bench import table
 from ridgeline.bench.directions import HIGHER, better
+from ridgeline.bench.sweep import parse_share
 from ridgeline.errors import ConfigError
 
 # Fields by which rows of a list are told apart; a list whose rows have none is not compared.
@@ -71,12 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", metavar="B", help="a record of the same benchmark")
     parser.add_argument("--max-regression", default="3%", help="how much worse a median may be, as 3%% or 0.03 (default: 3%%)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="judge only figures whose name holds one of these")
+    parser.add_argument("--allow-missing", action="store_true", help="figures that only A has are mentioned and do not fail it")
     parser.add_argument("--all", action="store_true", help="show what did not change, too")
     table.add_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    limit = parse_share(args.max_regression)
+    limit = parse_share(args.max_regression, "--max-regression")
     before, after = read(args.before), read(args.after)
     check_same(before, after)
     changes, missing = compare(before, after, limit, args.only)
@@ -86,10 +89,12 @@ def run(args: argparse.Namespace) -> int:
     shown = changes if args.all else [change for change in changes if change.verdict != "same"]
     order = {"worse": 0, "better": 1, "noise": 2, "same": 3}
     rows = [row(change) for change in sorted(shown, key=lambda change: (order[change.verdict], -abs(change.worse_by)))]
-    made = {"limit": limit, "compared": len(changes), "regressions": len(worse), "missing": missing, "changes": rows}
+    passed = not worse and (args.allow_missing or not missing)
+    made = {"limit": limit, "compared": len(changes), "regressions": len(worse), "missing": missing, "passed": passed,
+            "changes": rows}  # fmt: skip
     if args.format != "md":
         print(table.rendered(rows, args.format, made))
-        return 1 if worse else 0
+        return 0 if passed else 1
     for line in differences(before, after):
         print(line)
     if rows:
@@ -100,17 +105,9 @@ def run(args: argparse.Namespace) -> int:
         f"no regression: none of {len(changes)} figures got worse by more than {limit:.1%} beyond its noise"
     )
     print(said)
-    return 1 if worse else 0
-
-
-def parse_share(text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise ConfigError(f"--max-regression must be a share such as 3% or 0.03, got {text!r}")
-    return share
+    if missing and not args.allow_missing:
+        print(f"{len(missing)} figures of {args.before} are missing in {args.after}: measure them, or say --allow-missing")
+    return 0 if passed else 1
 
 
 def read(path: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ridgeline.bench.what_if import Speeds, WhatIf, measured_speeds
 from ridgeline.diagnose import drill
 from ridgeline.diagnose.facts import facts_of
 from ridgeline.diagnose.live import window_of
-from ridgeline.diagnose.parts import PARTS, part_costs
+from ridgeline.diagnose.parts import PARTS, part_costs, steps_with
 from ridgeline.diagnose.patterns import find_patterns
 from ridgeline.diagnose.remedies import ranked
 from ridgeline.diagnose.slow import StepTimes
@@ -106,7 +106,7 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     rates = peaks.read_bytes_s, peaks.rate(config.dtype)
     tokens = sum(step.tokens for step in before.log.times)
     facts = facts_of(
-        [trace], part_costs(costs, *rates), profiler_seconds(before.log, profiled, overhead),
+        [trace], part_costs(costs, *rates, steps_with(trace.work, steps)), profiler_seconds(before.log, profiled, overhead),
         [step.kept for step in profiled.times], flops_s=rates[1], read_bytes_s=rates[0], preemptions=preemptions,
         recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log),
         lost=1 - kept_part(before.log),

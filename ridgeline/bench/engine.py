@@ -22,7 +22,6 @@ from ridgeline.runner.worker import device_facts
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.techniques import TECHNIQUES
 
-
 EXACT = "exact"                      # the quality of a record in which nothing was on that may change answers
 
 

@@ -93,11 +93,15 @@ def run(args: argparse.Namespace) -> None:
 
 def line(requests: int, temperature: float, made: dict[str, Any]) -> str:
     free, constrained = made["free"], made["constrained"]
+
+    def step(of: dict[str, Any]) -> str:
+        parts = ("plan", "launch", "wait", "update", "mask", "sample")
+        return ", ".join(f"{part} {of[f'{part}_ms']['median']:.2f}" for part in parts if f"{part}_ms" in of)
+
     return (
         f"{requests} requests at temperature {temperature:g}: {free['tok_s']['median']:.0f} tok/s, with a grammar "
-        f"{constrained['tok_s']['median']:.0f} ({made['cost']:+.1%}); a step takes {free['step_ms']:.3f} ms, and "
-        f"{constrained['step_ms']:.3f}, of it {constrained['mask_ms']:.3f} for masks, {constrained['wait_ms']:.3f} waiting "
-        f"for the device ({free['wait_ms']:.3f} without)"
+        f"{constrained['tok_s']['median']:.0f} ({made['cost']:+.1%}); medians of a step's parts on the host, ms: "
+        f"{step(free)}; with a grammar: {step(constrained)}"
     )
 
 
@@ -146,13 +150,15 @@ def masks_alone(vocabulary: GrammarVocabulary, numbers: list[int]) -> dict[str, 
 
 
 @contextmanager
-def stopwatches(core: EngineCore) -> Iterator[dict[str, float]]:
-    """Seconds that the host spends in the parts of a step, for as long as this lasts."""
-    spent: dict[str, float] = defaultdict(float)
-    parts = {
+def stopwatches(core: EngineCore) -> Iterator[dict[str, list[float]]]:
+    """Seconds of each call of the parts of a step on the host, for as long as this lasts."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    parts: dict[str, tuple[Any, str]] = {
         "plan": (core.scheduler, "schedule"), "launch": (core.executor, "submit"), "sample": (core.executor, "sample"),
-        "wait": (core.executor, "collect"), "update": (core.scheduler, "update"),
+        "wait": (core.executor, "collect"), "update": (core.scheduler, "update"), "step": (core, "step"),
     }  # fmt: skip
+    if core.grammars.has_masks:
+        parts["mask"] = (core.grammars.masks, "fill")
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -160,7 +166,7 @@ def stopwatches(core: EngineCore) -> Iterator[dict[str, float]]:
             try:
                 return function(*given)
             finally:
-                spent[name] += time.perf_counter() - started
+                spent[name].append(time.perf_counter() - started)
 
         return call
 
@@ -179,22 +185,22 @@ def in_the_engine(engine: Engine, requests: int, tokens: int, repeats: int, temp
     core, vocab_size = engine.core, engine.config.model.vocab_size
     made: dict[str, Any] = {}
     rates: dict[str, list[float]] = {"free": [], "constrained": []}
-    spent: dict[str, dict[str, float]] = {name: defaultdict(float) for name in rates}
+    spent: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in rates}
     for repeat in range(-1, repeats):                    # the first is warm-up
         for name, asked in (("free", None), ("constrained", ASKED)):
             rng = random.Random(repeat)
             prompts = [([rng.randrange(vocab_size) for _ in range(PROMPT)], tokens) for _ in range(requests)]
-            masked = core.grammars.masks.seconds if repeat >= 0 else 0.0
             with stopwatches(core) as parts:
                 result = engine.serve(prompts, temperature=temperature, seed=repeat, structured_outputs=asked)
             engine.settle()
             if repeat >= 0:
                 rates[name].append(result.tokens / result.seconds)
-                for part, seconds in (parts | {"step": result.seconds, "mask": core.grammars.masks.seconds - masked}).items():
-                    spent[name][part] += seconds
+                for part, seconds in parts.items():
+                    spent[name][part] += [1e3 * each for each in seconds]
     for name, values in rates.items():
-        per_step = {f"{key}_ms": 1e3 * value / (repeats * tokens) for key, value in spent[name].items()}
-        made[name] = {"tok_s": percentiles(values)} | per_step
+        # Of steps, not their mean: the first of a batch computes prompts, and one that records a graph takes as long as all.
+        per_step = {f"{part}_ms": percentiles(times) for part, times in spent[name].items()}
+        made[name] = {"tok_s": percentiles(values), "rates": [round(value) for value in values]} | per_step
     made["cost"] = made["free"]["tok_s"]["median"] / made["constrained"]["tok_s"]["median"] - 1
     made["us_per_mask"] = 1e6 * core.grammars.masks.seconds / max(1, core.grammars.masks.filled)
     return made

@@ -1,7 +1,8 @@
 """`ridgeline bench host`: what the host spends per step and per token, without any model.
 
 Planning a decode step (schedule), packing it (apply and pack), taking in its result (update) and recording it, at several
-numbers of running requests; and how fast text becomes tokens and tokens text.
+numbers of running requests; and how fast text becomes tokens and tokens text. Where there is a GPU, rows are packed for it, as
+the runner does; nothing computes on it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 
 from ridgeline import embedded
+from ridgeline.bench.device_log import gpu_facts
+from ridgeline.bench.peaks import device_kind
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.cache.manager import KVManager
 from ridgeline.diagnose.cost import DecoderShape
@@ -25,6 +28,8 @@ from ridgeline.diagnose.peaks import MachinePeaks
 from ridgeline.diagnose.steps import StepRecorder
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.errors import ConfigError
+from ridgeline.graph_shapes import Shape
 from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.messages import Request, StepPlan, StepResult
 from ridgeline.runner.rows import DeviceRows
@@ -33,6 +38,7 @@ from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE, PROMPT, ANSWER = 16, 100, 1000
 REPORT_STEPS = 100                   # half a second of steps of 5 ms
+_WARM_STEPS = 10                     # that do not count
 RECORDED = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256)
 
 
@@ -43,30 +49,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.steps < REPORT_STEPS or args.steps > ANSWER - 2 * _WARM_STEPS or min(args.running) < 1:
+        raise ConfigError(f"--steps must be between {REPORT_STEPS} and {ANSWER - 2 * _WARM_STEPS}, and --running above 0; got "
+                          f"{args.steps} and {', '.join(map(str, args.running))}")  # fmt: skip
+    device = device_kind({})
     figures: dict[str, Any] = {}
     for running in args.running:
-        figures[f"running_{running}"] = times = host_step(running, args.steps)
+        figures[f"running_{running}"] = times = host_step(running, args.steps, device)
         print(
             f"{running:6d} running: plan {times['plan_ms']['median']:.3f} ms "
             f"+ pack {times['pack_ms']['median']:.3f} ms "
             f"= {times['plan_and_pack_ms']['median']:.3f} ms, update {times['update_ms']['median']:.3f} ms, "
             f"record {times['record_ms']['median']:.4f} + {times['report_ms']['median']:.4f} ms ({times['record_share']:.1%})"
         )
-    figures["text"] = text = text_rates(embedded.require())
-    print(
-        f"  tokenise {text['encode_tokens_per_s']:,.0f} tokens/s   "
-        f"detokenise, streamed {text['stream_tokens_per_s']:,.0f} tokens/s"
-    )
-    finish(record("host", {"running": args.running, "steps": args.steps, "prompt": PROMPT}, figures), args.out)
+    if (model := embedded.find()) is None:
+        print("  text was not measured: the embedded model, whose tokenizer it would be, is not on this machine")
+    else:
+        figures["text"] = text = text_rates(model)
+        print(
+            f"  tokenise {text['encode_tokens_per_s']:,.0f} tokens/s   "
+            f"detokenise, streamed {text['stream_tokens_per_s']:,.0f} tokens/s"
+        )
+    workload = {"running": args.running, "steps": args.steps, "prompt": PROMPT, "device": device}
+    finish(record("host", workload, figures, gpu=gpu_facts() or None), args.out)
 
 
-def host_step(running: int, steps: int) -> dict[str, Any]:
+def host_step(running: int, steps: int, device: str = "cpu") -> dict[str, Any]:
     """Times of a steady decode step with that many rows, in milliseconds."""
-    groups = [KVGroupSpec((0,), None, BLOCK_SIZE, 1, 1)]
+    groups = [KVGroupSpec((0,), None, BLOCK_SIZE, RECORDED.kv_heads, RECORDED.head_dim)]
     blocks = running * -(-(PROMPT + ANSWER) // BLOCK_SIZE) + 1
     limits = SchedulerLimits(max_rows=running, max_step_tokens=running * PROMPT, max_model_len=PROMPT + ANSWER)
     scheduler = Scheduler(limits, KVManager(groups, blocks))
-    rows = DeviceRows(groups, running, limits.max_model_len, limits.max_step_tokens, 0, torch.device("cpu"))
+    on_gpu = device == "cuda"
+    rows = DeviceRows(
+        groups, running, limits.max_model_len, limits.max_step_tokens, int(on_gpu), torch.device(device), RECORDED.heads
+    )
+    packer = _Packer(rows, Shape(running) if on_gpu else None)
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     for number in range(running):
@@ -76,15 +94,15 @@ def host_step(running: int, steps: int) -> dict[str, Any]:
     recorder = StepRecorder(RECORDED, "bfloat16")
     recorder.use(MachinePeaks("any", 1e12, {"float32": 1e14, "bfloat16": 1e14}, 1e-6, ""))
     plan_ms, pack_ms, update_ms, record_ms, report_ms = [], [], [], [], []
-    for number in range(steps + 10):
+    for number in range(steps + _WARM_STEPS):
         plan, planned = _timed(scheduler.schedule)
-        _, packed = _timed(functools.partial(_pack, rows, plan))
+        _, packed = _timed(functools.partial(packer.pack, plan))
         result = _result(plan, rows)
         _, updated = _timed(functools.partial(scheduler.update, result))
         _, recorded = _timed(functools.partial(_record, recorder, plan, result))
-        if number % REPORT_STEPS == 9:
+        if number % REPORT_STEPS == _WARM_STEPS - 1:
             report_ms.append(_timed(recorder.fold)[1] / REPORT_STEPS)
-        if number >= 10:
+        if number >= _WARM_STEPS:
             record_ms.append(recorded)
             plan_ms.append(planned)
             pack_ms.append(packed)
@@ -110,9 +128,21 @@ def _record(recorder: StepRecorder, plan: StepPlan, result: StepResult) -> None:
     recorder.took(result, 0, True)
 
 
-def _pack(rows: DeviceRows, plan: StepPlan) -> None:
-    rows.apply(plan)
-    rows.pack(plan)
+class _Packer:
+    """As the runner does it: where the same rows do the same again, only what moves is packed (DeviceRows.advance)."""
+
+    def __init__(self, rows: DeviceRows, shape: Shape | None) -> None:
+        self._rows = rows
+        self._shape = shape                              # of decode steps
+        self._key: tuple[bytes, ...] = ()
+
+    @torch.inference_mode()
+    def pack(self, plan: StepPlan) -> None:
+        rows, before = self._rows, self._key
+        rows.apply(plan)
+        self._key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
+        if before != self._key or plan.added or rows.advance() is None:
+            rows.pack(plan, self._shape if plan.total_tokens == len(plan.rows) else None)
 
 
 def _result(plan: StepPlan, rows: DeviceRows) -> StepResult:

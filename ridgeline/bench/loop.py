@@ -51,9 +51,9 @@ SCENARIOS = (
 GPU_SCENARIOS = (
     Scenario("kernel by kernel", "one request, every kernel launched by the host", Load(1, 256, 96),
              {"enforce_eager": True, "max_model_len": 512}),
-    Scenario("one at a time", "eight requests, one row", Load(8, 256, 64), {"max_num_seqs": 1, "max_model_len": 512}),
+    Scenario("one at a time", "eight requests, one row", Load(8, 256, 32), {"max_num_seqs": 1, "max_model_len": 512}),
     Scenario("the same beginning", "prompts share 1,792 of 2,048 tokens, and each computes them",
-             Load(32, 2048, 16, shared=1792), {"enable_prefix_caching": False, "max_model_len": 2176}),
+             Load(16, 2048, 16, shared=1792), {"enable_prefix_caching": False, "max_model_len": 2176}),
     Scenario("too few blocks", "sixty-four rows, KV blocks for sixteen of them",
              Load(64, 512, 96), {"num_gpu_blocks_override": 16 * 38 + 1, "max_num_seqs": 64, "max_model_len": 640}),
 )  # fmt: skip
@@ -111,6 +111,9 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
     changed = Engine(model, **options | chosen["options"])
     peaks = machine_peaks(base.config.device)
     warm_up(changed, scenario.load)
+    run_load(changed, scenario.load, peaks, "warm-")
+    for engine in (base, changed):
+        engine.settle()
     pairs: list[tuple[Run, Run]] = []
     for number in range(repeats):
         before, after = (run_load(each, scenario.load, peaks, f"pair{number}-") for each in (base, changed))
@@ -121,7 +124,8 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
     changed.close()
     first, then = (_figures([pair[place] for pair in pairs]) for place in (0, 1))
     return {
-        "what": scenario.what, "workload": workload, "quality": ", ".join(dict.fromkeys(lossy)) or EXACT, "verdict": found["verdict"], "patterns": found["patterns"],
+        "what": scenario.what, "workload": workload, "quality": ", ".join(dict.fromkeys(lossy)) or EXACT,
+        "verdict": found["verdict"], "patterns": found["patterns"],
         "recommended": found["remedies"], "change": chosen, "predicted_gain": chosen["gain"],
         "achieved_gain": percentiles([before.seconds / after.seconds for before, after in pairs]),
         "achieved_gain_processor": percentiles([before.processor / after.processor for before, after in pairs]),

@@ -27,7 +27,7 @@ from ridgeline.bench.prompts import PromptSource
 from ridgeline.bench.record import record, write
 from ridgeline.bench.report import report
 from ridgeline.bench.serve_options import Plan, Setting, add_arguments, headers, plan
-from ridgeline.bench.sweep import merged, middle
+from ridgeline.bench.sweep import merged, middle, parse_share
 from ridgeline.bench.target import Target
 from ridgeline.bench.watch import Watch
 from ridgeline.engine.progress import progress_bar
@@ -43,8 +43,9 @@ _LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     asked = plan(args)
+    most = parse_share(args.max_failed, "--max-failed")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
         made, points = runner.run(_bench(asked))
     if args.out:
@@ -54,8 +55,12 @@ def run(args: argparse.Namespace) -> None:
         Path(args.html).write_text(report(made, points))
     if args.format == "md":
         print("\n".join(lines(made)))
-        return
-    print(table.rendered([row(point) for point in made["figures"]["points"]], args.format, made))
+    else:
+        print(table.rendered([row(point) for point in made["figures"]["points"]], args.format, made))
+    if failure := too_many_failed(made["figures"]["points"], most):
+        print(f"ridgeline: error: {failure}", file=sys.stderr)
+        return 1
+    return 0
 
 
 async def _bench(asked: Plan) -> tuple[dict[str, Any], list[list[Outcome]]]:
@@ -98,11 +103,13 @@ async def _point(
 ) -> tuple[dict[str, Any], list[Outcome]]:
     source, args = asked.source(setting, target.words), asked.args
     await _warm_up(asked, target, setting, source)
-    runs = []
+    runs: list[dict[str, Any]] = []
+    failed: Outcome | None = None
     for repeat in range(args.repeats):
         # Every run has prompts of its own: none finds in a prefix cache what another left there.
         found, outcomes, check = await _run_once(asked, target, setting, source, f"{args.seed}-{number}-{repeat}", watch)
         runs.append(found | {"client": check})
+        failed = failed or next((outcome for outcome in outcomes if not outcome.ok), None)
     together = merged(runs)
     together["client"]["reasons"] = list(dict.fromkeys(reason for run in runs for reason in run["client"]["reasons"]))
     together["client"]["is_bottleneck"] = bool(together["client"]["reasons"])
@@ -118,7 +125,6 @@ async def _point(
         point["sustain"] = sustain.account(series, args.sustain, machine, unknown)
     if args.save_detailed:
         point["detailed"] = detailed(outcomes)
-    failed = next((outcome for outcome in outcomes if not outcome.ok), None)
     if failed is not None:
         point["first_error"] = failed.detail if failed.detail.startswith(failed.error) else f"{failed.error}: {failed.detail}"
     return point, outcomes
@@ -200,6 +206,23 @@ def _workload(asked: Plan, target: Target, url: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def failed_share(found: dict[str, Any]) -> float:
+    """Of the requests of a point, all its runs together."""
+    return float(middle(found["failed"]) / max(1.0, middle(found["requests"])))
+
+
+def too_many_failed(points: list[dict[str, Any]], most: float) -> str:
+    """What is wrong with the worst point, if more of its requests failed than may; its figures are those of survivors."""
+    worst = max(points, key=lambda point: failed_share(point["figures"]))
+    if (share := failed_share(worst["figures"])) <= most:
+        return ""
+    found = middle(worst["figures"])
+    named = ", ".join(f"{name} {each}" for name, each in worst["setting"].items() if each is not None)
+    first = " ".join(worst.get("first_error", "").split())[:200]
+    return (f"{share:.0%} of the requests failed ({found['failed']:g} of {found['requests']:g}, with {named}): the figures are "
+            f"those of the others; the first error: {first}. --max-failed {most:.0%} is the most that may")  # fmt: skip
+
+
 def _best(points: list[dict[str, Any]]) -> dict[str, Any]:
     """The setting with the highest goodput."""
     with_goodput = [point for point in points if "request_goodput" in point["figures"]]
@@ -237,6 +260,7 @@ def row(point: dict[str, Any]) -> dict[str, Any]:
     cells: dict[str, Any] = {
         "rate": setting["request_rate"], "concurrency": setting["max_concurrency"], "in": setting["input_len"],
         "out": setting["output_len"], "done": found["completed"], "failed": found["failed"],
+        "failed %": f"{failed_share(found):.0%}" if middle(found["failed"]) else "",
         "req/s": found["request_throughput"], "in tok/s": found["input_throughput"], "out tok/s": found["output_throughput"],
     }  # fmt: skip
     if "request_goodput" in found:
@@ -267,6 +291,7 @@ def lines(made: dict[str, Any]) -> list[str]:
         if found["errors"]:
             kinds = ", ".join(f"{kind}: {table.cell(count)}" for kind, count in found["errors"].items())
             said.append(f"errors: {kinds}; the first of them: {point.get('first_error', '')[:200]}")
+            said.append(f"{failed_share(found):.0%} of the requests failed: latencies and throughput are those of the others")
         if found.get("kept_up") is False:
             said.append(
                 f"the server did not keep up with the {middle(found['offered_rate']):.2f} requests/s that were offered: "

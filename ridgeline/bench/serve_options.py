@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--slo", "--goodput", nargs="+", default=[], metavar="ttft:500,tpot:50", help="milliseconds; adds goodput")
     group.add_argument("--num-warmups", type=int, default=WARM_UPS, help=f"requests before the timed ones (default: {WARM_UPS})")
     group.add_argument("--repeats", type=int, default=1, help="runs of each setting; figures then have a median with P10 and P90")
+    group.add_argument("--max-failed", default="10%", metavar="SHARE",
+                       help="of a setting's requests: with more the command fails, as 10%% or 0.1 (default: 10%%)")
     group.add_argument("--quality", help='what the record says, if the server does not tell: "exact" or its lossy techniques')
     group.add_argument("--save-detailed", action="store_true", help="every request's times in the record")
     group.add_argument("--no-progress", "--disable-tqdm", action="store_true", help="no progress bar")

@@ -27,6 +27,7 @@ from typing import Any
 from ridgeline.bench.engine import parse_options
 from ridgeline.bench.leaks import FAIL, Quiet, Slope, judge, quantile, slope
 from ridgeline.bench.record import finish, record
+from ridgeline.bench.target import UNKNOWN_QUALITY, quality_of_techniques
 from ridgeline.bench.traffic import Timed, Traffic
 from ridgeline.engine.children import start_child
 from ridgeline.errors import ConfigError, EngineDead
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         "model": args.url or args.model or "embedded", "minutes": args.minutes, "clients": args.clients,
         "period": args.period, "seed": args.seed, "options": args.set, "note": args.note,
     }  # fmt: skip
-    finish(record("soak", setting, figures), args.out)
+    finish(record("soak", setting, figures, soak.quality), args.out)
     return int(figures["verdict"]["overall"] == FAIL)
 
 
@@ -196,6 +197,7 @@ class Soak:
     before: Quiet | None = None
     after: Quiet | None = None
     load: list[float] = field(default_factory=list)      # of the machine, beside the samples
+    quality: str = UNKNOWN_QUALITY
     _began: float = 0.0
 
     async def run(self, seconds: float) -> None:
@@ -203,6 +205,7 @@ class Soak:
         host, port = place.hostname or "127.0.0.1", place.port or 80
         key = os.environ.get("RIDGELINE_API_KEY", "").partition(",")[0]
         self.traffic = [Traffic(host, port, self.seed * 1000 + number, key) for number in range(self.clients)]
+        self.quality = await self._learn_quality()
         for kind in self.traffic[0].kinds:               # whatever one of them starts is there from now on
             await self.traffic[0].one(kind)
         self._began = time.monotonic()
@@ -220,6 +223,11 @@ class Soak:
         if not sampling.cancelled():
             sampling.result()
         self.after = await self._quiet()
+
+    async def _learn_quality(self) -> str:
+        """From the techniques that the server itself says it answers with: a setting does not tell what it became."""
+        names = await self.traffic[0].techniques()
+        return UNKNOWN_QUALITY if names is None else quality_of_techniques(names)
 
     async def _fill(self, until: float) -> None:
         """Prompts of noise until blocks are taken from the prefix cache, because no other is left."""

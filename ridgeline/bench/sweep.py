@@ -69,6 +69,17 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def parse_share(text: str, option: str) -> float:
+    """As 3% or 0.03; all of it is 100%."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{option} must be a share such as 3% or 0.03, got {text!r}")
+    return share
+
+
 def middle(tree: Any) -> Any:
     """A tree of figures with medians in the place of their spreads."""
     if not isinstance(tree, Mapping):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.techniques import TECHNIQUES
 
+UNKNOWN_QUALITY = "unknown: the server does not tell which techniques it runs"
 _WORDS_AT_ONCE = 250
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Fields that OpenAI's own API does not have, or older servers do not; in the order in which they are given up.
@@ -108,6 +109,12 @@ class Answer:
                 self.parts.append(text)
 
 
+def quality_of_techniques(names: Collection[str]) -> str:
+    """Of a server that runs these: "exact", or those that may change answers."""
+    lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.name in names]
+    return ", ".join(lossy) or "exact"
+
+
 @dataclass(slots=True)
 class Target:
     client: HttpClient
@@ -120,7 +127,7 @@ class Target:
     owner: str = ""                  # who the server says it is
     words: Words = field(default_factory=lambda: Words(common_words()))
     counted_by: str = "events"
-    quality: str = "unknown: the server does not tell which techniques it runs"
+    quality: str = UNKNOWN_QUALITY
     memory: dict[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
 
@@ -213,8 +220,7 @@ class Target:
         reply = await self._ask(COMPLETIONS, asked)
         names = (reply.json().get("timings") or {}).get("techniques") if reply is not None else None
         if names is not None:
-            lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.name in names]
-            self.quality = ", ".join(lossy) or "exact"
+            self.quality = quality_of_techniques(names)
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Reply | None:
         """A question that a server may not know: None then."""

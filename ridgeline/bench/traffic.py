@@ -266,6 +266,17 @@ class Traffic:
             raise Wrong(f"/metrics does not tell {name}")
         return sum(values)
 
+    async def techniques(self) -> list[str] | None:
+        """That the server says it answers with; None where it does not tell."""
+        asked = {"prompt": "Hello", "max_tokens": 1, "return_timings": True}
+        try:
+            async with self._asking(_COMPLETIONS, asked) as reply:
+                told = (await reply.body()).get("timings") or {}
+        except Wrong:
+            return None
+        found: list[str] | None = told.get("techniques")
+        return found
+
     async def fill(self, tokens: int) -> None:
         """A prompt that nobody has sent before, for the room it takes."""
         prompt = [self._rng.randrange(1, 200) for _ in range(tokens)]

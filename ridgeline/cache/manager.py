@@ -112,7 +112,7 @@ class KVManager:
 
     def lookup(self, tokens: array[int], salt: str, limit: int) -> Hit:
         """The longest cached prefix of at most `limit` tokens that is valid in every group."""
-        node = self.cache.root(salt)
+        root = node = self.cache.root(salt)
         path: list[Node] = []
         size = self.block_size
         for start in range(0, limit - size + 1, size):
@@ -122,8 +122,7 @@ class KVManager:
             path.append(child)
             node = child
         length = self._valid_length([child.blocks for child in path])
-        stands_on = path[length - 1] if length else self.cache.root(salt)
-        hit = self._hit([child.blocks for child in path[:length]], stands_on)
+        hit = self._hit([child.blocks for child in path[:length]], path[length - 1] if length else root)
         hit.asked_tokens = len(tokens)
         return hit
 

@@ -6,28 +6,20 @@ Exit code 0: done, and every gate passed; 3: a gate failed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ridgeline.bench.device_log import gpu_facts
-from ridgeline.bench.engine import parse_options, quality_of
 from ridgeline.bench.record import record, write
 from ridgeline.cli.options import add_engine_options, add_model, engine_config
 from ridgeline.cli.terminal import require_model
 from ridgeline.errors import ConfigError
-from ridgeline.evaluate.evaluation import (
-    EMBEDDED,
-    GATES,
-    Task,
-    check_save_path,
-    evaluate,
-    judge,
-    parse_gate,
-    require_gate,
-)
+from ridgeline.evaluate.gate import GATES, judge, parse_gate, require_gate
 from ridgeline.evaluate.report import table
 from ridgeline.evaluate.slices import SLICES
+from ridgeline.evaluate.task import EMBEDDED, Task, check_save_path
 from ridgeline.evaluate.texts import DEFAULT_TEXT
 
 FAILED_GATE = 3
@@ -71,12 +63,17 @@ def run(args: argparse.Namespace) -> int:
     if args.reference_set and not args.reference:
         raise ConfigError("--reference-set belongs to a --reference")
     require_model(config)
-    result = evaluate(
-        config.flat(), task, args.reference, parse_options(args.reference_set), args.save_reference, show=not args.json
+    # Everything that computes brings torch with it: what is wrong with the command is said without.
+    evaluation, engine, device_log = (
+        importlib.import_module(f"ridgeline.{name}") for name in ("evaluate.evaluation", "bench.engine", "bench.device_log")
+    )
+    result: dict[str, Any] = evaluation.evaluate(
+        config.flat(), task, args.reference, engine.parse_options(args.reference_set), args.save_reference, show=not args.json
     )
     if limits:
         result["gate"] = judge(result, limits)
-    made = record("eval", {"options": config.flat(), "task": _plain(task)}, result, quality_of(config), gpu_facts() or None)
+    made = record("eval", {"options": config.flat(), "task": _plain(task)}, result, engine.quality_of(config),
+                  device_log.gpu_facts() or None)  # fmt: skip
     if args.out:
         write(made, Path(args.out))
     print(json.dumps(made) if args.json else table(result))

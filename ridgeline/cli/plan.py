@@ -3,7 +3,8 @@
     ridgeline plan MODEL --gpu NAME [options]       a plan
     ridgeline plan --check RECORD.json …            predicted against measured; exit code 3 beyond 15 %
     ridgeline plan MODEL --gpu NAME --check SERVE.json      the same for a record of `bench serve`
-    ridgeline plan --fit RECORD.json …              device constants from records
+    ridgeline plan --fit RECORD.json … --host HOST.json             device constants from records
+    ridgeline plan --check RECORD.json … --into docs/plan.md        the table of that page, again
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.plan import check, report
 from ridgeline.plan.fit import fit, host_constants, write_fit
 from ridgeline.plan.hardware import DEVICES, find_device
-from ridgeline.plan.models import CONFIGS, find_model
+from ridgeline.plan.models import CONFIGS, find_model, is_same_model
 from ridgeline.plan.operation import Slo, Traffic
 from ridgeline.plan.page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
@@ -68,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--html", metavar="FILE", help="Pareto plots and tables as one page")
     out.add_argument("--check", nargs="+", metavar="RECORD",
                      help="records of `bench offline`, idle or serve: predicted against measured")
+    out.add_argument("--served-as", default="", metavar="NAME",
+                     help="with --check of a server's record: its name for MODEL, where that is another one")
     out.add_argument("--markdown", action="store_true", help="with --check: the table as Markdown")
+    out.add_argument("--into", metavar="FILE", help="with --check: put that table in the place of the one in this page")
     out.add_argument("--fit", nargs="+", metavar="RECORD", help="fit the device constants on these records")
     out.add_argument("--host", metavar="RECORD", help="with --fit: a record of `bench host`")
     out.add_argument("--out", metavar="FILE", help=f"with --fit: where the constants go (default: {FITTED.name} of this package)")
@@ -170,9 +174,14 @@ def _check(args: argparse.Namespace) -> int:
     lengths = preset_lengths()
     fitted_on = json.loads(FITTED.read_text())["fitted_on"]
     found = []
-    for path in args.check:
-        if (points := _served(path)) is not None:        # such a record knows neither the server's model nor its device
-            found += check.check_serve(Path(path).stem, points, _question(args).setup)
+    for path in sorted(args.check):
+        if (served := _served(path)) is not None:        # such a record does not know the server's device or formats
+            model, points = served
+            setup = _question(args).setup
+            if model and not is_same_model(setup.model, model, args.served_as):
+                raise ConfigError(f"{path} was measured on a server of {model!r}, and the plan is of {setup.model.name}: give "
+                                  f"the model that was served, or --served-as {model} if that is its name there")  # fmt: skip
+            found += check.check_serve(Path(path).stem, points, setup)
             continue
         record = replace(read_record(path, lengths), name=Path(path).stem.removeprefix("offline-"))
         found += check.check(record, Path(path).name in fitted_on)
@@ -185,22 +194,26 @@ def _check(args: argparse.Namespace) -> int:
         ]))  # fmt: skip
     else:
         print(check.text(found, args.markdown))
+    if args.into:
+        _write(args.into, check.put_into(_read(args.into), found))
+        print(f"wrote the table of {args.into}", file=sys.stderr)
     return 0 if check.worst(found) <= check.BAR else BEYOND_BAR
 
 
-def _served(path: str) -> list[tuple[str, Any]] | None:
-    """The points of a record of `bench serve`; None for another one."""
+def _served(path: str) -> tuple[str, list[tuple[str, Any]]] | None:
+    """The server's name for its model, and the points, of a record of `bench serve`; None for another one."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no record: {error}") from None
     if not isinstance(raw, dict) or raw.get("benchmark") != "serve":
         return None
-    return [
+    points = [
         (" ".join(f"{name} {value:g}" for name, value in point["setting"].items() if isinstance(value, int | float)) or "load",
          middle(point["figures"]))
         for point in raw["figures"]["points"]
     ]  # fmt: skip
+    return str(raw.get("workload", {}).get("model") or ""), points
 
 
 def _fit(args: argparse.Namespace) -> int:
@@ -218,6 +231,13 @@ def _fit(args: argparse.Namespace) -> int:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     print(f"wrote {target}")
     return 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _write(path: str, content: str) -> None:

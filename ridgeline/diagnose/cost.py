@@ -145,6 +145,7 @@ class StepCounts:
     windowed: Attended = field(default_factory=Attended)
     last: Attended = field(default_factory=Attended)     # in the last layer
     shared: int = 0                  # KV positions that need not be read again, in layers without a window
+    few_pairs: int = field(default=0, compare=False)     # of `full`, those of rows with few queries: only planning asks
 
     @property
     def rows(self) -> int:

@@ -3,13 +3,14 @@ least time. Arrays over steps; numpy and nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ridgeline.diagnose.cost import OPS
 from ridgeline.diagnose.facts import PartFacts
-from ridgeline.diagnose.trace import COSTS_OF
+from ridgeline.diagnose.trace import COSTS_OF, Work
 from ridgeline.diagnose.vectorised import ManyCosts, StepCosts
 from ridgeline.messages import StepPlan, StepResult, Want
 
@@ -54,14 +55,27 @@ def floors(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, t
     return {part: (on_reading[:, columns].sum(1), on_compute[:, columns].sum(1)) for part, columns in COLUMNS.items()}
 
 
-def part_costs(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, PartFacts]:
-    """By part, what all these steps come to; how long they took is for a trace to say."""
+def part_costs(
+    costs: ManyCosts, read_bytes_s: float, flops_s: float, seen: Mapping[str, np.ndarray] | None = None
+) -> dict[str, PartFacts]:
+    """By part, what all these steps come to; how long they took is for a trace to say. `seen`: by part, the steps in which
+    it has kernels of its own: where it is inside another part's kernel, that one moves nothing for it."""
     found = {}
     roofs = floors(costs, read_bytes_s, flops_s)
     for part, columns in COLUMNS.items():
-        reads, computes = (float(values.sum()) for values in roofs[part])
+        counted = np.ones(len(costs.tokens), bool) if seen is None else seen[part]
+        reads, computes = (float(values[counted].sum()) for values in roofs[part])
         found[part] = PartFacts(
-            0.0, int(costs["calls"][:, columns].sum()), reads + computes, float(costs["flops"][:, columns].sum()),
-            float(costs.bytes[:, columns].sum()), computes,
+            0.0, int(costs["calls"][counted][:, columns].sum()), reads + computes,
+            float(costs["flops"][counted][:, columns].sum()), float(costs.bytes[counted][:, columns].sum()), computes,
         )  # fmt: skip
+    return found
+
+
+def steps_with(work: Sequence[Work], steps: int) -> dict[str, np.ndarray]:
+    """By part, in which steps a trace has work of it."""
+    found = {part: np.zeros(steps, bool) for part in PARTS}
+    for each in work:
+        if each.part in found and 0 <= each.step < steps:
+            found[each.part][each.step] = True
     return found

@@ -60,7 +60,10 @@ class EngineCore:
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Forget a request, or one of its answers. Unknown ids are no error: it may have finished meanwhile."""
-        return self.scheduler.abort(request_id, index)
+        found = self.scheduler.abort(request_id, index)
+        if index is None:
+            self.grammars.forget(request_id)
+        return found
 
     @property
     def has_work(self) -> bool:

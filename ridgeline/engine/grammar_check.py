@@ -1,7 +1,10 @@
 """Does this grammar compile? Asked by the front end of every request that brings one, before the engine hears of it.
 
-The compiler runs in a process of its own with limits on time and memory: what exceeds them ends that process and this
-request, nobody else. Verdicts are remembered, so a grammar that is used again costs nothing here.
+The compiler runs in a process of its own (grammar/worker) with limits on time and memory: what exceeds them is refused, and
+nobody else notices. Verdicts are remembered, so a grammar that is used again costs nothing here.
+
+That process comes behind whoever generates. So a grammar that was not through in time has perhaps had too little of the
+processors: then it is not the grammar that is refused, but the request, for now.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from ridgeline.engine.children import start_child
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Overloaded, RequestError
 from ridgeline.grammar.cache import ByteLimitedCache
-from ridgeline.grammar.frames import read_frame, write_frame
+from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
 from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.sampling_params import StructuredOutputs
 
@@ -30,6 +33,7 @@ COMPILE_SECONDS = 2.0                # what one grammar may take
 _START_SECONDS = 60.0                # what the process may take to be there: on a loaded machine, many times the usual half
 _VERDICT_BYTES = 8 * 2**20           # of grammars whose verdict is remembered
 _ENTRY_BYTES = 256
+_LATE_SECONDS = 0.4                  # after which no answer comes, whatever the reason
 _RETRY_SECONDS = 60.0                # how long a grammar that took too much is refused without a look
 MAX_PENDING = 32                     # grammars that wait for the compiler
 
@@ -90,15 +94,21 @@ class GrammarChecker:
             vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
             self._compiler = _Compiler(self._backend, vocabulary)
         compiler = self._compiler
+        question = msgspec.msgpack.encode(Question(asked, self._seconds))
         try:
-            return _Verdict(compiler.ask(msgspec.msgpack.encode(asked), self._seconds).decode())
-        except TimeoutError:
-            reason = f"takes more than {self._seconds:g} s to compile"
-        except EOFError:
+            answer = msgspec.msgpack.decode(compiler.ask(question, self._seconds + _LATE_SECONDS), type=Answer)
+        except (TimeoutError, EOFError) as gone:
             if self._compiler is not compiler:
                 raise RequestError("the front end is closing") from None
-            reason = "takes too much memory to compile"
-        self._compiler = None
+            self._compiler = None
+            answer = Answer("busy" if isinstance(gone, TimeoutError) else "memory")
+        if answer.verdict == "busy":
+            raise Overloaded("the machine is too busy to compile a grammar; try again later", self._seconds)
+        if answer.verdict in ("good", "refused"):
+            return _Verdict(answer.reason)
+        reason = "takes too much memory to compile"
+        if answer.verdict == "late":
+            reason = f"takes more than {self._seconds:g} s to compile"
         # The machine may be to blame: after a while it is worth another try.
         refusal = f"structured_outputs.{asked.kind} {reason}; use a simpler grammar"
         return _Verdict(refusal, time.monotonic() + _RETRY_SECONDS)

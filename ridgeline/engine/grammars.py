@@ -103,6 +103,8 @@ class Grammars:
         self._thread: ThreadPoolExecutor | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._num_pending = 0
+        self._waiting: dict[str, Request] = {}           # by their ids, those that the thread has not begun
+        self._lock = threading.Lock()                    # on these
         self._masks: Masks | None = None
 
     @property
@@ -119,7 +121,22 @@ class Grammars:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_step_back)
-        self._thread.submit(self._prepare, request)
+        with self._lock:
+            self._waiting[request.request_id] = request
+        self._thread.submit(self._prepare_waiting, request)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody wants it any more: it is not compiled, unless it has been begun."""
+        with self._lock:
+            if self._waiting.pop(request_id, None) is not None:
+                self._num_pending -= 1
+
+    def _prepare_waiting(self, request: Request) -> None:
+        with self._lock:
+            if self._waiting.get(request.request_id) is not request:     # forgotten, perhaps for another of its name
+                return
+            del self._waiting[request.request_id]
+        self._prepare(request)
 
     def _is_there(self, request: Request) -> bool:
         asked = request.params.structured_outputs
@@ -137,6 +154,11 @@ class Grammars:
             wait_seconds = 0.0
             self._num_pending -= 1
         return outcomes
+
+    @property
+    def has_masks(self) -> bool:
+        """Some have been filled."""
+        return self._masks is not None
 
     @property
     def masks(self) -> Masks:

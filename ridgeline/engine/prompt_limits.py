@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.engine.frontend import Prompt
-from ridgeline.errors import BadRequest
+from ridgeline.errors import PromptTooLong
 from ridgeline.sampling_params import SamplingParams
 
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
@@ -34,15 +34,19 @@ class PromptLimits:
         most = self.max_model_len * self.longest_piece
         # Counted in characters first: those are no more than the bytes, and cost nothing to count.
         if most and (len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most):
-            raise BadRequest(
-                f"the prompt has more than {most} bytes of text, which cannot fit: max_model_len is {self.max_model_len}"
-            )
+            raise PromptTooLong(f"the prompt is too long: more than {most} bytes of text, which cannot fit; {self._context}")
 
     def check_length(self, tokens: int) -> None:
         if tokens >= self.max_model_len:
-            raise BadRequest(
-                f"the prompt has {tokens} tokens, which leaves no room for an answer: max_model_len is {self.max_model_len}"
+            raise PromptTooLong(
+                f"the prompt is too long: {tokens} tokens > {self.max_model_len - 1} maximum, which leaves one for the answer; "
+                + self._context
             )
+
+    @property
+    def _context(self) -> str:
+        """In OpenAI's words, which clients look for; those before it are Anthropic's, for the same reason."""
+        return f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
 
 
 def is_brief(messages: list[dict[str, Any]]) -> bool:

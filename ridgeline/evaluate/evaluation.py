@@ -2,18 +2,14 @@
 
     passages of the text and of the slices ─▶ perplexity ─▶ (with a reference) divergence
     needle, multiple choice                  ─▶ shares
-    gate                                     ─▶ what is not good enough on the worst slice
 
 Everything that is drawn comes from the seed, and the engine is greedy: the same seed gives the same figures.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ridgeline.config import EngineConfig
@@ -24,21 +20,9 @@ from ridgeline.evaluate import choices, divergence, needle, perplexity
 from ridgeline.evaluate.reference import ReferenceFile, file_bytes, is_reference_file, write_reference
 from ridgeline.evaluate.scoring import Scorer, Scores
 from ridgeline.evaluate.slices import SLICES
+from ridgeline.evaluate.task import EMBEDDED, Task
 from ridgeline.evaluate.texts import DEFAULT_TEXT, Passage, default_text, fingerprint, passages, read_text
 from ridgeline.resolve import model_path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    text: str = ""                   # a file; empty: pydoc_data.topics
-    slices: tuple[str, ...] = tuple(SLICES)
-    slice_files: dict[str, str] = field(default_factory=dict)    # name -> a file of the user's
-    context: int = 512               # tokens of a passage
-    overlap: int = 0                 # of those, how many at its beginning do not count
-    tokens: int = 2048               # that count, in each slice
-    needle: tuple[int, ...] = ()     # lengths of the haystacks; none: no needles
-    choices: str = ""                # a JSONL file
-    seed: int = 0
 
 
 def evaluate(
@@ -153,69 +137,5 @@ def _reference(
         yield scorer, scorer.path.name if not own else f"{scorer.path.name} ({_as_words(own)})"
 
 
-EMBEDDED = "embedded"                # the name of the embedded model, where an empty word cannot be given
-
-
 def _as_words(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
-
-
-# ── gate ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-# figure -> (is more better?, where it is)
-GATES = {
-    "perplexity": (False, "slices"), "kl": (False, "slices"), "kl_p99": (False, "slices"), "top1": (True, "slices"),
-    "perplexity_ratio": (False, "slices"), "needle": (True, "needle"), "choices": (True, "choices"),
-}  # fmt: skip
-
-
-def parse_gate(words: str) -> dict[str, float]:
-    """From words like kl:0.02,top1:0.97."""
-    limits = {}
-    for word in words.split(","):
-        name, colon, number = word.strip().partition(":")
-        try:
-            limits[name] = float(number)
-        except ValueError:
-            colon = ""
-        if not colon or name not in GATES:
-            raise ConfigError(f"{word!r} is not a gate; write name:limit with one of {', '.join(GATES)}")
-    return limits
-
-
-def judge(result: dict[str, Any], limits: dict[str, float]) -> list[dict[str, Any]]:
-    """Every gate with the worst figure there is, the slice it is from, and whether it passes."""
-    verdicts = []
-    for name, limit in limits.items():
-        more, where = GATES[name]
-        if where == "slices":
-            values = {each: found[name] for each, found in result["slices"].items() if name in found}
-        else:
-            field = {"needle": "picked", "choices": "accuracy"}[where]
-            values = {where: result[where][field]} if where in result else {}
-        if not values:
-            needs = {"needle": "--needle", "choices": "--choices"}.get(where, "--reference")
-            raise ConfigError(f"the gate {name} needs {needs}")
-        # What is no number is worse than any: a format that breaks one slice altogether must not pass on the others.
-        worst = min(values, key=lambda each: -math.inf if math.isnan(values[each]) else values[each] if more else -values[each])
-        passed = values[worst] >= limit if more else values[worst] <= limit
-        verdicts.append({"figure": name, "limit": limit, "worst": worst, "value": values[worst], "passed": passed})
-    return verdicts
-
-
-def require_gate(limits: dict[str, float], task: Task, reference: str) -> None:
-    """Gates that the task cannot answer fail before anything is computed."""
-    for name in limits:
-        where = GATES[name][1]
-        missing = (
-            (where == "needle" and not task.needle and "--needle")
-            or (where == "choices" and not task.choices and "--choices")
-            or (where == "slices" and name != "perplexity" and not reference and "--reference")
-        )
-        if missing:
-            raise ConfigError(f"the gate {name} needs {missing}")
-
-
-def check_save_path(path: str) -> None:
-    if path and not Path(path).resolve().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: its directory does not exist")

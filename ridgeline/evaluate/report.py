@@ -30,17 +30,23 @@ def _slices(result: dict[str, Any]) -> list[str]:
     lines = [head]
     for name, found in result["slices"].items():
         error, bits = found["perplexity_error"], found["bits_per_byte"]
-        line = f"{name:<14}{found['tokens']:>8}{found['perplexity']:>12.3f}"
-        line += f"{error:>8.3f}" if error is not None else f"{'–':>8}"
+        line = f"{name:<14}{found['tokens']:>8}{_short(found['perplexity']):>12}"
+        line += f"{_short(error, 2):>8}" if error is not None else f"{'–':>8}"
         line += f"{bits:>11.3f}" if bits is not None else f"{'–':>11}"
         if compared:
-            line += f"{found['reference_perplexity']:>11.3f}{found['kl']:>10.2g}{found['kl_p99']:>10.2g}{found['top1']:>9.2%}"
+            line += f"{_short(found['reference_perplexity']):>11}{found['kl']:>10.2g}{found['kl_p99']:>10.2g}"
+            line += f"{found['top1']:>9.2%}"
         lines.append(line)
     if compared:
         found = result["all"]
-        lines.append(f"{'all':<14}{found['tokens']:>8}{'':>12}{'':>8}{'':>11}{found['reference_perplexity']:>11.3f}"
+        lines.append(f"{'all':<14}{found['tokens']:>8}{'':>12}{'':>8}{'':>11}{_short(found['reference_perplexity']):>11}"
                      f"{found['kl']:>10.2g}{found['kl_p99']:>10.2g}{found['top1']:>9.2%}")  # fmt: skip
     return lines
+
+
+def _short(value: float, digits: int = 4) -> str:
+    """So that it stays in its column: of a model that guesses, perplexities are millions."""
+    return f"{value:.3f}" if value < 1000 else f"{value:.{digits}g}"
 
 
 def _positions(rows: list[dict[str, Any]]) -> list[str]:

@@ -60,7 +60,7 @@ def compile_grammar(backend: LLTokenizer | XGrammar, asked: StructuredOutputs) -
             matcher = made
         else:
             matcher = backend.compile(asked)
-    except BadRequest:
+    except (BadRequest, MemoryError):
         raise
     except Exception as error:                           # the converters raise whatever is at hand
         raise _refused(asked, str(error) or type(error).__name__) from None

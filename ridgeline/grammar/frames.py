@@ -1,11 +1,28 @@
-"""Frames on a pipe: a length of four bytes, then so many. What they hold is known at both ends (grammar/worker)."""
+"""What is asked of the process that compiles grammars (grammar/worker) and what it answers, as frames on a pipe: a length of
+four bytes, then so many."""
 
 from __future__ import annotations
 
 import struct
-from typing import IO
+from typing import IO, Literal
+
+import msgspec
+
+from ridgeline.sampling_params import StructuredOutputs
 
 _LENGTH = struct.Struct("<I")
+
+
+class Question(msgspec.Struct, array_like=True):
+    asked: StructuredOutputs
+    seconds: float                   # that it may take
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """`late`: it took more than its time, with a good part of it on a processor; `busy`: others had the processors."""
+
+    verdict: Literal["good", "refused", "late", "busy", "memory"]
+    reason: str = ""                 # why it is refused
 
 
 def write_frame(stream: IO[bytes], data: bytes) -> None:

@@ -1,26 +1,39 @@
 """A process that compiles grammars to see whether they can be: `python -m ridgeline.grammar.worker BACKEND`.
 
-It reads frames from standard input and answers each on standard output: first the vocabulary, then StructuredOutputs; an
-answer is why a grammar is refused, or nothing. Its memory is limited here, its time by whoever waits (engine/grammar_check).
-It ends with its input.
+It reads frames from standard input and answers each on standard output: first the vocabulary, then Questions. It ends with its
+input. Each grammar is compiled in a copy of this process, with limits on its time and memory: what exceeds them ends the copy,
+and the next one need not wait until libraries are imported and the vocabulary is prepared again.
+
+It comes behind whoever generates, for the processors' time.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
+import signal
 import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ridgeline.errors import BadRequest
 from ridgeline.grammar.compiler import compile_grammar, make_backend
-from ridgeline.grammar.frames import read_frame, write_frame
+from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
 from ridgeline.grammar.vocabulary import GrammarVocabulary
-from ridgeline.sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from ridgeline.grammar.xgrammar_backend import XGrammar
 
 MEMORY_BYTES = 2**30                 # beyond what the vocabulary takes
+NICE = 10                            # a tenth of what whoever generates gets; all, where nobody does
+FAIR_SHARE = 0.25                    # of the time that a grammar may take, on a processor: less is not its own fault
 
 
 def serve(name: str, vocabulary: GrammarVocabulary) -> None:
@@ -28,16 +41,47 @@ def serve(name: str, vocabulary: GrammarVocabulary) -> None:
     source, target = sys.stdin.buffer, sys.stdout.buffer
     backend = make_backend(name, vocabulary)
     _limit_memory()
+    gc.freeze()                                          # or the copies would copy what they only look at
+    # Threads of numerical libraries do nothing here, and a copy has no use for them.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     write_frame(target, b"ready")
     while (frame := read_frame(source)) is not None:
+        question = msgspec.msgpack.decode(frame, type=Question)
+        write_frame(target, msgspec.msgpack.encode(_in_a_copy(backend, question)))
+
+
+def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
+    source, target = os.pipe()
+    child = os.fork()
+    if not child:
         try:
-            compile_grammar(backend, msgspec.msgpack.decode(frame, type=StructuredOutputs))
-            answer = ""
-        except BadRequest as error:
-            answer = str(error)
-        except MemoryError:
-            answer = "structured_outputs takes too much memory to compile; use a simpler grammar"
-        write_frame(target, answer.encode())
+            # Without a handler this signal ends the copy, also inside a library.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, max(question.seconds, 1e-6))
+            with os.fdopen(target, "wb") as pipe:
+                pipe.write(msgspec.msgpack.encode(_compile(backend, question)))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(target)
+    with os.fdopen(source, "rb") as pipe:
+        written = pipe.read()
+    _, status, used = os.wait4(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        return Answer("late" if used.ru_utime + used.ru_stime >= FAIR_SHARE * question.seconds else "busy")
+    if status:
+        return Answer("memory")                          # the libraries end the process that they run out of it in
+    return msgspec.msgpack.decode(written, type=Answer)
+
+
+def _compile(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
+    try:
+        compile_grammar(backend, question.asked)
+    except BadRequest as error:
+        return Answer("refused", str(error))
+    except MemoryError:
+        return Answer("memory")
+    return Answer("good")
 
 
 def _limit_memory() -> None:
@@ -47,8 +91,16 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, taken + MEMORY_BYTES))
 
 
+def _step_back() -> None:
+    """Whoever generates comes first. Where Linux groups processes by session, and this one has a session of its own, a nice
+    value counts only inside the group, and the group's own is what others notice."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICE))
+
+
 def main() -> int:
-    os.nice(10)                                          # whoever generates comes first
+    _step_back()
     frame = read_frame(sys.stdin.buffer)
     if frame is not None:
         serve(sys.argv[1], msgspec.msgpack.decode(frame, type=GrammarVocabulary))

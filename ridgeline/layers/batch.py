@@ -30,7 +30,7 @@ class GroupBatch:
 
 @dataclass(slots=True)
 class Batch:
-    tokens: Tensor                   # int64 [T]
+    tokens: Tensor                   # int64 [T]; see `last_rows` for the first of them
     positions: Tensor                # int64 [T]: rope positions
     query_start: Tensor              # int32 [R + 1]: prefix sums of the tokens per row
     kv_len: Tensor                   # int32 [R]: KV length per row, this step's tokens included
@@ -41,6 +41,7 @@ class Batch:
     sample_rows: Tensor              # int64 [S]: the engine's rows these belong to
     picks: np.ndarray                # which of the S the plan asked for, in its order …
     device_picks: Tensor             # … and the same on the device, int64
+    last_rows: Tensor | None = None              # [D]: rows whose newest token is the token of each of the first D; None: no row
     table_rows: Tensor | None = None             # int32 [R]: each row's place in the block tables; None: its own number
     query_tiles: Tensor | None = None            # int32 [N, 4]: the prompts as a kernel wants them cut; None: nobody does
     sampled: Batch | None = None                 # the rows with logits, one query each, for the last layer; None: all

@@ -7,6 +7,8 @@ names of weights: layers know their shard, `weights.py` knows checkpoints.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -116,6 +118,12 @@ class Decoder(nn.Module):
         if logits.dtype not in (torch.float32, torch.float64) and (logits.is_cpu or cap is not None):
             logits = logits.float()
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def with_layers(self, numbers: list[int]) -> Decoder:
+        """The same decoder with these of its layers alone; the parameters are shared."""
+        few = copy.copy(self)
+        few._modules = {**self._modules, "layers": nn.ModuleList(self.layers[number] for number in numbers)}
+        return few
 
     def finish(self) -> None:
         """After the last weight is filled: every linear takes the layout its product wants, one at a time."""

@@ -102,10 +102,9 @@ def query_tiles(
         count = int(query_start[1] - query_start[0])
         begin = np.arange(0, count, step)[::-1]
         tiles = np.zeros((len(begin) if size is None else size, 4), np.int32)
-        tiles[: len(begin)] = begin[:, None]
-        tiles[: len(begin), 1] = count - begin
-        tiles[: len(begin)] += (int(query_start[0]), 0, int(kv_len[0]) - count, 0)
-        tiles[: len(begin), 3] = table_rows[0]
+        first, left, position, row = tiles[: len(begin)].T
+        first[:], left[:], row[:] = begin + query_start[0], count - begin, table_rows[0]
+        position[:] = begin + (int(kv_len[0]) - count)
         return tiles
     queries = np.diff(query_start).astype(np.int64)
     counts = -(-queries // step)

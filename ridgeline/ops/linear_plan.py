@@ -59,6 +59,25 @@ class GemmPlan:
         return width * self.block_inputs * 2 * self.stages
 
 
+@dataclass(frozen=True, slots=True)
+class RingGemmPlan:
+    """A few rows: ops/ring_gemm.py."""
+
+    block_rows: int                  # rows of x, all in one tile
+    block_outputs: int               # of each half, with a gate
+    block_inputs: int
+    warps: int
+    stages: int                      # blocks of weights that a program has room for
+    x_stages: int                    # blocks of x
+    programs: int                    # per multiprocessor
+    splits: int                      # of the inputs
+    step: int                        # outputs from a tile to the next, at most as many as it has room for
+
+    def shared_bytes(self, gated: bool) -> int:
+        """What the blocks of 16 bit numbers of a program take."""
+        width = self.x_stages * self.block_rows + self.stages * self.block_outputs * (2 if gated else 1)
+        return width * self.block_inputs * 2
+
 
 Plan = GemvPlan | GemmPlan | None    # None: the library
 

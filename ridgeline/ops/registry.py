@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -46,13 +47,27 @@ else:
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+COMPILED_AHEAD: list[str] = []       # kernels that threads of ops/compile_ahead.py have compiled: nobody waits for one of them
+_thread = threading.local()
+
+
+def compile_ahead_here() -> None:
+    """From now on this thread compiles what nobody waits for yet."""
+    _thread.ahead = True
+
+
 def log_compilations() -> None:
     """Say when a kernel was not in the cache: somebody has just waited for it."""
 
     def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
-        if not cache_hit:
-            HAPPENED["kernel_compile"] += 1
-            logger.info("compiled %s, which was not in the kernel cache", getattr(src, "name", "a kernel"))
+        name = getattr(src, "name", "a kernel")
+        if cache_hit:
+            return
+        if getattr(_thread, "ahead", False):
+            COMPILED_AHEAD.append(name)
+            return
+        HAPPENED["kernel_compile"] += 1
+        logger.info("compiled %s, which was not in the kernel cache", name)
 
     if HAS_TRITON and hasattr(triton, "knobs"):
         triton.knobs.compilation.listener = listener

@@ -120,12 +120,15 @@ def rms_norm_native(
 
 
 def _inputs(
-    generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, width: int, residual: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, width: int, residual: bool,
+    weight_offset: float = 0.0,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    kwargs = {"residual": random(tokens, width)} if residual else {}
+    kwargs: dict[str, Any] = {"residual": random(tokens, width)} if residual else {}
+    if weight_offset:
+        kwargs["weight_offset"] = weight_offset
     return (random(tokens, width), random(width), 1e-5), kwargs
 
 

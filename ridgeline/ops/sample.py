@@ -130,11 +130,18 @@ def apply_penalties(
 
 # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def sample_reference(logits: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
+def sample_reference(logits: Tensor, how: np.ndarray, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Tokens int64 [S], and which rows failed: those with a NaN, an infinity, or nothing left to choose from.
 
-    A failed row's token is 0. Nothing about it reaches another row.
+    A failed row's token is 0. Nothing about it reaches another row. `mask`: see apply_mask.
     """
+    if mask is not None:
+        kept = torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+        broken = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+        apply_mask_reference(logits, mask, kept, broken)
+        tokens, failed = sample_reference(kept, how)
+        failed |= broken
+        return tokens.masked_fill_(failed, 0), failed
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     tokens = argmax(logits)
@@ -395,8 +402,17 @@ def _count_in_row(row: Tensor) -> Tensor:
 
 # ── Triton ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def sample_on_gpu(logits: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
-    """As defined, without waiting for the device; only typical_p, which needs a sort, takes the long way."""
+def takes_masks(logits: Tensor, how: np.ndarray, mask: Tensor) -> bool:
+    """Whether `sample` chooses under this mask where the logits are, without a copy of them."""
+    if sample.choose(Site(logits.device.type, logits.dtype, logits.shape[1])).name != "triton":
+        return False
+    filtered = (how["top_k"] > 0) | (how["top_p"] < 1) | (how["min_p"] > 0) | (how["typical_p"] < 1)
+    return mask.dtype == torch.int32 and mask.stride(1) == 1 and not (filtered & (how["temperature"] > 0)).any()
+
+
+def sample_on_gpu(logits: Tensor, how: np.ndarray, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As defined, without waiting for the device; only typical_p, which needs a sort, takes the long way. A mask goes only
+    with rows without filters (`takes_masks`)."""
     tokens = torch.empty(len(how), dtype=torch.int64, device=logits.device)
     failed = torch.empty(len(how), dtype=torch.bool, device=logits.device)
     typical = (how["temperature"] > 0) & (how["typical_p"] < 1)
@@ -404,7 +420,8 @@ def sample_on_gpu(logits: Tensor, how: np.ndarray) -> tuple[Tensor, Tensor]:
     if some_typical:
         others = how.copy()
         others["temperature"][typical] = 0
-    sample_triton.draw(logits, sample_triton.Choices.of(others if some_typical else how, logits.device), tokens, failed)
+    choices = sample_triton.Choices.of(others if some_typical else how, logits.device)
+    sample_triton.draw(logits, choices, tokens, failed, mask=mask)
     if some_typical:
         place = to_device(np.flatnonzero(typical), logits.device)
         tokens[place] = sample_reference(logits[place], how[typical])[0]

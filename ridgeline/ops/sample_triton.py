@@ -77,16 +77,29 @@ def _noise(seed, index, ids):  # type: ignore[no-untyped-def]
     return -tl.log((4294967295.5 - word.to(tl.float64)) * 2.3283064365386963e-10)
 
 
+@triton_kernel()
+def _masked(logits_ptr, mask_ptr, first_word, vocab, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The logits [WORDS, 32] of some words of a row's mask, without those that it does not allow; and which of all are a NaN or
+    an infinity, which a mask could hide."""
+    word = first_word + tl.arange(0, WORDS)
+    bit = tl.arange(0, 32)
+    ids = word[:, None] * 32 + bit[None, :]
+    logits = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    words = tl.load(mask_ptr + word, mask=word * 32 < vocab, other=0)
+    kept = tl.where(((words[:, None] >> bit[None, :]) & 1) == 0, float("-inf"), logits)
+    return kept, (logits != logits) | (logits == float("inf"))
+
+
 @triton_kernel(do_not_specialize=["params_stride"])
 def _best_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, keys_ptr, arrivals_ptr, tokens_ptr, failed_ptr, rows_ptr, last_token_ptr,
     integers_ptr, numbers_ptr, best_ptr, best_id_ptr, state_ptr, group_best_ptr, tile_best_ptr, tile_weight_ptr,
-    params_stride,
+    params_stride, mask_ptr, mask_stride,
     TILE: tl.constexpr, GROUP: tl.constexpr, EMPTY_KEY: tl.constexpr, LOWEST: tl.constexpr,
-    HAS_ROWS: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_ROWS: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one row. The last to arrive of a row's programs knows the row's best logit, and finds
-    the first id that has it in the tile it came from."""
+    the first id that has it in the tile it came from. A mask does not go with filters (see `draw`)."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if DEPENDENT:
@@ -107,6 +120,11 @@ def _best_kernel(  # type: ignore[no-untyped-def]
         tl.store(tile_best_ptr + row * tl.num_programs(0) + tile, highest)
         tl.store(tile_weight_ptr + row * tl.num_programs(0) + tile, weight)
         value = tl.reduce(tl.reduce(x, 1, _larger), 0, _larger)
+    elif MASKED:
+        # By words of the mask: a thread has several ids of one word, and loads it once.
+        x, wrong = _masked(logits_ptr, mask_ptr + row * mask_stride, tile * (TILE // 32), vocab, TILE // 32)
+        value = tl.max(tl.max(x, axis=1), axis=0)
+        value = tl.where(tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0) > 0, float("nan"), value)
     else:
         ids = tile * TILE + tl.arange(0, TILE)
         x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
@@ -117,9 +135,16 @@ def _best_kernel(  # type: ignore[no-untyped-def]
         key = tl.atomic_xchg(keys_ptr + row, EMPTY_KEY)
         tl.store(arrivals_ptr + row, 0)
         value = ordered_value((key >> 32).to(tl.int32))
-        place = (0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)) * TILE + tl.arange(0, TILE)
-        again = tl.load(logits_ptr + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
-        first = tl.min(tl.where(again == value, place, 0x7FFFFFFF), axis=0)
+        best_tile = 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+        if MASKED:
+            again, _ = _masked(logits_ptr, mask_ptr + row * mask_stride, best_tile * (TILE // 32), vocab, TILE // 32)
+            word = best_tile * (TILE // 32) + tl.arange(0, TILE // 32)
+            place = word[:, None] * 32 + tl.arange(0, 32)[None, :]
+            first = tl.min(tl.min(tl.where(again == value, place, 0x7FFFFFFF), axis=1), axis=0)
+        else:
+            place = best_tile * TILE + tl.arange(0, TILE)
+            again = tl.load(logits_ptr + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+            first = tl.min(tl.where(again == value, place, 0x7FFFFFFF), axis=0)
         failed = (value != value) | (tl.abs(value) == float("inf"))
         token = tl.where(failed, 0, first).to(tl.int64)
         tl.store(tokens_ptr + row, token)
@@ -138,11 +163,11 @@ def _best_kernel(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def _race_tile(  # type: ignore[no-untyped-def]
-    logits_ptr, vocab, start, best, temperature, floor, cut, cut_id, seed, index, leader, leader_score,
-    TILE: tl.constexpr, HAS_CUT: tl.constexpr,
+    logits_ptr, mask_ptr, vocab, start, best, temperature, floor, cut, cut_id, seed, index, leader, leader_score,
+    TILE: tl.constexpr, HAS_CUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The winner and its score among a leader so far and the ids of a tile that are not below the floor and rank before
-    the cut."""
+    """The winner and its score among a leader so far and the ids of a tile that are allowed, not below the floor and rank
+    before the cut."""
     quads: tl.constexpr = TILE // 4
     counter = (start // 4 + tl.arange(0, quads)).to(tl.uint32)
     zero = counter * 0
@@ -155,6 +180,9 @@ def _race_tile(  # type: ignore[no-untyped-def]
     weight = (x - best) * (1.4426950408889634 / temperature)
     bound = weight - tl.log2(words.to(tl.float32) + 0.5)
     bound = tl.where(weight >= floor * 1.442696 - 1e-4, bound, float("-inf"))
+    if MASKED:
+        allowed = (tl.load(mask_ptr + (ids >> 5), mask=ids < vocab, other=0) >> (ids & 31)) & 1
+        bound = tl.where(allowed == 0, float("-inf"), bound)
     if HAS_CUT:
         bound = tl.where(weight >= cut * 1.442696 - 1e-4, bound, float("-inf"))
     known = tl.log2(leader_score.to(tl.float32)) - 32.0 - 1e-4
@@ -178,8 +206,8 @@ def _race_tile(  # type: ignore[no-untyped-def]
 @triton_kernel(do_not_specialize=["params_stride"])
 def _race_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, arrivals_ptr, tokens_ptr, integers_ptr, numbers_ptr, best_ptr, best_id_ptr,
-    state_ptr, leaders_ptr, scores_ptr, params_stride,
-    TILE: tl.constexpr, SPAN: tl.constexpr, PROGRAMS: tl.constexpr, DEPENDENT: tl.constexpr,
+    state_ptr, leaders_ptr, scores_ptr, params_stride, mask_ptr, mask_stride,
+    TILE: tl.constexpr, SPAN: tl.constexpr, PROGRAMS: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: SPAN tiles of one row; the last to arrive compares the winners. A row has at most PROGRAMS programs,
     a power of two."""
@@ -199,11 +227,21 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         score = 1.0 / _noise(seed, index, leader)
         best = tl.load(best_ptr + row)
         first = program * (SPAN * TILE)
+        mask_ptr += row * mask_stride
         for start in range(first, tl.minimum(first + SPAN * TILE, vocab), TILE):
-            leader, score = _race_tile(
-                logits_ptr, vocab, start, best, temperature, floor, float("-inf"), 0, seed, index, leader, score, TILE,
-                False,
-            )  # fmt: skip
+            if MASKED:                                       # a grammar rules out most tiles: their noise is not made
+                word = start // 32 + tl.arange(0, TILE // 32)
+                some = tl.max((tl.load(mask_ptr + word, mask=word * 32 < vocab, other=0) != 0).to(tl.int32), axis=0)
+                if some != 0:
+                    leader, score = _race_tile(
+                        logits_ptr, mask_ptr, vocab, start, best, temperature, floor, float("-inf"), 0, seed, index, leader,
+                        score, TILE, False, True,
+                    )  # fmt: skip
+            else:
+                leader, score = _race_tile(
+                    logits_ptr, mask_ptr, vocab, start, best, temperature, floor, float("-inf"), 0, seed, index, leader,
+                    score, TILE, False, False,
+                )  # fmt: skip
         tl.store(leaders_ptr + row * PROGRAMS + program, leader)
         tl.store(scores_ptr + row * PROGRAMS + program, score)
         if tl.atomic_add(arrivals_ptr + row, 1) == tl.num_programs(0) - 1:
@@ -445,8 +483,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
             score = 1.0 / _noise(seed, index, winner)
             for start in range(0, vocab, TILE):
                 winner, score = _race_tile(
-                    logits_ptr, vocab, start, best, temperature, floor, value, token, seed, index, winner, score, TILE,
-                    True,
+                    logits_ptr, logits_ptr, vocab, start, best, temperature, floor, value, token, seed, index, winner, score,
+                    TILE, True, False,
                 )  # fmt: skip
             token = winner
             value = tl.div_rn(tl.load(logits_ptr + token).to(tl.float32) - best, temperature)
@@ -585,10 +623,10 @@ class Choices:
 
 def draw(
     logits: Tensor, choices: Choices | None, tokens: Tensor, failed: Tensor, rows: Tensor | None = None,
-    last_token: Tensor | None = None,
+    last_token: Tensor | None = None, mask: Tensor | None = None,
 ) -> None:  # fmt: skip
     """A token for each row of logits [S, V] into tokens [S], int64; failed [S], bool. Without choices the best one,
-    and then also into last_token[rows]."""
+    and then also into last_token[rows]. A mask, int32 [S, ceil(V / 32)], says what is allowed, of rows without filters."""
     count, vocab = logits.shape
     if count == 0:
         return
@@ -598,15 +636,18 @@ def draw(
     launch = dependent_launch(logits.device)
     random = choices is not None and choices.random
     filtered = choices is not None and choices.filtered
+    if filtered and mask is not None:
+        raise AssertionError("filters look at logits alone: mask_logits first")
+    masked = (logits if mask is None else mask, 0 if mask is None else mask.stride(0))
     integers, numbers = (choices.integers, choices.numbers) if choices is not None else (space.keys, space.scores)
     tiles = triton.cdiv(vocab, BEST_TILE)
     common = (logits, logits.stride(0), vocab)
     _best_kernel[(tiles, count)](
         *common, space.keys, space.arrivals, tokens, failed.view(torch.uint8), tokens if rows is None else rows,
         tokens if last_token is None else last_token, integers, numbers, space.best, space.best_id, space.state,
-        space.group_best, space.tile_best, space.tile_weight, integers.stride(0),
+        space.group_best, space.tile_best, space.tile_weight, integers.stride(0), *masked,
         TILE=BEST_TILE, GROUP=GROUP, EMPTY_KEY=EMPTY_KEY, LOWEST=LOWEST, HAS_ROWS=rows is not None, RANDOM=random,
-        FILTERED=filtered, num_warps=BEST_WARPS, **launch,
+        FILTERED=filtered, MASKED=mask is not None, num_warps=BEST_WARPS, **launch,
     )  # fmt: skip
     if choices is None or not random:
         return
@@ -622,9 +663,9 @@ def draw(
         )  # fmt: skip
     span = 1 if count <= RACE_ALONE else RACE_SPAN
     _race_kernel[(triton.cdiv(vocab, span * RACE_TILE), count)](
-        *common, space.arrivals[1], *row, space.leaders, space.scores, integers.stride(0),
-        TILE=RACE_TILE, SPAN=span, PROGRAMS=space.scores.shape[1], num_warps=4 if span == 1 else RACE_WARPS,
-        **launch,
+        *common, space.arrivals[1], *row, space.leaders, space.scores, integers.stride(0), *masked,
+        TILE=RACE_TILE, SPAN=span, PROGRAMS=space.scores.shape[1], MASKED=mask is not None,
+        num_warps=4 if span == 1 else RACE_WARPS, **launch,
     )  # fmt: skip
     if filtered:
         _finish_kernel[(count,)](

@@ -125,7 +125,7 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def _arrivals(device: torch.device) -> Tensor:
+def arrivals(device: torch.device) -> Tensor:
     """Counters that every launch leaves at zero. One stream at a time may use them."""
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
@@ -133,7 +133,7 @@ def _arrivals(device: torch.device) -> Tensor:
 def prepare(device: torch.device) -> None:
     """Before the first graph is recorded: what is made while recording belongs to that graph."""
     if device.type == "cuda":
-        _arrivals(device)
+        arrivals(device)
 
 
 def small_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, *, gate: str | None = None) -> Tensor:
@@ -150,7 +150,7 @@ def small_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, *
         halves = 1 if gate is None else 2
         size = tiles * row_blocks * splits * halves * plan.block_outputs * plan.block_rows
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrived = _arrivals(x.device)
+        arrived = arrivals(x.device)
     even_inputs = inputs % plan.block_inputs == 0
     _small_gemm_kernel[tiles, row_blocks, splits](
         x, weight, weight if bias is None else bias, out, parts, arrived,

@@ -50,27 +50,26 @@ class Capacity:
             0 if on_cpu else RUNTIME,
         )
         groups = kv_groups(config, BLOCK_SIZE, setup.ranks)
+        if setup.model.experts is not None:              # a token's activations in all the experts that it visits
+            config = replace(config, intermediate_size=setup.model.experts.widest)
         memory = Memory.of(options, facts, config, setup.dtype, groups, context, setup.graphs, budget)
         rotation = memory.weights - stored_bytes(config, setup.dtype, facts.kind, setup.ranks)
-        share = kv_bytes(setup.kv, setup.dtype, config.head_dim) / WEIGHT_FORMATS[setup.dtype].bytes
         memory = replace(
-            memory, weights=rotation + model_bytes(setup.model, setup) // setup.ranks,
-            per_block=round(page_bytes(groups, int(WEIGHT_FORMATS[setup.dtype].bytes)) * share),
-        )  # fmt: skip
+            memory, weights=rotation + rank_bytes(setup.model, setup), per_block=block_bytes(setup.model, setup, groups)
+        )
         if setup.draft_model is None:
             return cls(setup, memory, groups, context, budget)
         draft = replace(setup, weights=setup.dtype, sparse=False)
         draft_groups = kv_groups(setup.draft_model.config, BLOCK_SIZE, setup.ranks)
-        per_block = round(page_bytes(draft_groups, int(WEIGHT_FORMATS[setup.dtype].bytes)) * share)
-        return cls(
-            setup, memory, groups, context, budget, model_bytes(setup.draft_model, draft) // setup.ranks, per_block
-        )
+        per_block = block_bytes(setup.draft_model, setup, draft_groups)
+        return cls(setup, memory, groups, context, budget, rank_bytes(setup.draft_model, draft), per_block)
 
     @property
     def kv_bytes_per_token(self) -> float:
         """On all devices together, where every layer sees everything; windows keep less of a long text."""
         slots = sum(len(group.layers) for group in self.groups) / max(len(group.layers) for group in self.groups)
-        return (self.memory.per_block * slots + self.draft_per_block) / BLOCK_SIZE * self.setup.ranks
+        copies = 1 if self.setup.model.latent is not None else self.setup.ranks      # every rank has the whole latent
+        return (self.memory.per_block * slots * copies + self.draft_per_block * self.setup.ranks) / BLOCK_SIZE
 
     def blocks(self, batch: int) -> int:
         """Of the KV cache for so many requests at their longest; block 0 belongs to nobody."""
@@ -126,6 +125,21 @@ def model_bytes(model: PlannedModel, setup: Setup) -> int:
     return round(linears * weight_bytes(setup.weights, setup.sparse) + (model.parameters - linears) * wide)
 
 
+def rank_bytes(model: PlannedModel, setup: Setup) -> int:
+    """Weights on one device."""
+    again = model.on_every_rank * weight_bytes(setup.weights, setup.sparse) * (setup.ranks - 1)
+    return round((model_bytes(model, setup) + again) / setup.ranks)
+
+
+def block_bytes(model: PlannedModel, setup: Setup, groups: list[KVGroupSpec]) -> int:
+    """Of the KV cache's block on one device, in all layer slots."""
+    each = kv_bytes(setup.kv, setup.dtype, model.kv_scaled)
+    if model.latent is not None:
+        return round(BLOCK_SIZE * model.kv_elements * each)
+    wide = WEIGHT_FORMATS[setup.dtype].bytes
+    return round(page_bytes(groups, int(wide)) * each / wide)
+
+
 @dataclass(frozen=True, slots=True)
 class Textbook:
     """Weights and KV, and nothing else: every parameter in one format without scales, all memory, all bandwidth."""
@@ -139,10 +153,8 @@ class Textbook:
 def textbook(setup: Setup, context: int, parameters: float | None = None) -> Textbook:
     """`parameters`: a rounded number to count with, 70e9 for "70B"; by default the model's own. Of a mixture of experts
     one request reads those that its token visits."""
-    config = setup.model.config
     weights = (parameters or setup.model.parameters) * WEIGHT_FORMATS[setup.weights].bits / 8
-    per_element = kv_bytes(setup.kv, setup.dtype, config.head_dim, scales=False)
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * per_element * context
+    kv = setup.model.kv_elements * kv_bytes(setup.kv, setup.dtype, setup.model.kv_scaled, scales=False) * context
     left = setup.ranks * setup.device.memory - weights
     read = weights * setup.model.active_parameters / setup.model.parameters
     return Textbook(weights, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / read)

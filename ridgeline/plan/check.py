@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.errors import ConfigError
 from ridgeline.plan.operation import Traffic, operate
 from ridgeline.plan.prediction import Setup, decode_seconds, workload_seconds
 from ridgeline.plan.records import MeasuredRow, Record
 
 BAR = 0.15                           # of TPOT and throughput, on what was not fitted
 BARRED = ("TPOT", "output tok/s")
+
+
+_HEAD = ["record", "workload", "figure", "measured", "predicted", "error", ""]
+_SUM = "TPOT and throughput of what was not fitted:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ def worst(found: Sequence[Checked]) -> float:
 
 
 def text(found: Sequence[Checked], markdown: bool = False) -> str:
-    rows = [["record", "workload", "figure", "measured", "predicted", "error", ""]]
+    rows = [list(_HEAD)]
     for each in found:
         scale, unit = (1.0, "") if each.figure.endswith("tok/s") else (1e3, ", ms")
         numbers = [f"{value * scale:,.2f}" for value in (each.measured, each.predicted)]
@@ -102,6 +107,17 @@ def text(found: Sequence[Checked], markdown: bool = False) -> str:
     barred = [each for each in found if each.figure in BARRED and not each.fitted]
     if barred:
         inside = sum(abs(each.error) <= BAR for each in barred)
-        lines += ["", f"TPOT and throughput of what was not fitted: {inside} of {len(barred)} within {BAR:.0%}, the worst "
+        lines += ["", f"{_SUM} {inside} of {len(barred)} within {BAR:.0%}, the worst "
                       f"off by {worst(found):.1%}"]  # fmt: skip
     return "\n".join(lines)
+
+
+def put_into(page: str, found: Sequence[Checked]) -> str:
+    """A page with this table in the place of the one that it has, up to the line that sums it up."""
+    lines = page.splitlines()
+    head = "| " + " | ".join(_HEAD) + " |"
+    first = next((place for place, line in enumerate(lines) if line == head), None)
+    last = next((place for place, line in enumerate(lines) if line.startswith(_SUM)), None)
+    if first is None or last is None or last < first:
+        raise ConfigError(f"the page has no table that begins with {head!r} and ends with a line {_SUM!r}")
+    return "\n".join([*lines[:first], text(found, markdown=True), *lines[last + 1 :]]) + "\n"

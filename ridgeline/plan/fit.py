@@ -63,7 +63,7 @@ def observations(record: Record) -> list[Observation]:
 
 def _steps(setup: Setup, record: Record, asked: Sequence[tuple[int, int]]) -> Steps:
     counts = workload_counts(setup.shape, asked, record.budget, record.max_rows, graphs=setup.graphs)
-    return gather(setup.shape, counts, setup.model.experts)
+    return gather(setup.shape, counts, setup.model)
 
 
 def _sum(steps: Steps) -> Callable[[Setup], float]:
@@ -83,7 +83,7 @@ def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
     batch = len(row.asked)
     padded = next((size for size in decode_sizes(MOST_ROWS) if size >= batch), 0) if setup.graphs else 0
     counts = count_rows(setup.shape, decode_rows(batch, row.parts_context), padded_to=padded)
-    steps = gather(setup.shape, [counts], setup.model.experts)
+    steps = gather(setup.shape, [counts], setup.model)
     names = {"linears and head": ("linears", "head"), "attention": ("attention",), "the rest": ("small", "step")}
 
     def predict(part: str) -> Callable[[Setup], float]:

@@ -111,11 +111,14 @@ SATURATED = 0.9                      # of the throughput at the largest batch
 
 
 def compute_limited_batch(setup: Setup) -> int:
-    """Rows from which the linears compute for longer than they read: ridge · bytes per weight / 2."""
+    """Rows from which the linears compute for longer than they read: ridge · bytes per weight / 2. An expert sees only its
+    part of the rows."""
     device = setup.device
     rate = device.rate(compute_format(device, setup.weights, setup.dtype)) * (2 if setup.sparse and device.sparse else 1)
     rows = rate / device.bandwidth * weight_bytes(setup.weights, setup.sparse) / 2
-    return math.ceil(rows / (1 + setup.drafts))
+    experts = setup.model.experts
+    part = experts.used / experts.count if experts is not None else 1.0
+    return math.ceil(rows / part / (1 + setup.drafts))
 
 
 def saturation_batch(points: Sequence[Point]) -> int:

@@ -110,7 +110,7 @@ class Setup:
             config, self.dtype, bytes_per_weight=weight_bytes(self.weights, self.sparse),
             head_bytes=WEIGHT_FORMATS[self.dtype].bytes,
         )
-        whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.dtype, config.head_dim))
+        whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.dtype, self.model.kv_scaled))
         return whole.shard(self.ranks) if self.ranks > 1 else whole
 
     @property
@@ -191,7 +191,7 @@ def _both(read: np.ndarray, compute: np.ndarray, p: float) -> np.ndarray:
 def rows_seconds(setup: Setup, rows: list[Row], padded_to: int = 0) -> float:
     """One step of these rows."""
     counts = count_rows(setup.shape, rows, padded_to=padded_to)
-    return float(step_seconds(setup, gather(setup.shape, [counts], setup.model.experts))[0])
+    return float(step_seconds(setup, gather(setup.shape, [counts], setup.model))[0])
 
 
 # ── what a user sees ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,7 +208,7 @@ def prefill_seconds(setup: Setup, tokens: int, batch: int = 1, budget: int = STE
         together = max(1, budget // max(1, tokens - cached)) if len(rows) == 1 else 1
         groups = [min(together, batch - first) for first in range(0, batch, together)]
         counts = [count_rows(shape, [row] * group) for group in groups for row in rows]
-    return float(step_seconds(setup, gather(shape, counts, setup.model.experts)).sum()) + setup.used.idle_s
+    return float(step_seconds(setup, gather(shape, counts, setup.model)).sum()) + setup.used.idle_s
 
 
 def decode_seconds(setup: Setup, batch: int, context: int) -> float:
@@ -231,4 +231,4 @@ def workload_seconds(
 ) -> float:
     shape = setup.shape
     counts = workload_counts(shape, asked, budget, max_rows, shared, setup.graphs)
-    return float(step_seconds(setup, gather(shape, counts, setup.model.experts)).sum()) + setup.used.idle_s
+    return float(step_seconds(setup, gather(shape, counts, setup.model)).sum()) + setup.used.idle_s

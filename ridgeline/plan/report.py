@@ -54,7 +54,8 @@ def answer(question: Question) -> dict[str, Any]:
     largest = min(capacity.largest_batch(MOST_ROWS), MOST_ROWS)
     book = textbook(setup, traffic.context, question.parameters)
     told: dict[str, Any] = {
-        "model": setup.model.name, "parameters": setup.model.parameters, "device": setup.device.name, "ranks": setup.ranks,
+        "model": setup.model.name, "parameters": setup.model.parameters, "active_parameters": setup.model.active_parameters,
+        "not_run": setup.model.not_run, "device": setup.device.name, "ranks": setup.ranks,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
         "formats": support(setup.device), "lossy": setup.lossy,
@@ -145,7 +146,7 @@ def _answer(found: Answer, price: float | None) -> dict[str, Any]:
 def _parts(setup: Setup, batch: int, traffic: Traffic) -> dict[str, float]:
     """Of a decode step, seconds by part; with drafts, of their verification and of proposing them."""
     rows = decode_rows(batch, traffic.mean_context, setup.drafts)
-    steps = gather(setup.shape, [count_rows(setup.shape, rows)], setup.model.experts)
+    steps = gather(setup.shape, [count_rows(setup.shape, rows)], setup.model)
     found = {name: float(seconds[0]) / setup.derate for name, seconds in step_parts(setup, steps).items()}
     return found | {"proposals": proposal_seconds(setup, batch, traffic.mean_context)}
 
@@ -159,12 +160,13 @@ def _finite(value: float) -> float | None:
 
 def text(told: dict[str, Any]) -> str:
     lines = [
-        f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters, on {told['ranks']} × {told['device']}: weights in "
-        f"{told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
+        f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['ranks']} × {told['device']}: "
+        f"weights in {told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
         f"{told['dtype'] if told['kv'] == 'auto' else told['kv']}"
         + (f", derated to {told['derate']:.0%}" if told["derate"] < 1 else ""),
         f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"
         + (f", {told['hit_rate']:.0%} of the prompt cached" if told["hit_rate"] else ""),
+        *([f"{told['not_run']}: planned, as kernels like ours would run it; this engine does not yet"] * bool(told["not_run"])),
         "",
         *_memory(told),
         "",
@@ -186,6 +188,11 @@ def text(told: dict[str, Any]) -> str:
     native = [name for name, how in told["formats"].items() if how == "native"]
     lines += ["", f"native on {told['device']}: {', '.join(native)}; {'; '.join(emulated)}"]
     return "\n".join(lines)
+
+
+def _active(told: dict[str, Any]) -> str:
+    active = told["active_parameters"]
+    return f" ({active / 1e9:.2f} G of them for a token)" if active != told["parameters"] else ""
 
 
 def _memory(told: dict[str, Any]) -> list[str]:

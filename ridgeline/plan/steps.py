@@ -14,14 +14,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ridgeline.costs import Attended
-from ridgeline.diagnose.cost import LINEARS, DecoderShape, StepCost, StepCounts, cost_of
+from ridgeline.diagnose.cost import LINEARS, DecoderShape, StepCounts, cost_of
 from ridgeline.graph_shapes import decode_sizes
-from ridgeline.plan.models import Experts
+from ridgeline.plan.latent import FEW_QUERIES
+from ridgeline.plan.models import PlannedModel
 
 Lengths = Sequence[tuple[int, int]]          # tokens in and out, of every request
 PRODUCTS = (*LINEARS, "head")
 _SMALL = ("embedding", "norms", "rotary_write", "activation", "sample")
-_MLP = ("gate_up", "down")
 # In the time that a multiprocessor takes for one of attention's exponentials (16 a cycle) its matrix units could do so many
 # FLOPs (989 TFLOP/s are 4,270 a cycle and multiprocessor): with narrow heads softmax takes longer than the products.
 _EXPONENTIAL_FLOPS = 267
@@ -70,7 +70,7 @@ def count_rows(shape: DecoderShape, rows: Sequence[Row], shared: int = 0, padded
         _attended(new, kv, None, shape.block_size),
         _attended(new, kv, shape.window, shape.block_size) if shape.window_layers else Attended(),
         _attended(logits[goes_on], kv[goes_on], shape.window if shape.last_windowed else None, shape.block_size),
-        shared,
+        shared, _attended(new[few := new <= FEW_QUERIES], kv[few], None, shape.block_size).pairs,
     )  # fmt: skip
 
 
@@ -88,12 +88,16 @@ def _attended(new: np.ndarray, kv: np.ndarray, window: int | None, block_size: i
     return Attended(len(kv), int(new.sum()), int(pairs.sum()), int(keys.sum()), int(blocks.sum()))
 
 
-def gather(shape: DecoderShape, counts: Iterable[StepCounts], experts: Experts | None = None) -> Steps:
-    """The costs of many steps, side by side."""
+def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedModel | None = None) -> Steps:
+    """The costs of many steps, side by side; `model`: where it has what the dense decoder of `shape` has not."""
     listed = list(counts)
     costs = [cost_of(shape, each) for each in listed]
-    if experts is not None:
-        costs = [_with_experts(cost, experts, each.tokens) for cost, each in zip(costs, listed, strict=True)]
+    # An exponential for each pair and head, whatever else attention computes there.
+    exponentials = np.array([cost.ops["attention"].flops for cost in costs], float)
+    exponentials *= _EXPONENTIAL_FLOPS / (4 * shape.head_dim + 5)
+    for special in (model.experts, model.latent) if model is not None else ():
+        if special is not None:
+            costs = [special.cost(cost, shape, each) for cost, each in zip(costs, listed, strict=True)]
 
     def each(name: str, field: str) -> list[float]:
         return [getattr(cost.ops[name], field) for cost in costs]
@@ -106,7 +110,7 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], experts: Experts |
         rows=np.array([count.rows for count in listed], float), layers=shape.layers,
         product_bytes=products("bytes"), product_flops=products("flops"), product_calls=products("calls"),
         attention_bytes=np.array(each("attention", "bytes"), float),
-        attention_flops=np.array(each("attention", "flops"), float) * (1 + _EXPONENTIAL_FLOPS / (4 * shape.head_dim + 5)),
+        attention_flops=np.array(each("attention", "flops"), float) + exponentials,
         attention_calls=np.array(each("attention", "calls"), float),
         small_bytes=np.array([sum(cost.ops[name].bytes for name in _SMALL) for cost in costs], float),
         launches=np.array([cost.total.calls + cost.collectives for cost in costs], float),
@@ -114,18 +118,6 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], experts: Experts |
         collective_bytes=np.array([cost.collective_bytes for cost in costs], float),
         ranks=shape.ranks,
     )  # fmt: skip
-
-
-def _with_experts(cost: StepCost, experts: Experts, tokens: int) -> StepCost:
-    """The MLP of a dense decoder, done by `used` experts for every token; the weights of all that are visited are read."""
-    ops = dict(cost.ops)
-    for name in _MLP:
-        op, visited = ops[name], experts.visited(tokens)
-        ops[name] = type(op)(
-            op.calls, op.flops * experts.used, round(op.weights * visited), op.kv_read, op.kv_written,
-            op.activations * experts.used,
-        )  # fmt: skip
-    return StepCost(ops, cost.collectives, cost.collective_bytes)
 
 
 def joined(parts: Sequence[Steps]) -> Steps:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Fetched:
-    """Copies of device tensors as numpy arrays, started now and waited for when they are read."""
+    """Copies of device tensors as numpy arrays, started now; to be read once the step's landing has been waited for."""
 
     def __init__(self, *tensors: Tensor) -> None:
         on_gpu = tensors[0].is_cuda
@@ -22,14 +22,53 @@ class Fetched:
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu).copy_(tensor, non_blocking=on_gpu)
             for tensor in tensors
         ]
-        self._arrived = torch.cuda.Event() if on_gpu else None
-        if self._arrived is not None:
-            self._arrived.record()
 
     def arrays(self) -> list[np.ndarray]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
         return [tensor.numpy() for tensor in self._tensors]
+
+
+class Landing:
+    """Where a step arrives on the host: its greedy tokens, and the device's times. Used again and again, since to make pinned
+    memory and events takes longer than to fill them."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
+        self._times = [0.0, 0.0]
+        self._memory = torch.empty(9 * max_rows + 16, dtype=torch.uint8, pin_memory=on_gpu)
+        self._bytes = self._memory.numpy()
+        self._parts: dict[int, Tensor] = {}              # of the memory, by size
+        self._size = 0
+
+    def start(self) -> None:
+        self._mark(0)
+
+    def fetch(self, greedy: Tensor) -> None:
+        """See Computed.greedy. Before stop()."""
+        self._size = size = len(greedy)
+        if size not in self._parts:
+            self._parts[size] = self._memory[:size]
+        self._parts[size].copy_(greedy, non_blocking=True)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events is None:
+            self._times[which] = time.perf_counter()
+        else:
+            self._events[which].record()
+
+    def wait(self) -> float:
+        """Until everything before stop() is done and here; the seconds between start and stop, on the device."""
+        if self._events is None:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+    def greedy(self, num_sampled: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and which of them failed, until the next fetch()."""
+        return self._bytes[: 8 * num_sampled].view(np.int64), self._bytes[self._size - num_sampled : self._size].view(np.bool_)
 
 
 def pinned_array(shape: tuple[int, int], on_gpu: bool) -> np.ndarray:
@@ -53,29 +92,3 @@ def send_beside(array: np.ndarray, device: torch.device) -> Tensor:
 @functools.cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-class Clock:
-    """Seconds between two points of the device's work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
-        self._times = [0.0, 0.0]
-
-    def start(self) -> None:
-        self._mark(0)
-
-    def stop(self) -> None:
-        self._mark(1)
-
-    def _mark(self, which: int) -> None:
-        if self._events is None:
-            self._times[which] = time.perf_counter()
-        else:
-            self._events[which].record()
-
-    def seconds(self) -> float:
-        if self._events is None:
-            return self._times[1] - self._times[0]
-        self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1e3

@@ -18,6 +18,8 @@ from ridgeline.messages import StepPlan
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.sample import greedy as choose_greedy
 
+_ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others
+
 
 @dataclass(slots=True)
 class Computed:
@@ -25,8 +27,8 @@ class Computed:
 
     hidden: Tensor | None            # [T, hidden], where all of it was computed and no graph did it
     logits: Tensor | None            # [S, vocabulary]; None where `tokens` is all that is wanted, or nobody samples
-    tokens: Tensor | None = None     # int64 [S]: the best token of every row, in `last_token` already
-    failed: Tensor | None = None     # bool [S]: no finite logits
+    # uint8: first int64 [S], the best token of every row, in `last_token` already; last bool [S], no finite logits.
+    greedy: Tensor | None = None
 
 
 class Forward(Protocol):
@@ -47,8 +49,7 @@ class EagerForward:
 
     def __init__(self, model: Decoder, kv: list[LayerKV], last_token: Tensor) -> None:
         self._model, self._kv, self._last_token = model, kv, last_token
-        self._tokens = torch.empty_like(last_token)
-        self._failed = torch.empty_like(last_token, dtype=torch.bool)
+        self._greedy = torch.empty(9 * len(last_token) + _ALIGN, dtype=torch.uint8, device=last_token.device)
 
     def shape(self, plan: StepPlan) -> Shape | None:
         return None
@@ -57,6 +58,8 @@ class EagerForward:
         return False
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
+        if batch.last_rows is not None:                  # the last sampled token never left the device
+            torch.index_select(self._last_token, 0, batch.last_rows, out=batch.tokens[: len(batch.last_rows)])
         hidden = self._model(batch, self._kv)
         num_sampled = len(batch.logits_index)
         if not num_sampled:
@@ -67,6 +70,8 @@ class EagerForward:
         logits = self._model.logits(rows)
         if not greedy:
             return Computed(hidden, logits)
-        tokens, failed = self._tokens[:num_sampled], self._failed[:num_sampled]
+        second = -(-8 * num_sampled // _ALIGN) * _ALIGN
+        found = self._greedy[: second + num_sampled]
+        tokens, failed = found[: 8 * num_sampled].view(torch.int64), found[second:].view(torch.bool)
         choose_greedy(logits, tokens, failed, batch.sample_rows, self._last_token)
-        return Computed(hidden, None, tokens, failed)
+        return Computed(hidden, None, found)

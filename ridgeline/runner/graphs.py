@@ -13,21 +13,19 @@ All graphs share one memory pool, for they never run at once; the largest are re
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ridgeline.graph_shapes import GraphShapes, Shape
 from ridgeline.layers.batch import Batch
 from ridgeline.log import get_logger
-from ridgeline.messages import StepPlan, Want
+from ridgeline.messages import StepPlan
 from ridgeline.metrics import HAPPENED
 from ridgeline.runner.forward import Computed, EagerForward
-from ridgeline.runner.rows import leading_ones
+from ridgeline.runner.rows import EVERY_HIDDEN, leading_ones
 
 logger = get_logger("graphs")
 
@@ -68,7 +66,7 @@ class GraphForward:
 
     def shape(self, plan: StepPlan) -> Shape | None:
         self._shape = None
-        if not (plan.want & np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)).any():
+        if not (plan.want & EVERY_HIDDEN).any():
             decodes = leading_ones(plan.num_tokens)
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
         return self._shape
@@ -90,7 +88,7 @@ class GraphForward:
         self._recorded.move_to_end(key)
         recorded.graph.replay()
         self.replays += 1
-        return dataclasses.replace(recorded.computed)
+        return recorded.computed
 
     def prepare(self) -> bool:
         """Record what was used last, while there is room: what makes room on its own accord is what is used now."""

@@ -14,18 +14,34 @@ import torch
 from torch import Tensor
 
 from ridgeline.distributed.comm import Communicator
+from ridgeline.graph_shapes import Shape
 from ridgeline.layers.batch import Batch
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.logits import logprobs as token_logprobs
-from ridgeline.runner.fetch import Clock, Fetched, send_beside
+from ridgeline.runner.fetch import Fetched, Landing, send_beside
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
-from ridgeline.runner.rows import DeviceRows
+from ridgeline.runner.rows import EVERY_HIDDEN, TOKEN, DeviceRows
 from ridgeline.runner.sampler import Sampler
 
 _PROMPT_LOGPROB_ROWS = 256           # prompt positions whose logits exist at once: bounds the scratch
+_LOGPROBS = np.int8(Want.LOGPROBS)
+_NOTHING = Computed(None, None)
 _BROKEN = "the model produced no finite logits for this request"
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a plan's rows do; the same object for all steps in which they do the same."""
+
+    key: tuple[bytes, bytes, bytes]
+    shape: Shape | None              # what the step is filled up to
+    places: np.ndarray               # places in the batch that sample …
+    rows: np.ndarray                 # … and their rows
+    num_new: np.ndarray              # int32: one for each of these places, none for the others
+    of_prompts: bool                 # is more wanted than tokens and their log-probabilities?
+    greedy: bool                     # is the best token all that anybody wants?
 
 
 @dataclass(slots=True)
@@ -33,17 +49,17 @@ class _Step:
     """A step between submit and collect."""
 
     plan: StepPlan
+    work: _Work
     batch: Batch
     computed: Computed
     lengths: np.ndarray              # tokens of each row in the cache once the step is done
-    places: np.ndarray               # places in the batch that sample
-    clock: Clock
-    prompt_logprobs: dict[int, Fetched]
-    hidden: dict[int, Fetched]
+    landing: Landing
     shared: int                      # KV positions that are read once for several rows
     replayed: bool
     waited: float                    # seconds for other ranks: at its begin so far, later its own
-    tokens: Fetched | None = None    # sampled tokens, and which rows failed
+    prompt_logprobs: dict[int, Fetched] = field(default_factory=dict)
+    hidden: dict[int, Fetched] = field(default_factory=dict)
+    sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
 
@@ -66,27 +82,42 @@ class Runner:
         self._comm = comm
         self.memory: dict[str, int] = {}                 # measured bytes on a GPU, by part of the ledger
         self._steps: deque[_Step] = deque()
+        self._work: _Work | None = None                  # of the newest step
+        self._landings: list[Landing] = []               # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
         self._num_prompt_logprobs: dict[int, int] = {}
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        waited = self._comm.waited
-        clock = Clock(self.rows.device)
-        clock.start()
+        if len(self._steps) > self.rows.depth:
+            raise AssertionError(f"step {plan.step} is submitted while {len(self._steps)} are in flight")
+        waited, replays = self._comm.waited, self.forward.replays
+        landing = self._landings.pop() if self._landings else Landing(self.rows.max_rows, self.rows.device)
+        landing.start()
         self._apply(plan)
-        starts = self.rows.length[plan.rows]
-        batch = self.rows.pack(plan, self.forward.shape(plan))
-        places = np.nonzero(plan.want & np.int8(Want.TOKEN))[0]
-        replays = self.forward.replays
-        computed = self.forward.run(batch, self._is_greedy(plan, places))
+        key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
+        work = self._work
+        again = work is not None and work.key == key and not plan.added      # of rows that stay, or the key would be another
+        if work is None or not again:
+            work = self._work = self._work_of(plan, key)
+        starts = self.rows.length[plan.rows] if work.of_prompts else None
+        batch = (self.rows.advance() if again else None) or self.rows.pack(plan, work.shape)
+        work.greedy = work.greedy or self._is_greedy(plan, work)
+        computed = self.forward.run(batch, work.greedy)
         lengths = self.rows.length[plan.rows].astype(np.int32)
-        prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
-        pooled = self._pooled(plan, starts, computed.hidden)
-        shared, replayed = self.rows.prefixes[0].saved, self.forward.replays > replays
-        self._steps.append(
-            _Step(plan, batch, computed, lengths, places, clock, prompt_logprobs, pooled, shared, replayed, waited)
+        step = _Step(
+            plan, work, batch, computed, lengths, landing, self.rows.prefixes[0].saved, self.forward.replays > replays, waited
         )
+        if starts is not None and computed.hidden is not None:
+            step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
+            step.hidden = self._pooled(plan, starts, computed.hidden)
+        self._steps.append(step)
+
+    def _work_of(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> _Work:
+        samples = plan.want & TOKEN
+        places = np.nonzero(samples)[0]
+        of_prompts = bool((plan.want & EVERY_HIDDEN).any())
+        return _Work(key, self.forward.shape(plan), places, plan.rows[places], samples.astype(np.int32), of_prompts, False)
 
     def remove(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
@@ -105,17 +136,15 @@ class Runner:
         self.rows.apply(plan)
         self._buffers.run(plan.block_ops)
 
-    def _is_greedy(self, plan: StepPlan, places: np.ndarray) -> bool:
+    def _is_greedy(self, plan: StepPlan, work: _Work) -> bool:
         """Is the best token all that anybody wants of this step? Then it is chosen where the logits are made."""
-        if self._comm.size > 1 or (plan.want[places] & np.int8(Want.LOGPROBS)).any():
+        if self._comm.size > 1 or (plan.want & _LOGPROBS).any():
             return False
-        return self._sampler.all_greedy(plan.rows[places])
+        return self._sampler.all_greedy(work.rows)
 
-    def _prompt_logprobs(self, plan: StepPlan, starts: np.ndarray, hidden: Tensor | None) -> dict[int, Fetched]:
+    def _prompt_logprobs(self, plan: StepPlan, starts: np.ndarray, hidden: Tensor) -> dict[int, Fetched]:
         """Position p says how likely prompt token p + 1 was; the last prompt position belongs to the answer."""
         found: dict[int, Fetched] = {}
-        if hidden is None:
-            return found
         first = np.cumsum(plan.num_tokens) - plan.num_tokens
         for place in np.nonzero(plan.want & np.int8(Want.PROMPT_LOGPROBS))[0].tolist():
             row, start = int(plan.rows[place]), int(starts[place])
@@ -133,11 +162,9 @@ class Runner:
             found[place] = Fetched(targets, *(torch.cat(parts) for parts in zip(*chunks, strict=True)))
         return found
 
-    def _pooled(self, plan: StepPlan, starts: np.ndarray, hidden: Tensor | None) -> dict[int, Fetched]:
+    def _pooled(self, plan: StepPlan, starts: np.ndarray, hidden: Tensor) -> dict[int, Fetched]:
         """Hidden states after the last norm: the sum over this chunk's prompt tokens, or the last token's."""
         found: dict[int, Fetched] = {}
-        if hidden is None:
-            return found
         ends = np.cumsum(plan.num_tokens)
         for place in np.nonzero(plan.want & np.int8(Want.HIDDEN | Want.HIDDEN_SUM))[0].tolist():
             first, end = int(ends[place] - plan.num_tokens[place]), int(ends[place])
@@ -156,10 +183,10 @@ class Runner:
         greedy one: the sampler counts them among those that change their logits.
         """
         step = self._steps[-1]
-        computed, batch, rows = step.computed, step.batch, step.plan.rows[step.places]
-        if computed.tokens is not None and computed.failed is not None:
+        computed, batch, rows = step.computed, step.batch, step.work.rows
+        if computed.greedy is not None:
             self._sampler.said_greedily(rows)
-            step.tokens = Fetched(computed.tokens, computed.failed)
+            step.landing.fetch(computed.greedy)
         elif len(rows) and computed.logits is not None:
             logits, sample_rows = computed.logits, batch.sample_rows
             if len(logits) > len(rows):                  # the others are padding, or nobody's wish
@@ -169,18 +196,18 @@ class Runner:
             sampled = self._sampler.sample(logits, rows, allowed)
             tokens = self._comm.broadcast(sampled.tokens)
             self.rows.last_token.index_copy_(0, sample_rows, tokens)
-            step.tokens = Fetched(tokens, sampled.failed)
+            step.sampled = Fetched(tokens, sampled.failed)
             self._fetch_logprobs(step, rows, logits, tokens)
-        step.clock.stop()
+        step.landing.stop()
         step.waited = self._comm.waited - step.waited
-        computed.logits = computed.hidden = None
+        step.computed = _NOTHING                         # it may hold much memory
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
         """For the rows that asked, all at once, with as many alternatives as the greediest of them wants."""
         wanted = self._num_logprobs
         asked = [index for index, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
         if asked:
-            step.asked = [(int(step.places[index]), wanted[int(rows[index])]) for index in asked]
+            step.asked = [(int(step.work.places[index]), wanted[int(rows[index])]) for index in asked]
             chosen = tokens[asked]
             most = max(count for _, count in step.asked)
             step.logprobs = Fetched(chosen, *token_logprobs(logits[asked], chosen, most))
@@ -188,17 +215,20 @@ class Runner:
     def collect(self) -> StepResult:
         """The oldest step's result."""
         step = self._steps.popleft()
-        plan = step.plan
+        plan, places, computed_tokens = step.plan, step.work.places, step.plan.total_tokens
+        device_seconds = step.landing.wait()
         tokens = np.full((len(plan.rows), 1), -1, np.int32)
         failed: dict[int, str] = {}
-        if step.tokens is not None:
-            values, broken = step.tokens.arrays()
-            if len(values) > len(step.places):
-                values, broken = values[step.batch.picks], broken[step.batch.picks]
-            tokens[step.places, 0] = values
-            failed = dict.fromkeys(step.places[broken].tolist(), _BROKEN)
-        num_new = np.zeros(len(plan.rows), np.int32)
-        num_new[step.places] = 1
+        if len(places):
+            if step.sampled is None:
+                values, broken = step.landing.greedy(len(step.batch.logits_index))
+                if len(values) > len(places):            # the others are padding, or nobody's wish
+                    values, broken = values[step.batch.picks], broken[step.batch.picks]
+            else:
+                values, broken = step.sampled.arrays()
+            tokens[places, 0] = values
+            failed = dict.fromkeys(places[broken].tolist(), _BROKEN)
+        self._landings.append(step.landing)
         logprobs = {}
         if step.logprobs is not None:
             whole = _as_logprobs(step.logprobs)
@@ -206,16 +236,16 @@ class Runner:
         return StepResult(
             step=plan.step,
             tokens=tokens,
-            num_new=num_new,
+            num_new=step.work.num_new,
             lengths=step.lengths,
             logprobs=logprobs,
             prompt_logprobs={place: _as_logprobs(fetched) for place, fetched in step.prompt_logprobs.items()},
             hidden={place: fetched.arrays()[0] for place, fetched in step.hidden.items()},
             failed=failed,
-            useful=plan.total_tokens - plan.recomputed,
+            useful=computed_tokens - plan.recomputed,
             recomputed=plan.recomputed,
-            padded=len(step.batch.tokens) - plan.total_tokens,
-            device_seconds=step.clock.seconds(),
+            padded=len(step.batch.tokens) - computed_tokens,
+            device_seconds=device_seconds,
             shared=step.shared,
             replayed=step.replayed,
             communication=step.waited,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ridgeline.costs import KNOWN_IDS, edited_rows
 from ridgeline.messages import RowAdded
-from ridgeline.ops.sample import CHOICE, apply_mask, apply_penalties, keep_only, reserve, sample, to_device
+from ridgeline.ops.sample import CHOICE, apply_mask, apply_penalties, keep_only, reserve, sample, takes_masks, to_device
 
 GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best id, but for overflow
 
@@ -88,6 +88,7 @@ class Sampler:
         self._device = torch.device(device)
         self._choice = np.zeros(max_rows, CHOICE)
         self._edit = np.zeros(max_rows, _EDIT)
+        self._plain = np.zeros(max_rows, np.bool_)           # rows that have taken their best id from the first on
         self._place = np.full(max_rows, -1)                  # row -> place in the batch, while one is sampled
         self._allowed, self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(4))
         # For rows that look back, the prompt's distinct ids and then the answer, and how often each is in the answer. A
@@ -135,7 +136,9 @@ class Sampler:
         # With a grammar, masks also keep an answer from ending early: they alone know whether it can go on.
         constrained = params.structured_outputs is not None
         min_tokens = 0 if constrained else params.min_tokens
-        self._edit[row] = (constrained or any(flags), *flags, min_tokens, *penalties, remembers, num_known)
+        edited = constrained or any(flags)
+        self._edit[row] = (edited, *flags, min_tokens, *penalties, remembers, num_known)
+        self._plain[row] = not edited and params.temperature < GREEDY_BELOW and index >= min_tokens
 
     def remove_row(self, row: int) -> None:
         for lists in (self._allowed, self._bad_words, self._stops, self._biases):
@@ -182,6 +185,8 @@ class Sampler:
         edited = edit["edited"] | too_early
         if not edited.any():
             tokens, failed = sample(logits, how)
+        elif masks is not None and self._only_masked(edit, too_early) and takes_masks(logits, how, masks):
+            tokens, failed = sample(logits, how, masks)      # rows without a grammar have masks that allow everything
         else:
             who = np.flatnonzero(edited)
             if len(who) < len(rows):
@@ -212,12 +217,18 @@ class Sampler:
 
     def all_greedy(self, rows: np.ndarray) -> bool:
         """Does each of the rows take its best id, whatever it has said? Then others may choose it, and tell."""
+        if self._plain[rows].all():
+            return True
         how, edit = self._choice[rows], self._edit[rows]
         return not ((how["temperature"] > 0) | edit["edited"] | (how["index"] < edit["min_tokens"])).any()
 
     def said_greedily(self, rows: np.ndarray) -> None:
         """Somebody else has chosen the best id for each of the rows, for which `all_greedy` holds."""
         self._choice["index"][rows] += 1
+
+    def _only_masked(self, edit: np.ndarray, too_early: np.ndarray) -> bool:
+        """Is a grammar's mask all that changes anybody's logits?"""
+        return not (too_early | edit["allowed"] | edit["bad_words"] | edit["biased"] | edit["penalized"]).any()
 
     def _edit_logits(
         self, logits: Tensor, rows: np.ndarray, how: np.ndarray, edit: np.ndarray, too_early: np.ndarray

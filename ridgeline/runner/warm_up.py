@@ -5,8 +5,7 @@ step of all, with every row sampling, and the largest whose MLP writes gate and 
 largest decode and the largest prompt that are recorded as graphs, each twice, because the second time they are. Later
 graphs fit into the memory of these. Last, random sampling and log-probabilities, whose kernels greedy steps do not need.
 
-Kernels of smaller steps are not among these: linears of up to 128 rows, decode attention of fewer rows, shared prefixes. The
-first step that needs one compiles it, once for a machine: they are kept.
+What this is for is memory: kernels have been compiled before, those of all other steps with them (kernel_steps.py).
 """
 
 from __future__ import annotations

@@ -14,12 +14,14 @@ from ridgeline.errors import ConfigError
 from ridgeline.log import get_logger
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.paged_attention import PREFIX_QUERIES
 from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
 from ridgeline.quant.scheme import unquantised_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
 from ridgeline.runner.forward import EagerForward, Forward
 from ridgeline.runner.graphs import GraphForward
+from ridgeline.runner.kernel_steps import collect_kernels
 from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.rows import DeviceRows
 from ridgeline.runner.runner import Runner
@@ -61,11 +63,6 @@ def make_runner(
     with phase("weights"), meter.part(ledger.WEIGHTS):
         scheme = unquantised_scheme(device, dtype, options.execution.deterministic)
         model = Decoder(model_config, comm, dtype, device, config.max_model_len, scheme)
-        load_weights(model, config.model_path, model_config, options.model.load_format, progress, options.model.seed)
-        if device.type == "cuda":
-            torch.cuda.synchronize()                     # kernels may fetch weights before they wait for anything
-    with phase("KV cache"), meter.part(ledger.KV):
-        buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
     with phase("rows"), meter.part(ledger.ROWS):
         heads = model.layers[0].attention.qkv.num_heads
         shares = config.shared_prefixes and heads // config.groups[0].num_kv_heads <= PREFIX_QUERIES
@@ -76,6 +73,18 @@ def make_runner(
         sampler = Sampler(
             config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype
         )
+    with CompileAhead(device) as ahead:
+        with phase("kernels"):
+            collect_kernels(ahead, config, model, rows, sampler, comm)
+        with phase("weights"), meter.part(ledger.WEIGHTS):
+            load_weights(model, config.model_path, model_config, options.model.load_format, progress, options.model.seed)
+            if device.type == "cuda":
+                torch.cuda.synchronize()                 # kernels may fetch weights before they wait for anything
+        with phase("KV cache"), meter.part(ledger.KV):
+            buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
+        with phase("kernels"):
+            ahead.finish()
+    with phase("rows"), meter.part(ledger.ROWS):
         forward: Forward = (eager := EagerForward(model, buffers.layers(), rows.last_token))
         if config.graphs:
             capped = model_config.final_softcap is not None
@@ -85,7 +94,7 @@ def make_runner(
             )  # fmt: skip
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
-        with phase("kernels and graphs"):
+        with phase("first steps"):
             warm_up(
                 runner, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
             )
@@ -105,7 +114,8 @@ class MemoryMeter:
     def part(self, name: str) -> Iterator[None]:
         before = torch.cuda.memory_allocated() if self._on else 0
         yield
-        self._parts[name] = torch.cuda.memory_allocated() - before if self._on else 0
+        took = torch.cuda.memory_allocated() - before if self._on else 0
+        self._parts[name] = self._parts.get(name, 0) + took
 
     def measured(self) -> dict[str, int]:
         """Whatever else torch has reserved is what steps need; whatever else is gone, the runtime has."""

@@ -24,22 +24,27 @@ class Rows:
         self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
+        self.num_held = 0                                # blocks in the tables of all rows …
+        self.num_used = 0                                # … and the computed tokens in them
         self.sequences: list[Sequence | None] = [None] * max_rows
+        self._running: dict[int, Sequence] = {}          # the same, by row, without the empty ones
         self._free = list(range(max_rows))               # a heap: low rows first keeps batches dense
         self._ranked = np.zeros(0, np.int64)
         self._stale = False
 
     def __len__(self) -> int:
-        return len(self.sequences) - len(self._free)
+        return len(self._running)
 
     @property
     def full(self) -> bool:
         return not self._free
 
-    def add(self, sequence: Sequence, want: int) -> int:
+    def add(self, sequence: Sequence, want: int, known: int, computed: int) -> int:
         row = heapq.heappop(self._free)
+        self.known[row], self.computed[row], self.num_blocks[row] = known, computed, 0
+        self.num_used += computed
         sequence.row = row
-        self.sequences[row] = sequence
+        self.sequences[row] = self._running[row] = sequence
         self.num_prompt[row] = sequence.num_prompt
         self.limit[row] = sequence.limit
         self.lost[row] = sequence.lost_tokens
@@ -47,10 +52,17 @@ class Rows:
         self._stale = True
         return row
 
+    def hold(self, row: int, num_blocks: int) -> None:
+        self.num_held += num_blocks - int(self.num_blocks[row])
+        self.num_blocks[row] = num_blocks
+
     def remove(self, sequence: Sequence) -> int:
         row = sequence.row
+        self.hold(row, 0)
+        self.num_used -= int(self.computed[row])
         heapq.heappush(self._free, row)
         self.sequences[row] = None
+        del self._running[row]
         sequence.row = -1
         self._stale = True
         return row
@@ -58,9 +70,7 @@ class Rows:
     def ranked(self) -> np.ndarray:
         """The occupied rows, the most important first."""
         if self._stale:
-            running = [sequence for sequence in self.sequences if sequence is not None]
-            running.sort(key=rank)
-            self._ranked = np.array([sequence.row for sequence in running], np.int64)
+            self._ranked = np.array([sequence.row for sequence in sorted(self._running.values(), key=rank)], np.int64)
             self._stale = False
         return self._ranked
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 _SAMPLED = np.int8(Want.TOKEN | Want.LOGPROBS | Want.HIDDEN)     # what comes with the last known token
 _PROMPT = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN_SUM)        # what comes with every prompt token
 _NONE = np.zeros(0, np.int32)
-_NOTHING: tuple = (_NONE, [], _NONE.reshape(0, 4), _NONE, _NONE, _NONE.astype(np.int8))
+_NO_BLOCKS = _NONE.reshape(0, 4)
+_NOTHING: tuple = (_NONE, [], _NO_BLOCKS, _NONE, _NONE, _NONE.astype(np.int8))
 
 
 @dataclass(slots=True)
@@ -85,6 +86,18 @@ class _InFlight:
 
 
 @dataclass(slots=True)
+class _Steady:
+    """What a plan in which every row decodes has in common with the next, as long as the same rows run."""
+
+    rows: np.ndarray                 # as Rows.ranked() has them
+    plan_rows: np.ndarray            # the plan's rows, tokens and wishes
+    num_tokens: np.ndarray
+    want: np.ndarray
+    sequences: list[Sequence]
+    constrained: list[tuple[int, Sequence]]
+
+
+@dataclass(slots=True)
 class _Delta:
     """What the next plan has to tell the device beside the work itself."""
 
@@ -122,6 +135,7 @@ class Scheduler:
         self._live: dict[str, list[Sequence]] = {}                       # request id -> its unfinished answers
         self._flights: deque[_InFlight] = deque()
         self._delta = _Delta()
+        self._steady: _Steady | None = None                              # of the newest plan
         self._unpublished: list[tuple[Sequence, SequenceBlocks, int]] = []       # and known tokens once the step has run
         self._step = 0
         self._arrivals = 0
@@ -263,27 +277,29 @@ class Scheduler:
 
         Also what is left of the budget, and whether blocks ran short: then nobody new may join.
         """
-        table = self._rows
+        table, size = self._rows, self.manager.block_size
         rows = table.ranked()
         need = table.known[rows] - table.computed[rows]
         # A row at its limit has all it may have; its last token needs no KV.
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
-        rows, need = rows[ready], need[ready]
+        if not ready.all():
+            rows, need = rows[ready], need[ready]
         prefill = need > 1
-        num_prefill = int(prefill.sum())
-        if num_prefill:
+        num_prefill = int(np.count_nonzero(prefill))
+        num_decodes, budget = len(rows) - num_prefill, self.limits.max_step_tokens
+        tokens, whole = need, num_prefill == 0 and num_decodes <= budget
+        if not whole:
             order = np.argsort(prefill, kind="stable")
             rows, need = rows[order], need[order]
-        num_decodes, budget = len(rows) - num_prefill, self.limits.max_step_tokens
-        budget = min(budget, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, budget)))
-        before = np.cumsum(need) - need
-        tokens = np.minimum(need, np.maximum(0, budget - before))
+        if self._waiting or not whole:
+            budget = min(budget, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, budget)))
+        if not whole:
+            before = np.cumsum(need) - need
+            tokens = np.minimum(need, np.maximum(0, budget - before))
 
-        size = self.manager.block_size
-        needed_blocks = -(-(table.computed[rows] + tokens) // size)
         preemptions = self.counters.preemptions
         short = False
-        for place in np.nonzero(needed_blocks > table.num_blocks[rows])[0].tolist():
+        for place in np.nonzero(table.computed[rows] + tokens > table.num_blocks[rows] * size)[0].tolist():
             sequence = table.sequences[rows[place]]
             if sequence is None:                                 # preempted a moment ago, for somebody before it
                 continue
@@ -294,10 +310,11 @@ class Scheduler:
             short = True
             alive = np.array([table.sequences[row] is not None for row in rows.tolist()], bool)
             rows, tokens = rows[alive], tokens[alive]
-        some = tokens > 0
-        rows, tokens = rows[some], tokens[some]
-        for place in np.nonzero(tokens > 1)[0].tolist():
-            self._publish(int(rows[place]), int(tokens[place]))
+        if short or not whole:
+            some = tokens > 0
+            rows, tokens = rows[some], tokens[some]
+            for place in np.nonzero(tokens > 1)[0].tolist():
+                self._publish(int(rows[place]), int(tokens[place]))
         return rows, tokens, budget - int(tokens.sum()), short
 
     def _publish(self, row: int, num_tokens: int) -> None:
@@ -333,7 +350,7 @@ class Scheduler:
             if victim is sequence:
                 return False
         self._delta.appended.extend((group, row, index, block) for group, index, block in entries)
-        self._rows.num_blocks[row] = blocks.num_blocks
+        self._rows.hold(row, blocks.num_blocks)
         return True
 
     def _victim(self, asking: Sequence) -> Sequence | None:
@@ -394,10 +411,8 @@ class Scheduler:
             self.counters.joins += self._vacated
             sequence.blocks = blocks
             sequence.admitted_at = self._step
-            row = table.add(sequence, self._want(sequence))
-            table.known[row] = known
-            table.computed[row] = hit.num_tokens
-            table.num_blocks[row] = blocks.num_blocks
+            row = table.add(sequence, self._want(sequence), known, hit.num_tokens)
+            table.hold(row, blocks.num_blocks)
             table.committed[row] = blocks.committed
             if sequence.lost_tokens == 0 and sequence.leader is None:
                 sequence.num_cached = hit.num_tokens
@@ -448,14 +463,14 @@ class Scheduler:
         table, manager = self._rows, self.manager
         rows = table.ranked()
         promised = 0
-        if manager.grows:
+        if manager.grows and len(rows):
             missing = -(-table.known[rows] // manager.block_size) - table.num_blocks[rows]
             promised = (int(np.maximum(missing, 0).sum()) + len(rows)) * len(manager.groups)
         return manager.num_free >= manager.blocks_beyond(hit, known, self.limits.max_step_tokens) + promised
 
     def _want(self, sequence: Sequence) -> int:
         params = sequence.request.params
-        want = Want.TOKEN
+        want = int(Want.TOKEN)
         if params.logprobs is not None:
             want |= Want.LOGPROBS
         # The n answers have one prompt: the first tells of it.
@@ -463,7 +478,7 @@ class Scheduler:
             want |= Want.PROMPT_LOGPROBS
         if params.pooling is not None:
             want |= Want.HIDDEN if params.pooling == "last" else Want.HIDDEN_SUM
-        return int(want)
+        return want
 
     def _row_added(self, sequence: Sequence, num_computed: int) -> RowAdded:
         assert sequence.blocks is not None
@@ -482,47 +497,57 @@ class Scheduler:
         """Book the step as done, so that the next can be planned, and write it down as a delta."""
         table, delta = self._rows, self._delta
         self._step += 1
+        total = int(tokens.sum())
         starts = table.computed[rows]
         ends = starts + tokens
         sampled = ends == table.known[rows]
-        asked = table.want[rows]
-        want = np.where(sampled, asked & _SAMPLED, 0) | np.where(starts < table.num_prompt[rows], asked & _PROMPT, 0)
-        sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
-        recomputed = np.minimum(ends, table.lost[rows]) - starts
+        num_sampled = int(np.count_nonzero(sampled))
+        recomputed, steady = 0, self._steady
+        if steady is None or steady.rows is not rows or not total == len(rows) == num_sampled:
+            asked, of_prompt = table.want[rows], starts < table.num_prompt[rows]
+            want = (asked & _SAMPLED) * sampled | (asked & _PROMPT) * of_prompt
+            sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
+            again = np.minimum(ends, table.lost[rows]) - starts
+            recomputed = int(again[again > 0].sum())
+            chosen = [sequence for sequence, samples in zip(sequences, sampled.tolist(), strict=True) if samples]
+            for sequence in chosen:
+                sequence.prompt_done = True
+            steady = _Steady(
+                rows, rows.astype(np.int32), tokens.astype(np.int32), want, sequences,
+                [(place, sequence) for place, sequence in enumerate(chosen) if sequence.matcher is not None],
+            )
+            # Rows that decode now decode from now on: they have their prompts, and what they had lost.
+            decode = total == num_sampled == len(rows) and not recomputed and not of_prompt.any()
+            self._steady = steady if decode else None
+        else:
+            chosen = steady.sequences
+        for sequence in chosen:
+            sequence.num_promised += 1
         table.computed[rows] = ends
         table.known[rows[sampled]] += 1
-        constrained: list[tuple[int, Sequence]] = []
-        num_sampled = 0
-        for sequence, samples in zip(sequences, sampled.tolist(), strict=True):
-            if samples:
-                sequence.num_promised += 1
-                sequence.prompt_done = True
-                if sequence.matcher is not None:
-                    constrained.append((num_sampled, sequence))
-                num_sampled += 1
         plan = StepPlan(
             step=self._step,
-            removed=np.array(delta.removed, np.int32),
+            removed=np.array(delta.removed, np.int32) if delta.removed else _NONE,
             added=delta.added,
-            appended=np.array(delta.appended, np.int32).reshape(-1, 4),
-            rows=rows.astype(np.int32),
-            num_tokens=tokens.astype(np.int32),
-            want=want.astype(np.int8),
-            recomputed=int(recomputed[recomputed > 0].sum()),
+            appended=np.array(delta.appended, np.int32) if delta.appended else _NO_BLOCKS,
+            rows=steady.plan_rows,
+            num_tokens=steady.num_tokens,
+            want=steady.want,
+            recomputed=recomputed,
         )
         self._delta = _Delta()
         num_decodes = int(np.count_nonzero(tokens == 1))
         self._flights.append(_InFlight(
-            self._step, rows, ends, sampled, sequences, num_decodes, int(tokens.sum()) - num_decodes, constrained
+            self._step, rows, ends, sampled, steady.sequences, num_decodes, total - num_decodes, steady.constrained
         ))
         self.manager.pool.submitted(self._step)
+        table.num_used += total
         counters = self.counters
         counters.steps += 1
-        counters.chunks += len(rows) - int(sampled.sum())
-        counters.computed_tokens += int(tokens.sum())
-        running = table.ranked()
-        counters.held_slots += int(table.num_blocks[running].sum()) * self.manager.block_size
-        counters.used_slots += int(table.computed[running].sum())
+        counters.chunks += len(rows) - num_sampled
+        counters.computed_tokens += total
+        counters.held_slots += table.num_held * self.manager.block_size
+        counters.used_slots += table.num_used
         return plan
 
     # -- results -------------------------------------------------------------------------------------------------------
@@ -545,27 +570,29 @@ class Scheduler:
         self._commit(flight, result.failed)
         deltas: list[TokenDelta] = []
         values = result.tokens[:, 0].tolist() if result.tokens.size else [0] * len(flight.sequences)
+        more = bool(result.failed or result.prompt_logprobs or result.hidden or result.logprobs)
         for place, (sequence, token, samples) in enumerate(
             zip(flight.sequences, values, flight.sampled.tolist(), strict=True)
         ):
             if sequence.finished:
                 self.counters.late_tokens += samples
                 continue
-            if place in result.failed:
-                deltas.append(self._fail(sequence, result.failed[place]))
-                continue
-            if place in result.prompt_logprobs and _still_there(sequence, flight):
-                sequence.prompt_logprobs.append(result.prompt_logprobs[place])
-            if place in result.hidden and _still_there(sequence, flight):
-                chunk = result.hidden[place]
-                sequence.hidden = chunk if sequence.hidden is None else sequence.hidden + chunk
+            if more:
+                if place in result.failed:
+                    deltas.append(self._fail(sequence, result.failed[place]))
+                    continue
+                if place in result.prompt_logprobs and _still_there(sequence, flight):
+                    sequence.prompt_logprobs.append(result.prompt_logprobs[place])
+                if place in result.hidden and _still_there(sequence, flight):
+                    chunk = result.hidden[place]
+                    sequence.hidden = chunk if sequence.hidden is None else sequence.hidden + chunk
             if not samples:
                 continue
             sequence.tokens.append(token)
             sequence.num_promised -= 1
-            delta = TokenDelta(sequence.request.request_id, sequence.index, [token])
-            delta.num_cached_tokens = sequence.num_cached
-            if place in result.logprobs:
+            # By place: twice as fast as by name, and a step has a thousand of them.
+            delta = TokenDelta(sequence.request.request_id, sequence.index, [token], [], None, None, None, sequence.num_cached)
+            if more and place in result.logprobs:
                 delta.logprobs.append(result.logprobs[place])
             if sequence.prompt_logprobs:
                 delta.prompt_logprobs = _joined(sequence.prompt_logprobs)

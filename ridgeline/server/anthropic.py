@@ -7,9 +7,11 @@ not declared is refused by name. Structs in, structs and bytes out; no ASGI.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.outputs import AnswerDelta, RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
@@ -18,6 +20,12 @@ from ridgeline.server.error_bodies import anthropic_body
 from ridgeline.server.generation import Deadline, refuse
 
 _encode = msgspec.json.Encoder().encode
+
+
+class NoThreads(Unsupported):
+    """Answered with a code at which Anthropic's clients go on without a thread (their tool runners begin with one)."""
+
+    details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 # -- what may be asked -------------------------------------------------------------------------------------------------
@@ -135,6 +143,21 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
+class Edit(msgspec.Struct, kw_only=True):
+    """Its other fields say when and how much to leave out, which is not done."""
+
+    type: str
+
+
+class ContextManagement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """No edit is made here, and every answer to a request that asks for some says so: `applied_edits` is empty."""
+
+    edits: list[Edit] = []
+
+
+APPLIED_EDITS = {"applied_edits": []}
+
+
 class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both endpoints take: everything that decides about the prompt."""
 
@@ -145,15 +168,23 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None            # a hint
-    context_management: Any = None
+    context_management: ContextManagement | None = None
+    cache_control: Any = None            # hints
+    diagnostics: Any = None
+    fallbacks: Any = None                # a model that does not decline needs no other
+    fallback_credit_token: Any = None
+    speed: Any = None
     mcp_servers: Any = None
+    compaction: Any = None
+    thread: Any = None
 
-    HINTS: ClassVar[tuple[str, ...]] = ("cache_control",)
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"context_management": ({},), "mcp_servers": ([],)}
+    HINTS: ClassVar[tuple[str, ...]] = ("cache_control", "diagnostics", "fallbacks", "fallback_credit_token", "speed")
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "compaction": (), "thread": ()}
 
     def check(self) -> None:
         """Refuse what is understood and not done."""
+        if self.thread is not None:
+            raise NoThreads("thread: no conversation is held here; leave it out and send all of the messages")
         refuse(self, self.REFUSED)
 
     def chat(self) -> dict[str, Any]:
@@ -296,10 +327,35 @@ class MessageReply(msgspec.Struct):
     stop_sequence: str | None = None
     type: str = "message"
     role: str = "assistant"
+    context_management: dict[str, list[Any]] | UnsetType = UNSET
 
 
 class TokenCount(msgspec.Struct):
     input_tokens: int
+
+
+class ModelInfo(msgspec.Struct):
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int                      # of an answer
+    type: str = "model"
+
+    @classmethod
+    def of(cls, name: str, created: int, max_model_len: int) -> ModelInfo:
+        return cls(name, name, datetime.fromtimestamp(created, UTC).isoformat(), max_model_len, max_model_len)
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelInfo]
+    first_id: str
+    last_id: str
+    has_more: bool = False
+
+    @classmethod
+    def of(cls, models: list[ModelInfo]) -> ModelList:
+        return cls(models, models[0].id, models[-1].id)
 
 
 def named_event(data: dict[str, Any]) -> bytes:
@@ -310,8 +366,9 @@ def named_event(data: dict[str, Any]) -> bytes:
 class MessagesWriter(ChatWriter):
     """Chat's own chunks and choices, in Anthropic's shape: blocks that are opened, filled and closed one after another."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, asked: MessagesRequest, *args: Any) -> None:
         super().__init__(*args)
+        self._edits = UNSET if asked.context_management is None else APPLIED_EDITS
         self._started = False
         self._blocks = 0                                 # opened so far
         self._open: str | int | None = None              # "thinking", "text" or the number of a tool call
@@ -330,10 +387,13 @@ class MessagesWriter(ChatWriter):
     def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
         reason, sequence = self._stop(*self._ended_by)
         usage = msgspec.to_builtins(Usage.of(outputs[0]))
+        ended: dict[str, Any] = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": usage}
+        if self._edits is not UNSET:
+            ended["context_management"] = self._edits
         events = [
             *self._start(outputs[0]),
             *self._close(),
-            {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": usage},
+            {"type": "message_delta", **ended},
             {"type": "message_stop"},
         ]
         return [named_event(event) for event in events]
@@ -354,7 +414,9 @@ class MessagesWriter(ChatWriter):
             arguments = _arguments(call.function.arguments)
             blocks.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments})
         reason, sequence = self._stop(choice.finish_reason, output.outputs[0].stop_reason)
-        return _encode(MessageReply(self._id, self._model, blocks, Usage.of(output), reason, sequence))
+        reply = MessageReply(self._id, self._model, blocks, Usage.of(output), reason, sequence)
+        reply.context_management = self._edits
+        return _encode(reply)
 
     def _stop(self, finish: str | None, stop: int | str | None) -> tuple[str, str | None]:
         """(stop_reason, stop_sequence)."""

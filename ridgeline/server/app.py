@@ -57,8 +57,9 @@ from ridgeline.server.stream import (
     send_json,
     while_connected,
 )
-from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
-from ridgeline.server.tools import reading
+from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest, TokenizerInfo
+from ridgeline.server.tool_prompt import in_plain_text
+from ridgeline.server.tools import needs_plain_text, reading
 from ridgeline.version import __version__
 
 LONG_BODY = 64 * 1024                # bytes; a longer body is parsed and checked away from the event loop
@@ -112,12 +113,27 @@ async def away_if_long(body: bytes, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if len(body) > LONG_BODY else work()
 
 
+async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
+    """A chat's prompt, by the model's own template. What that has no word for, the messages say."""
+    messages, given = request.conversation(), request.template()
+    tokenizer = service.tokenizer
+    if tokenizer is not None and (given["tools"] or any(_tells_of_tools(each) for each in messages)):
+        templates = "\n".join(tokenizer.chat_templates.values())
+        if needs_plain_text(service.options.tool_call_parser, templates):
+            messages, given["tools"] = in_plain_text(messages, given["tools"] or [], templates), None
+    return await service.llm.chat_tokens(messages, **given)
+
+
+def _tells_of_tools(message: dict[str, Any]) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
+
+
 async def chat_job(
     service: Service, request: ChatRequest, params: SamplingParams, prefix: str, writer: Callable[..., ChatWriter]
 ) -> Job:
     """What every dialect of chat runs."""
     read = reading(request.tool_use(), params, service.options, service.tokenizer)
-    tokens = await service.llm.chat_tokens(request.conversation(), **request.template())
+    tokens = await prompt_tokens(service, request)
     fit(service, request, params)
     if service.tokenizer is not None:
         read.follow(tokens, params, service.tokenizer)
@@ -179,11 +195,12 @@ def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingPar
 
 
 async def prepare_messages(service: Service, body: bytes) -> Job:
-    def work() -> tuple[ChatRequest, SamplingParams]:
-        return as_chat(service, parse_body(anthropic.MessagesRequest, body))
+    def work() -> tuple[anthropic.MessagesRequest, ChatRequest, SamplingParams]:
+        asked = parse_body(anthropic.MessagesRequest, body)
+        return asked, *as_chat(service, asked)
 
-    request, params = await away_if_long(body, work)
-    return await chat_job(service, request, params, "msg_", anthropic.MessagesWriter)
+    asked, request, params = await away_if_long(body, work)
+    return await chat_job(service, request, params, "msg_", partial(anthropic.MessagesWriter, asked))
 
 
 async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
@@ -191,7 +208,7 @@ async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
         return as_chat(service, parse_body(anthropic.CountRequest, body))[0]
 
     request = await away_if_long(body, work)
-    return anthropic.TokenCount(len(await service.llm.chat_tokens(request.conversation(), **request.template())))
+    return anthropic.TokenCount(len(await prompt_tokens(service, request)))
 
 
 async def prepare_response(service: Service, body: bytes) -> Job:
@@ -203,6 +220,14 @@ async def prepare_response(service: Service, body: bytes) -> Job:
     return await chat_job(service, request, params, "resp_", partial(responses.ResponsesWriter, asked))
 
 
+async def count_input(service: Service, body: bytes) -> responses.InputTokens:
+    def work() -> ChatRequest:
+        return as_chat(service, parse_body(responses.ResponsesRequest, body))[0]
+
+    request = await away_if_long(body, work)
+    return responses.InputTokens(len(await prompt_tokens(service, request)))
+
+
 async def tokenize(service: Service, body: bytes) -> TokenizeReply:
     def work() -> tuple[TokenizeRequest, ChatRequest | None]:
         request = parse_body(TokenizeRequest, body)
@@ -212,7 +237,7 @@ async def tokenize(service: Service, body: bytes) -> TokenizeReply:
 
     request, chat = await away_if_long(body, work)
     if chat is not None:
-        tokens = await service.llm.chat_tokens(chat.conversation(), **chat.template())
+        tokens = await prompt_tokens(service, chat)
     else:
         tokens = await service.llm.text_tokens(request.prompt or "", request.add_special_tokens is not False)
     assert service.llm.ready is not None
@@ -366,6 +391,8 @@ def check_media_type(scope: Scope) -> None:
     kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if kind.split(b";")[0].strip().lower() != b"application/json":
         raise WrongMediaType("the body must be JSON and say so: Content-Type: application/json")
+    if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]):
+        raise WrongMediaType("the body must not be compressed: Content-Encoding is not supported")
 
 
 def make_app(service: Service) -> Starlette:
@@ -401,17 +428,28 @@ def make_app(service: Service) -> Starlette:
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
 
-    def card() -> ModelCard:
+    def card(name: str = service.name) -> ModelCard:
         service.require_ready()
         assert llm.ready is not None
-        return ModelCard(service.name, service.created, llm.ready.max_model_len)
+        return ModelCard(name, service.created, llm.ready.max_model_len)
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [card()]})
+        if is_for_anthropic(request):
+            return json_response(anthropic.ModelList.of([anthropic_card(name) for name in service.names]))
+        return json_response({"object": "list", "data": [card(name) for name in service.names]})
 
     async def model(request: Request) -> Response:
-        service.check_name(request.path_params["name"])
-        return json_response(card())
+        name = request.path_params["name"]
+        service.check_name(name)
+        return json_response(anthropic_card(name) if is_for_anthropic(request) else card(name))
+
+    def anthropic_card(name: str) -> anthropic.ModelInfo:
+        mine = card(name)
+        return anthropic.ModelInfo.of(mine.id, mine.created, mine.max_model_len)
+
+    async def tokenizer_info(request: Request) -> Response:
+        longest = card().max_model_len
+        return json_response(TokenizerInfo.of(llm.get_tokenizer(), longest))
 
     async def failed(request: Request, error: Exception) -> Response:
         status, body, headers = describe(error)
@@ -426,9 +464,11 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/messages", Generation(service, prepare_messages, ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", Question(service, count_tokens, ANTHROPIC), methods=["POST"]),
             Route("/v1/responses", Generation(service, prepare_response, RESPONSES), methods=["POST"]),
+            Route("/v1/responses/input_tokens", Question(service, count_input), methods=["POST"]),
             Route("/v1/embeddings", Question(service, embed), methods=["POST"]),
             Route("/tokenize", Question(service, tokenize), methods=["POST"]),
             Route("/detokenize", Question(service, detokenize), methods=["POST"]),
+            Route("/tokenizer_info", tokenizer_info),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
@@ -446,6 +486,11 @@ def make_app(service: Service) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
+
+
+def is_for_anthropic(request: Request) -> bool:
+    """Of paths that OpenAI's and Anthropic's clients both ask: only the latter send this header, and always."""
+    return "anthropic-version" in request.headers
 
 
 def json_response(content: Any, status: int = 200) -> Response:

@@ -118,6 +118,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
+    moderation: Any = None
     chat_template: Any = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {
@@ -125,6 +126,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "audio": (),
         "prediction": (),
         "web_search_options": (),
+        "moderation": (),
         "chat_template": (),
     }
 

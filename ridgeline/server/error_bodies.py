@@ -6,7 +6,11 @@ and no more: `body_for` picks the shape by that. Knows statuses and words; what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
+from msgspec import UNSET, UnsetType
 
 _encode = msgspec.json.Encoder().encode
 
@@ -22,6 +26,7 @@ _ANTHROPIC_TYPES = {
 class AnthropicDetail(msgspec.Struct):
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET          # what a client goes by, where there is more than words
 
 
 class AnthropicError(msgspec.Struct):
@@ -29,17 +34,22 @@ class AnthropicError(msgspec.Struct):
     type: str = "error"
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+def error_body(
+    message: str, kind: str, param: str | None = None, code: str | None = None, details: Mapping[str, Any] | None = None
+) -> bytes:
     """As OpenAI's clients expect it."""
-    return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    told: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    return _encode({"error": told | ({"details": details} if details else {})})
 
 
 def anthropic_body(status: int, openai_body: bytes) -> bytes:
     """The same error, for Anthropic's clients."""
-    message = msgspec.json.decode(openai_body)["error"]["message"]
+    told = msgspec.json.decode(openai_body)["error"]
+    message = told["message"]
     # The one parameter that has another name there; our messages begin with the name.
     message = "stop_sequences" + message[4:] if message.startswith("stop ") else message
-    return _encode(AnthropicError(AnthropicDetail(_ANTHROPIC_TYPES.get(status, "api_error"), message)))
+    kind = _ANTHROPIC_TYPES.get(status, "api_error")
+    return _encode(AnthropicError(AnthropicDetail(kind, message, told.get("details", UNSET))))
 
 
 def is_anthropic(path: str) -> bool:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ridgeline.errors import BadRequest, Overloaded, RequestError, RidgelineError, TimedOut, Unsupported
+from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, RequestError, RidgelineError, TimedOut, Unsupported
 from ridgeline.log import get_logger
 from ridgeline.server.error_bodies import body_for, error_body
 from ridgeline.server.protocol import param_of
@@ -36,8 +36,11 @@ def describe(error: Exception) -> tuple[int, bytes, Headers]:
             return 429, error_body(message, "overloaded_error", code="overloaded"), retry
         case TimedOut():
             return 504, error_body(message, "timeout_error", code="request_timeout"), []
+        case PromptTooLong():
+            return 400, error_body(message, "invalid_request_error", code="context_length_exceeded"), []
         case BadRequest() | Unsupported():
-            return 400, error_body(message, "invalid_request_error", param_of(message)), []
+            details = getattr(error, "details", None)
+            return 400, error_body(message, "invalid_request_error", param_of(message), details=details), []
         case RequestError():
             return 500, error_body(message, "server_error"), []
         case RidgelineError():

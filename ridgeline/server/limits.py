@@ -37,7 +37,9 @@ class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", low=0)
     allowed_host: str = option("", "further names and addresses this server is reached by, separated by commas")
-    served_model_name: str = option("", "name of the model in requests and answers; empty: taken from the file's name")
+    served_model_name: str = option(
+        "", "name of the model in requests and answers, and others it answers to, separated by commas; empty: the file's name"
+    )
     max_connections: int = option(4096, "open connections, idle ones included", low=1)
     max_queued_requests: int | None = option(
         None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1

@@ -17,7 +17,7 @@ from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
 from ridgeline.server.error_bodies import AnthropicError
 from ridgeline.server.metrics import Load
 from ridgeline.server.roofline import RooflineReply
-from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest, TokenizerInfo
 from ridgeline.version import __version__
 
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -83,6 +83,8 @@ OPERATIONS = (
     Operation("/v1/completions", "A text to continue", protocol.CompletionRequest, CompletionReply, streams=True),
     Operation("/v1/responses", "A conversation, for clients of the Responses API", responses.ResponsesRequest,
               responses.ResponseReply, streams=True),
+    Operation("/v1/responses/input_tokens", "How many tokens its prompt has", responses.ResponsesRequest,
+              responses.InputTokens),
     Operation("/v1/messages", "A conversation, for Anthropic's clients", anthropic.MessagesRequest,
               anthropic.MessageReply, AnthropicError, streams=True),
     Operation("/v1/messages/count_tokens", "How many tokens its prompt has", anthropic.CountRequest,
@@ -90,6 +92,7 @@ OPERATIONS = (
     Operation("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingReply),
     Operation("/tokenize", "A prompt or a conversation as token ids", TokenizeRequest, TokenizeReply),
     Operation("/detokenize", "Token ids as text", DetokenizeRequest, DetokenizeReply),
+    Operation("/tokenizer_info", "Its special tokens and chat template", gives=TokenizerInfo),
     Operation("/v1/models", "The one model that is served", gives=ModelList),
     Operation("/v1/models/{name}", "The same by its name", gives=protocol.ModelCard),
     Operation("/health", "Whether requests are taken", gives=Health),

@@ -32,10 +32,11 @@ def parse(kind: type[T], body: bytes) -> T:
 
 def param_of(message: str) -> str | None:
     """The field an error is about, for `error.param`: our messages begin with it, or quote an unknown one first."""
-    first = re.match(r"(?:unknown field ')?([a-z_]+)", message)
-    if first is None or (first.group(1) not in _FIELDS and not message.startswith("unknown field ")):
-        return None
-    return _FIELDS.get(first.group(1), first.group(1))
+    unknown = re.match(r"unknown field '([^']+)'(?! in )", message)
+    if unknown is not None:
+        return unknown.group(1)
+    first = re.match(r"[a-z_]+", message)
+    return _FIELDS.get(first.group()) if first is not None else None
 
 
 _FIELDS = {name: name for name in (*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)}

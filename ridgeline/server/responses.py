@@ -1,262 +1,32 @@
 """OpenAI's Responses API as a dialect of chat: its input items become messages, chat's answers become output items.
 
-Nothing is stored here, so whatever refers to an earlier response is refused. What a message, a tool or a call means is
-server/protocol's to know. Structs in, structs and bytes out; no ASGI.
+What may be asked is in server/responses_request; here is how answers are written, whole or as events. What a message, a
+tool or a call means is server/protocol's to know. Structs in, structs and bytes out; no ASGI.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import msgspec
 
 from ridgeline.engine.outputs import AnswerDelta, RequestOutput
-from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.anthropic import named_event
 from ridgeline.server.chat import ChatWriter
-from ridgeline.server.generation import Deadline, refuse
+from ridgeline.server.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
+
+__all__ = ["InputTokens", "ResponseReply", "ResponsesRequest", "ResponsesWriter"]
 
 _encode = msgspec.json.Encoder().encode
-_LOGPROBS = "message.output_text.logprobs"
 
 
-# -- what may be asked -------------------------------------------------------------------------------------------------
+class InputTokens(msgspec.Struct):
+    """How many tokens a request's prompt has."""
 
-
-class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One struct for all kinds: a message may come without a `type`."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[dict[str, Any]] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[dict[str, Any]] | None = None
-    id: Any = None                       # told by answers, sent back by clients
-    status: Any = None
-    phase: Any = None
-    summary: Any = None
-    encrypted_content: Any = None
-
-    def require(self, where: str, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) is None:
-                raise BadRequest(f"{where}.{name} is missing; an item of type {self.type!r} needs it")
-
-
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: str
-    name: str | None = None
-    parameters: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-    def plain(self, where: str) -> dict[str, Any]:
-        """As chat has it."""
-        if self.name is None:
-            raise BadRequest(f"{where}.name is missing")
-        given = {name: getattr(self, name) for name in ("name", "parameters", "description", "strict")}
-        function = {name: value for name, value in given.items() if value is not None}
-        return {"type": "function", "function": function}
-
-
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function"]
-    name: str
-
-
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """As chat has it."""
-        if self.type != "json_schema":
-            return {"type": self.type}
-        names = ("name", "schema", "description", "strict")
-        schema = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return {"type": "json_schema", "json_schema": schema}
-
-
-class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    format: TextFormat | None = None
-    verbosity: str | None = None
-
-
-class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    effort: str | None = None
-    summary: Any = None                  # a hint: thoughts are told whole
-
-
-class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    input: str | list[InputItem]
-    model: str | None = None
-    instructions: str | None = None
-    stream: bool | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
-    include: list[str] | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    store: bool | None = None
-    truncation: str | None = None
-    metadata: dict[str, str] | None = None
-
-    # vLLM's, as chat has them
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    ttft_deadline_ms: Deadline | None = None             # ours
-
-    # Hints: they cannot change an answer.
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    service_tier: Any = None
-    stream_options: Any = None
-    max_tool_calls: Any = None           # counts only tools that run on OpenAI's servers
-
-    # Known to clients, not done here.
-    previous_response_id: Any = None
-    conversation: Any = None
-    background: Any = None
-    prompt: Any = None
-    context_management: Any = None
-
-    HINTS: ClassVar[tuple[str, ...]] = (
-        "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options",
-        "max_tool_calls",
-    )  # fmt: skip
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "conversation": (), "background": (False,), "prompt": ({},), "context_management": ([], {}),
-    }  # fmt: skip
-
-    def check(self) -> None:
-        """Refuse what is understood and not done."""
-        if self.previous_response_id is not None:
-            raise Unsupported("previous_response_id: no response is stored here; send the whole conversation as input")
-        if self.store:
-            raise Unsupported("store: no response is stored here; set it to false or leave it out")
-        refuse(self, self.REFUSED)
-        if self.truncation not in (None, "disabled"):
-            raise Unsupported("truncation must be 'disabled' here: input that is too long is an error")
-        for entry in self.include or []:
-            if entry not in (_LOGPROBS, "reasoning.encrypted_content"):      # thoughts are told in the clear anyway
-                raise Unsupported(f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is")
-
-    def chat(self) -> dict[str, Any]:
-        """The same as a chat request, as plain data."""
-        messages: list[dict[str, Any]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            for place, item in enumerate(self.input):
-                _extend(messages, item, f"input[{place}]")
-        if not messages or (isinstance(self.input, list) and not self.input):
-            raise BadRequest("input must be a text or a list with at least one item")
-        chat: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        chat |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
-        if self.tools:
-            chat["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(self.tools)]
-        if isinstance(self.tool_choice, ToolChoice):
-            chat["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
-        elif self.tool_choice is not None:
-            chat["tool_choice"] = self.tool_choice
-        if self.text is not None and self.text.format is not None:
-            chat["response_format"] = self.text.format.plain()
-        if self.text is not None and self.text.verbosity is not None:
-            chat["verbosity"] = self.text.verbosity
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            chat["reasoning_effort"] = self.reasoning.effort
-        if self.top_logprobs is not None or _LOGPROBS in (self.include or []):
-            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
-        return chat
-
-
-_SAME = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt",
-    "chat_template_kwargs", "ttft_deadline_ms",
-)  # fmt: skip
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        raise Unsupported(f"{where}.type {str(kind)[:60]!r} is not supported by this server; only 'function' is")
-    try:
-        return msgspec.convert(tool, FunctionTool).plain(where)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"{where}: {str(error).replace('`', '')}") from None
-
-
-def _extend(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """Append what one item says. Thoughts, what follows them, and calls are one assistant's message in a chat."""
-    if item.type == "message":
-        item.require(where, "role", "content")
-        text = _text(item.content, f"{where}.content")
-        last = messages[-1] if messages else {}
-        if item.role == last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
-            last["content"] = text
-        else:
-            messages.append({"role": item.role, "content": text})
-    elif item.type == "function_call_output":
-        item.require(where, "call_id", "output")
-        output = _text(item.output, f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-    elif item.type == "function_call":
-        item.require(where, "call_id", "name", "arguments")
-        function = {"name": item.name, "arguments": item.arguments}
-        message = _assistants(messages)
-        message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-    elif item.content:
-        messages.append(
-            {"role": "assistant", "content": None, "reasoning_content": _text(item.content, f"{where}.content")}
-        )
-
-
-def _assistants(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end; a new one where there is none."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    return messages[-1]
-
-
-def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for place, part in enumerate(content or []):
-        kind, text = part.get("type"), part.get("text")
-        if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
-            raise Unsupported(f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-# -- how answers are written -------------------------------------------------------------------------------------------
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 class InputDetails(msgspec.Struct):
@@ -313,6 +83,7 @@ class ResponsesWriter(ChatWriter):
     def __init__(self, asked: ResponsesRequest, *args: Any) -> None:
         super().__init__(*args)
         self._asked = asked
+        self._namespaces = asked.namespaces
         self._number = 0                                 # of the next event
         self._items: list[dict[str, Any]] = []
         self._open: str | int | None = None              # "reasoning", "message" or the number of a tool call
@@ -332,7 +103,7 @@ class ResponsesWriter(ChatWriter):
             logprobs = msgspec.to_builtins(choice.logprobs.content) if choice.logprobs is not None else []
             items.append(_message(message.content or "", logprobs, status))
         for call in calls:
-            items.append(_call(call.id, call.function.name, call.function.arguments, status))
+            items.append(self._call(call.id, call.function.name, call.function.arguments, status))
         return _encode(self._response(status, output))
 
     def _status(self) -> str:
@@ -415,7 +186,7 @@ class ResponsesWriter(ChatWriter):
             yield from self._text_delta("response.output_text.delta", delta.content or "", logprobs=entries)
         for call in getattr(delta, "tool_calls", None) or []:
             if call.index != self._open:                 # the first of a call has its id and name
-                yield from self._add(call.index, _call(call.id, call.function.name, "", "in_progress"))
+                yield from self._add(call.index, self._call(call.id, call.function.name, "", "in_progress"))
             if call.function.arguments:
                 self._items[-1]["arguments"] += call.function.arguments
                 yield self._of_item("response.function_call_arguments.delta", delta=call.function.arguments)
@@ -454,6 +225,13 @@ class ResponsesWriter(ChatWriter):
             yield self._of_item("response.content_part.done", content_index=0, part=part)
         yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
 
+    def _call(self, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call_id}
+        if namespace := self._namespaces.get(name):
+            name = name.removeprefix(f"{namespace}.")
+            item["namespace"] = namespace
+        return item | {"name": name, "arguments": arguments, "status": status}
+
     def _of_item(self, kind: str, **more: Any) -> dict[str, Any]:
         return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **more}
 
@@ -466,10 +244,3 @@ def _message(text: str, logprobs: list[Any], status: str) -> dict[str, Any]:
 def _reasoning(text: str, status: str = "completed") -> dict[str, Any]:
     part = {"type": "reasoning_text", "text": text}
     return {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": [], "status": status, "content": [part]}
-
-
-def _call(call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    return {
-        "id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call_id, "name": name,
-        "arguments": arguments, "status": status,
-    }  # fmt: skip

@@ -63,8 +63,13 @@ class Service:
         if priority and self.llm.config.scheduler.scheduling_policy != "priority":
             raise BadRequest("priority needs a server started with --scheduling-policy priority")
 
+    @property
+    def names(self) -> list[str]:
+        """All that the model answers to; its own is the first, and stands in every answer."""
+        return [self.name, *_listed(self.options.served_model_name)[1:]]
+
     def check_name(self, name: str) -> None:
-        if name != self.name:
+        if name != self.name and name not in self.names:
             raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is")
 
     def open(self) -> None:
@@ -94,4 +99,8 @@ class Service:
 def model_name(llm: AsyncLLM, options: ServerOptions) -> str:
     path = Path(llm.config.model.model)
     own = embedded.NAME if not llm.config.model.model else path.stem if path.suffix == ".gguf" else path.resolve().name
-    return options.served_model_name or own
+    return next(iter(_listed(options.served_model_name)), own)
+
+
+def _listed(names: str) -> list[str]:
+    return list(dict.fromkeys(name for each in names.split(",") if (name := each.strip())))

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, with vLLM's names: what a prompt is in token ids, and the way back.
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's names: what a prompt is in token ids, and the way back.
 
 Types and the work on a tokenizer; the length of a text is limited by whoever calls, before it is tokenised.
 """
@@ -79,3 +79,20 @@ class DetokenizeReply(msgspec.Struct):
         if unknown is not None:
             raise BadRequest(f"tokens holds {unknown}; the vocabulary ends at {tokenizer.vocab_size - 1}")
         return cls(tokenizer.decode(tokens))
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What a client needs that has no tokenizer of its own, as far as this server's has it."""
+
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    vocab_size: int
+    max_model_len: int
+    pad_token: None = None               # nothing is padded here
+    tokenizer_class: str = "ridgeline"
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
+        template = tokenizer.chat_templates.get("default")
+        return cls(template, tokenizer.bos_token, tokenizer.eos_token, tokenizer.vocab_size, max_model_len)

@@ -30,6 +30,7 @@ from ridgeline.server.tool_parser import (
     NamedParser,
     PythonicParser,
 )
+from ridgeline.server.tool_prompt import knows_tools
 
 MAX_TOOLS = 128
 MAX_NAME = 64
@@ -161,7 +162,42 @@ def parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     schema = dict(tool["function"].get("parameters") or {})
     if "type" not in schema and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         schema["type"] = "object"
-    return schema
+    try:
+        return dict(_closed(schema))
+    except (_Mixed, RecursionError):
+        return schema
+
+
+class _Mixed(Exception):
+    """A schema in which one part says what another leaves open: none of its objects can be closed by itself."""
+
+
+_MIXING = frozenset({"allOf", "if", "dependentSchemas", "unevaluatedProperties", "patternProperties", "minProperties"})
+_BESIDE = frozenset({"anyOf", "oneOf", "$ref"})          # that mix where they stand beside properties
+
+
+def _closed(schema: Any) -> Any:
+    """The same where an object that lists its properties and says nothing of others has no others. All that it lets through
+    the given one does too, and a function's caller seldom knows what to do with arguments that were never declared."""
+    if not isinstance(schema, Mapping):
+        return schema
+    listed = schema.get("properties")
+    has_list = isinstance(listed, Mapping)
+    if _MIXING & schema.keys() or (has_list and _BESIDE & schema.keys()):
+        raise _Mixed
+    made = dict(schema)
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
+            made[key] = {name: _closed(each) for name, each in value.items()}
+        elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+            made[key] = [_closed(each) for each in value]
+        elif key in ("items", "additionalProperties"):
+            made[key] = _closed(value)
+    needed = schema.get("required") or []
+    if isinstance(listed, Mapping) and "additionalProperties" not in schema and isinstance(needed, list):
+        if all(isinstance(name, str) and name in listed for name in needed):
+            made["additionalProperties"] = False
+    return made
 
 
 def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> dict[str, Any]:
@@ -244,7 +280,8 @@ _BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"                  # between the parts of
 
 
 def tool_format(option: str, templates: str) -> str | None:
-    """The format of calls: what the option says, or, when it is auto, what the chat template's text shows."""
+    """The format of calls: what the option says; when it is auto, what the chat template's text shows, or, where that has
+    no word for tools at all, the one that server/tool_prompt tells the model. None: calls could not be read."""
     if option != "auto":
         return None if option == "none" else option
     if "[TOOL_CALLS]" in templates:
@@ -255,7 +292,12 @@ def tool_format(option: str, templates: str) -> str | None:
         return "pythonic"
     if "<|python_tag|>" in templates or ("<|start_header_id|>" in templates and '"parameters"' in templates):
         return "llama3_json"
-    return None
+    return None if knows_tools(templates) else "hermes"
+
+
+def needs_plain_text(option: str, templates: str) -> bool:
+    """Whether the chat template would leave tools and calls out, so that the messages have to tell of them."""
+    return tool_format(option, templates) == "hermes" and not knows_tools(templates)
 
 
 def has_reasoning(option: str, templates: str) -> bool:
@@ -322,8 +364,8 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     elif use.mode == "auto":
         if form is None:
             raise BadRequest(
-                "tools with tool_choice 'auto' need a model whose chat template shows how it calls them; start the server "
-                f"with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function"
+                "tools with tool_choice 'auto' need a known format of calls, and the chat template has another; start the "
+                f"server with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function"
             )
         made.format = form
         marks += MARKS.get(form, ())

@@ -1,0 +1,116 @@
+"""Kernels compiled many at a time, before anything is launched.
+
+    with CompileAhead(device) as ahead:
+        with ahead.collecting():
+            ...                      # launches of this thread only say which variant they need: it begins to compile
+        ...                          # threads compile; this one may load weights
+        ahead.finish()               # all are compiled and loaded
+
+Triton compiles a variant of a kernel when it is launched for the first time, so a start without its cache compiles one
+after the other. Nine tenths of that are passes of LLVM and programs of their own (the assembler, the C compiler that makes
+the launcher), which leave the interpreter to others: threads do. They use Triton's own mode for it and leave the same
+entries in its cache. What nobody has collected is compiled when it is launched, and logged, as ever.
+
+Memory that a kernel would have written holds anything while launches are collected: whoever collects must not use it as an
+index. In Triton's interpreter, and with a Triton that lacks the mode, nothing is collected and everything is launched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ridgeline import platform
+from ridgeline.log import get_logger
+from ridgeline.ops import registry
+
+logger = get_logger("ops")
+
+MOST_THREADS = 32
+
+
+class _Builders(Executor):
+    """A pool whose threads compile a kernel, and also make its launcher and load it onto the device."""
+
+    def __init__(self, threads: int, device: torch.device) -> None:
+        self._pool = ThreadPoolExecutor(threads, "compile", registry.compile_ahead_here)
+        self._device = device
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._pool.submit(self._build, fn)
+
+    def _build(self, compile_kernel: Callable[[], Any]) -> Any:
+        try:
+            kernel = compile_kernel()
+            with torch.cuda.device(self._device):
+                _ = kernel.run                           # the property makes what a launch needs
+            return kernel
+        except Exception as error:                       # whoever launches it will hear of it
+            logger.warning("a kernel could not be compiled ahead: %s", error)
+            raise
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class CompileAhead:
+    def __init__(self, device: torch.device) -> None:
+        possible = registry.HAS_TRITON and not registry.TRITON_INTERPRETED and device.type == "cuda"
+        self.active = possible and hasattr(registry.triton, "AsyncCompileMode")
+        self._waiting: list[Any] = []
+        self._began = time.perf_counter()
+        self._compiled = len(registry.COMPILED_AHEAD)
+        self._threads = min(platform.cpu_count(), MOST_THREADS)
+        self._builders = _Builders(self._threads, device) if self.active else None
+
+    def __enter__(self) -> CompileAhead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._builders is not None:
+            self._builders.close()                       # after an error nobody wants the others
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        if self._builders is None:
+            yield
+            return
+        mode = registry.triton.AsyncCompileMode(self._builders, ignore_errors=True)
+        jit_function, here = registry.triton.JITFunction, threading.get_ident()
+        launch = jit_function.run
+
+        def collect(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+            found = launch(kernel, *args, warmup=warmup or threading.get_ident() == here, **kwargs)
+            future = getattr(found, "future", None)
+            if future is not None and future.done():     # to be found faster the next time
+                found.result(ignore_errors=True)
+            return found
+
+        mode.__enter__()
+        jit_function.run = collect
+        try:
+            yield
+        finally:
+            jit_function.run = launch
+            self._waiting += mode.future_kernels.values()
+            mode.raw_futures = []                        # for which leaving the mode would wait
+            mode.__exit__(None, None, None)
+
+    def finish(self) -> None:
+        """Wait until all are compiled. One that could not be is tried again by whoever launches it."""
+        if self._builders is None:
+            return
+        for kernel in self._waiting:
+            kernel.result(ignore_errors=True)
+        compiled = len(registry.COMPILED_AHEAD) - self._compiled
+        if compiled:
+            logger.info(
+                "compiled %d kernels that were not in the kernel cache, %d at a time: %.1f s", compiled, self._threads,
+                time.perf_counter() - self._began,
+            )  # fmt: skip

@@ -1,0 +1,141 @@
+"""The steps whose kernels are compiled before the first request: one of every kind that there can be.
+
+Kernels come in variants, and which one a step launches follows from few of its numbers. `kernel_steps` has them all:
+
+    linears, norms               by tokens: sizes that decodes are recorded in, prompts, the largest steps
+    decode attention             by rows: decodes alone, beside a prompt, after a shared prefix
+    prompt attention             by the tokens of the longest prompt, where there is no kernel for all
+    greedy tokens                with every step
+    sampling                     drawn, filtered, or the best; one row or many; of the model's logits or of edited ones
+    masks, log-probabilities     of sampled tokens and of prompts
+
+The steps go through the runner while launches are only collected (ops/compile_ahead.py), with few layers, with KV pages that
+are too few to run them, and before the weights are there. Kinds that do not come (a kernel for prompts that the model does
+not use, prefixes that are never long enough) are not compiled, since nobody launches them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ridgeline.distributed.comm import Communicator
+from ridgeline.graph_shapes import GraphShapes
+from ridgeline.messages import RowAdded, StepPlan, Want
+from ridgeline.models.decoder import Decoder
+from ridgeline.ops import gated_gemm
+from ridgeline.ops.compile_ahead import CompileAhead
+from ridgeline.resolve import ResolvedConfig
+from ridgeline.runner.forward import EagerForward
+from ridgeline.runner.kv_buffers import KVBuffers
+from ridgeline.runner.rows import DeviceRows
+from ridgeline.runner.runner import Runner
+from ridgeline.runner.sampler import Sampler
+from ridgeline.runner.shared_prefix import FEWEST_SAVED
+from ridgeline.sampling_params import SamplingParams
+
+_NONE = np.zeros(0, np.int32)
+FINE_SIZES = 256                     # up to here every recorded number of decodes; beyond it, as elsewhere, powers of two
+SAMPLING_ROWS = (1, 16)              # as few as draw alone, and more
+# How tokens are chosen, and from what: the model's logits, those that a row has changed, those that a grammar allows.
+CHOSEN: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "logprobs": 5},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "logprobs": 1},
+)
+EDITED: tuple[dict[str, Any], ...] = ({}, {"repetition_penalty": 1.1}, {"structured_outputs": {"regex": "a"}})
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    counts: list[int]                # tokens of each row, decodes first
+    past: int = 0                    # tokens that each row has already
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
+    want: Want = Want.TOKEN
+    masked: bool = False
+
+
+def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Iterator[KernelStep]:
+    """The ones that take longest to compile first."""
+    num_rows, longest = min(max_rows, max_step_tokens), max_model_len - 1
+    most = min(max_step_tokens, num_rows * longest)
+    for tokens in dict.fromkeys([most, min(most, gated_gemm.FEWEST_ROWS - 1)]):
+        spread = np.full(num_rows, tokens // num_rows)
+        spread[: tokens % num_rows] += 1
+        yield KernelStep([count for count in reversed(spread.tolist()) if count])
+    shapes = GraphShapes(max_rows, max_step_tokens)
+    sizes = [size for size in shapes.decodes if size <= num_rows] or [num_rows]
+    coarse = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+    for size in sizes:
+        if size <= FINE_SIZES or size in coarse:
+            yield KernelStep([1] * size)
+    beside = min(shapes.prompt_tokens[:1] + [2, longest])
+    for size in coarse:
+        if size < num_rows and size + beside <= max_step_tokens and beside > 1:
+            yield KernelStep([1] * size + [beside])
+        past = -(-FEWEST_SAVED // max(size - 1, 1)) + 64                     # the last block is not shared
+        if size > 1 and past <= longest:
+            yield KernelStep([1] * size, past)
+    for tokens in [2, 4, 8, 16, 32, *shapes.prompt_tokens]:
+        if tokens <= min(longest, max_step_tokens):
+            yield KernelStep([tokens])
+    for size in SAMPLING_ROWS:
+        if size <= num_rows:
+            for edits, chosen in itertools.product(EDITED, CHOSEN):
+                want = Want.TOKEN | Want.LOGPROBS if "logprobs" in chosen else Want.TOKEN
+                masked = "structured_outputs" in edits
+                yield KernelStep([1] * size, params=SamplingParams(**edits, **chosen), want=want, masked=masked)
+    few = min(16, longest, max_step_tokens)
+    if few > 1:
+        scored = SamplingParams(temperature=0, prompt_logprobs=1)
+        yield KernelStep([few], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
+
+
+def collect_kernels(
+    ahead: CompileAhead, config: ResolvedConfig, model: Decoder, rows: DeviceRows, sampler: Sampler, comm: Communicator
+) -> None:
+    """Begin to compile what steps of this model will launch. Rows and sampler are afterwards as before."""
+    if not ahead.active:
+        return
+    chosen = _one_of_each(model)
+    few = model.with_layers(chosen)
+    buffers = KVBuffers(config.groups, 2, getattr(torch, config.kv_dtype), rows.device)
+    pages = buffers.layers()
+    forward = EagerForward(few, [pages[number] for number in chosen], rows.last_token)
+    runner = Runner(few, forward, rows, sampler, buffers, comm)
+    with ahead.collecting():
+        for step in kernel_steps(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len):
+            run_step(runner, len(config.groups), step)
+    runner.remove(np.arange(config.max_num_seqs))
+    rows.last_token.zero_()
+    for prefixes in rows.prefixes:
+        prefixes.steps = prefixes.saved = 0
+    if rows.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()                         # what steps need is measured later, as if this had not been
+
+
+def _one_of_each(model: Decoder) -> list[int]:
+    """The first layer, which adds nothing to a stream; of those between one with each window; the last, of few tokens."""
+    windows = model.config.windows
+    first = {window: number for number, window in reversed(list(enumerate(windows))) if number}
+    return sorted({0, len(windows) - 1, *first.values()})
+
+
+def run_step(runner: Runner, num_groups: int, step: KernelStep) -> None:
+    rows = np.arange(len(step.counts), dtype=np.int32)
+    tokens = np.zeros(step.past + max(step.counts), np.int32)
+    added = [
+        RowAdded(row, tokens[: step.past + count], step.past + count, step.past, [_NONE] * num_groups, step.params, 0)
+        for row, count in enumerate(step.counts)
+    ]
+    want = np.full(len(rows), step.want, np.int8)
+    runner.submit(StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32), want))
+    words = -(-runner.model.config.vocab_size // 32)
+    runner.sample(np.full((len(rows), words), -1, np.int32) if step.masked else None)
+    runner.collect()

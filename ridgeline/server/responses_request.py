@@ -1,0 +1,305 @@
+"""What may be asked of OpenAI's Responses API: its fields, and its input items and tools as chat has them.
+
+Nothing is stored here, so whatever refers to an earlier response is refused. What a message, a tool or a call means is
+server/protocol's to know; how answers are written is in server/responses. Structs in, plain data out; no ASGI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.server.generation import Deadline, refuse
+
+_LOGPROBS = "message.output_text.logprobs"
+
+T = TypeVar("T")
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One struct for all kinds: a message may come without a `type`."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
+    id: Any = None                       # told by answers, sent back by clients
+    status: Any = None
+    phase: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+    caller: Any = None
+
+    def require(self, where: str, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) is None:
+                raise BadRequest(f"{where}.{name} is missing; an item of type {self.type!r} needs it")
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    name: str | None = None
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    output_schema: Any = None            # hints: what the answers of a function look like, and who else may call it
+    allowed_callers: Any = None
+    defer_loading: bool | None = None    # nothing is loaded later here: all functions are told at once
+
+    def plain(self, where: str, namespace: str = "") -> dict[str, Any]:
+        """As chat has it."""
+        if self.name is None:
+            raise BadRequest(f"{where}.name is missing")
+        self.name = joined(namespace, self.name)
+        given = {name: getattr(self, name) for name in ("name", "parameters", "description", "strict")}
+        function = {name: value for name, value in given.items() if value is not None}
+        return {"type": "function", "function": function}
+
+
+class Namespace(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    name: str
+    tools: list[dict[str, Any]]
+    description: str | None = None
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"):
+    name: str
+    namespace: str = ""
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+    def plain(self) -> dict[str, Any]:
+        """As chat has it."""
+        names = (joined(str(tool.get("namespace") or ""), tool["name"]) if "name" in tool else None for tool in self.tools)
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat has it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        names = ("name", "schema", "description", "strict")
+        schema = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {"type": "json_schema", "json_schema": schema}
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    effort: str | None = None
+    summary: Any = None                  # a hint: thoughts are told whole
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+
+    # vLLM's, as chat has them
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    ttft_deadline_ms: Deadline | None = None             # ours
+
+    # Hints: they cannot change an answer.
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    stream_options: Any = None
+    max_tool_calls: Any = None           # counts only tools that run on OpenAI's servers
+    client_metadata: Any = None
+    prompt_cache_options: Any = None
+
+    # Known to clients, not done here.
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+    HINTS: ClassVar[tuple[str, ...]] = (
+        "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options",
+        "max_tool_calls", "client_metadata", "prompt_cache_options",
+    )  # fmt: skip
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "conversation": (), "background": (False,), "prompt": ({},), "context_management": ([], {}), "moderation": (),
+    }  # fmt: skip
+
+    def check(self) -> None:
+        """Refuse what is understood and not done."""
+        if self.previous_response_id is not None:
+            raise Unsupported("previous_response_id: no response is stored here; send the whole conversation as input")
+        refuse(self, self.REFUSED)
+        if self.truncation not in (None, "disabled"):
+            raise Unsupported("truncation must be 'disabled' here: input that is too long is an error")
+        for entry in self.include or []:
+            if entry not in (_LOGPROBS, "reasoning.encrypted_content"):      # thoughts are told in the clear anyway
+                raise Unsupported(f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is")
+
+    @property
+    def namespaces(self) -> dict[str, str]:
+        """Of the functions that have one, by the names that the model knows them by."""
+        spaces = [tool for tool in self.tools or [] if tool.get("type") == "namespace"]
+        return {joined(space["name"], tool["name"]): space["name"] for space in spaces for tool in space["tools"]}
+
+    def chat(self) -> dict[str, Any]:
+        """The same as a chat request, as plain data."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            for place, item in enumerate(self.input):
+                _extend(messages, item, f"input[{place}]")
+        if not messages or (isinstance(self.input, list) and not self.input):
+            raise BadRequest("input must be a text or a list with at least one item")
+        chat: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        chat |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        if self.tools:
+            chat["tools"] = [each for place, tool in enumerate(self.tools) for each in _tools(tool, f"tools[{place}]")]
+        if isinstance(self.tool_choice, ToolChoice):
+            name = joined(self.tool_choice.namespace, self.tool_choice.name)
+            chat["tool_choice"] = {"type": "function", "function": {"name": name}}
+        elif isinstance(self.tool_choice, AllowedTools):
+            chat["tool_choice"] = self.tool_choice.plain()
+        elif self.tool_choice is not None:
+            chat["tool_choice"] = self.tool_choice
+        if self.text is not None and self.text.format is not None:
+            chat["response_format"] = self.text.format.plain()
+        if self.text is not None and self.text.verbosity is not None:
+            chat["verbosity"] = self.text.verbosity
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            chat["reasoning_effort"] = self.reasoning.effort
+        if self.top_logprobs is not None or _LOGPROBS in (self.include or []):
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return chat
+
+
+_SAME = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt",
+    "chat_template_kwargs", "ttft_deadline_ms",
+)  # fmt: skip
+
+
+def joined(namespace: str, name: str) -> str:
+    """A function's name as the model knows it."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _tools(tool: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """The functions of one entry, as chat has them; a namespace has several."""
+    kind = tool.get("type")
+    if kind in ("web_search", "web_search_preview") and tool.get("external_web_access") is False:
+        return                                           # a search that may not reach the web has nothing to search here
+    if kind == "namespace":
+        space = _converted(tool, Namespace, where)
+        for place, each in enumerate(space.tools):
+            yield _function(each, f"{where}.tools[{place}]", space.name)
+    else:
+        yield _function(tool, where)
+
+
+def _function(tool: dict[str, Any], where: str, namespace: str = "") -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise Unsupported(f"{where}.type {str(tool.get('type'))[:60]!r} is not supported by this server; only 'function' is")
+    return _converted(tool, FunctionTool, where).plain(where, namespace)
+
+
+def _converted(tool: dict[str, Any], kind: type[T], where: str) -> T:
+    try:
+        return msgspec.convert(tool, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{where}: {str(error).replace('`', '')}") from None
+
+
+def _extend(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Append what one item says. Thoughts, what follows them, and calls are one assistant's message in a chat."""
+    if item.type == "message":
+        item.require(where, "role", "content")
+        text = _text(item.content, f"{where}.content")
+        last = messages[-1] if messages else {}
+        if item.role == last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
+            last["content"] = text
+        else:
+            messages.append({"role": item.role, "content": text})
+    elif item.type == "function_call_output":
+        item.require(where, "call_id", "output")
+        output = _text(item.output, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+    elif item.type == "function_call":
+        item.require(where, "call_id", "name", "arguments")
+        function = {"name": joined(item.namespace or "", item.name or ""), "arguments": item.arguments}
+        message = _assistants(messages)
+        message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif item.content:
+        messages.append(
+            {"role": "assistant", "content": None, "reasoning_content": _text(item.content, f"{where}.content")}
+        )
+
+
+def _assistants(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end; a new one where there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for place, part in enumerate(content or []):
+        kind, text = part.get("type"), part.get("text")
+        if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
+            raise Unsupported(f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here")
+        texts.append(text)
+    return "\n".join(texts)

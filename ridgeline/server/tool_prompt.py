@@ -1,0 +1,91 @@
+"""Tools for a model whose chat template has no word for them: told, called and answered in plain text, as Hermes does.
+
+Most clients offer their tools without asking whether the model's template can show them. Here the tools become a part of
+the system message, calls a part of an assistant's text, and results a user's text; server/tool_parser reads the answer as
+it reads any other in that format. Messages in, messages out: no prompt, no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+_WORD = re.compile(r"\btools\b")
+_NO_SYSTEM = re.compile(r"system role (?:is )?not supported", re.IGNORECASE)     # as templates of Gemma say
+
+INTRODUCTION = """You can call functions. Each of these lines describes one:
+<tools>
+{tools}
+</tools>
+To call functions, write for each call:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>
+Its result comes back between <tool_response> and </tool_response>. Without a call, answer in words."""
+
+
+def knows_tools(templates: str) -> bool:
+    """Whether a model's chat templates, as one text, do anything with tools."""
+    return _WORD.search(templates) is not None
+
+
+def in_plain_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], templates: str
+) -> list[dict[str, Any]]:
+    """The same conversation without tools, tool calls and messages of role tool. Contents become lists of parts, which a
+    template gets as one text with a part a line; parts that are no text stay, for others to refuse."""
+    told: list[dict[str, Any]] = []
+    last_role = ""
+    for message in messages:
+        role = message["role"]
+        if role == "tool":
+            result = [_part("<tool_response>"), *_parts(message), _part("</tool_response>")]
+            if last_role == "tool":                      # results of calls that were made together are one turn
+                told[-1]["content"] += result
+            else:
+                told.append({"role": "user", "content": result})
+        elif message.get("tool_calls"):
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            calls = [_part(_call(call["function"])) for call in message["tool_calls"]]
+            told.append(rest | {"content": [*_parts(message), *calls]})
+        else:
+            told.append(dict(message))
+        last_role = role
+    if tools:
+        _introduce(told, tools, has_system=_NO_SYSTEM.search(templates) is None)
+    return told
+
+
+def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], has_system: bool) -> None:
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = _part(INTRODUCTION.format(tools=lines))
+    first = messages[0]
+    if first["role"] == "system":
+        first["content"] = [*_parts(first), _part(""), text]
+        return
+    user = next((message for message in messages if message["role"] == "user"), None)
+    if has_system or user is None:
+        messages.insert(0, {"role": "system", "content": [text]})
+    else:
+        user["content"] = [text, _part(""), *_parts(user)]
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        with suppress(ValueError):                       # what a model wrote once and was no JSON stays what it was
+            arguments = json.loads(arguments or "{}")
+    call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else [_part(content)] if content else []
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
