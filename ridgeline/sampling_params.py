@@ -274,9 +274,20 @@ def _structured_outputs(given: Any) -> StructuredOutputs | None:
     return StructuredOutputs(**given)
 
 
+_schemas_are_checked = False         # whoever sends requests to this process has done it
+
+
+def take_schemas_as_checked() -> None:
+    """From now on, in this process: to check a large one takes milliseconds, which an engine has other uses for."""
+    global _schemas_are_checked
+    _schemas_are_checked = True
+
+
 def _schema_text(name: str, given: Any) -> str:
     """A schema as compact JSON text, its size and shape checked. The order of properties is kept: answers follow it."""
     if isinstance(given, str):
+        if _schemas_are_checked:
+            return given
         _grammar_text(name, given, MAX_GRAMMAR_BYTES)
     elif not isinstance(given, Mapping):
         raise BadRequest(f"{name} must be an object or its JSON text, got {shown(given)}")
@@ -303,6 +314,8 @@ def _check_shape(name: str, value: Any) -> None:
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []
         for each in level:
+            if not each:                                 # of which a hostile schema has thousands
+                continue
             if isinstance(each, (dict, Mapping)):        # the first says yes at once
                 enum, properties = each.get("enum"), each.get("properties")
                 if isinstance(enum, list) and len(enum) > MAX_ENUM_VALUES:

@@ -79,7 +79,7 @@ def main(shape: str, layers: int, options: dict[str, Any]) -> None:
     serve("a shared prefix, first", (3, GREEDY), shared=2400)
     serve("a shared prefix", *[(3, GREEDY)] * 30, shared=2400)
     seen = len(pretend_gpu.COMPILED)
-    for rows in (1, 9, 40):
+    for rows in (1, 9, 30):
         for params in (GREEDY, DRAWN, DRAWN | {"top_p": 0.5}):
             masked = SamplingParams(**params | {"structured_outputs": {"regex": "a"}})
             step = kernel_steps.KernelStep([1] * rows, params=masked, masked=True)

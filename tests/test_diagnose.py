@@ -284,6 +284,13 @@ def test_one_round_of_the_loop(model: Path) -> None:
     assert found["before"]["steps"] > 2 * found["after"]["steps"] and found["quality"] == "exact"
 
 
+def test_a_loop_that_finds_nothing_to_change_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeline.bench.diagnosis.ranked", lambda *given: [])
+    found = follow(str(model), Scenario("fine", "nothing", Load(2, 8, 4), OPTIONS), 2)
+    assert found["change"] is None and "achieved_gain" not in found and found["quality"] == "exact"
+    assert "| nothing that is an option |" in as_markdown([table_row("fine", found)])
+
+
 def test_the_quality_of_a_loop_is_that_of_all_its_engines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeline.bench.loop.quality_of", lambda config: "fp8 KV" if config.max_num_seqs == 4 else "exact")
     found = follow(str(model), Scenario("rows", "one row", Load(4, 16, 12), OPTIONS | {"max_num_seqs": 1}), 2)

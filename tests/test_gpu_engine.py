@@ -14,6 +14,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.executor import LocalExecutor
 from ridgeline.messages import Request
+from ridgeline.metrics import HAPPENED
 from ridgeline.ops import attention_tma
 from ridgeline.runner import shared_prefix
 from ridgeline.sampling_params import SamplingParams
@@ -62,6 +63,21 @@ def answer(core: EngineCore, asked: list[list[int]], tokens: int = 24, logprobs:
             assert not delta.error
             answers[delta.request_id] += delta.token_ids
     return answers
+
+
+def test_no_kernel_is_compiled_after_ready(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full batches, mixed steps, every way to choose a token, log-probabilities: all were compiled before."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # empty: what was missed would be compiled now
+    core = start(wide)
+    before = HAPPENED["kernel_compile"]
+    answer(core, prompts(1))
+    answer(core, prompts(40))
+    for params in ({"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "repetition_penalty": 1.1}):
+        answer(core, prompts(3), tokens=4, **params)
+        answer(core, prompts(16), tokens=4, logprobs=3, **params)
+    answer(core, prompts(4), tokens=4, prompt_logprobs=2)
+    assert HAPPENED["kernel_compile"] == before
+    core.close()
 
 
 def test_nothing_is_allocated_after_ready(model: Path) -> None:

@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from served_model import write_model
 
+from ridgeline import sampling_params
+from ridgeline.bench.grammar import made_up
 from ridgeline.engine import grammar_check
 from ridgeline.engine.grammar_check import GrammarChecker, vocabulary_of
 from ridgeline.engine.ipc import TO_ENGINE, Add
@@ -30,7 +32,7 @@ from ridgeline.grammar import worker
 from ridgeline.grammar.cache import ByteLimitedCache
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Question
-from ridgeline.grammar.matcher import Masks, Matcher
+from ridgeline.grammar.matcher import Masks, Matcher, evenly
 from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.messages import Request
 from ridgeline.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
@@ -269,6 +271,39 @@ def test_every_kind(vocabulary: GrammarVocabulary, backend: str, asked: Structur
 def test_vocabularies_without_an_end_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(BadRequest, match="needs a model with an end token"):
         vocabulary_of(tokenizer, PADDED, frozenset())
+
+
+def test_threads_get_stretches_that_take_equally_long(vocabulary: GrammarVocabulary) -> None:
+    """Families stay together; those with dear masks stand beside those without. Which are dear, the masks say."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="[a-z]{1,9}"))
+    at = [matcher(vocabulary, params) for _ in range(8)]
+    for number, each in enumerate(at):
+        each.family, each.dear = number // 2, number in (2, 3, 7)
+    assert [row for row, _ in evenly(list(enumerate(at)))] == [2, 3, 0, 1, 6, 7, 4, 5]
+    assert sorted(row for row, _ in evenly(list(enumerate(at))[:5])) == [0, 1, 2, 3, 4] and evenly([]) == []
+
+
+def test_a_mask_that_allows_some_of_everything_is_a_dear_one() -> None:
+    vocabulary = made_up(30_000)
+    for regex, dear in (("yes|no", False), (".{1,4}", True), ("(?s:.*)", False)):
+        at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex=regex)))
+        Masks(len(vocabulary.pieces)).fill([(0, at)], 1)
+        assert at.dear == dear, regex
+
+
+def test_an_engine_takes_the_front_ends_word_for_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is sent is text that was checked; to do it again would stand between two steps."""
+    frame = TO_ENGINE.encode(Add(Request("a", [1], SamplingParams(structured_outputs=StructuredOutputs(json={"type": "null"})))))
+    looked: list[str] = []
+    monkeypatch.setattr(sampling_params, "_check_shape", lambda name, _: looked.append(name))
+    TO_ENGINE.decode(frame)
+    assert looked == ["structured_outputs.json"]
+    monkeypatch.setattr(sampling_params, "_schemas_are_checked", False)   # and back, after this test
+    sampling_params.take_schemas_as_checked()
+    decoded = TO_ENGINE.decode(frame)
+    assert len(looked) == 1 and TO_ENGINE.encode(decoded) == frame
+    StructuredOutputs(json={"type": "null"})                             # what is no text yet is looked at
+    assert len(looked) == 2
 
 
 # -- the compiler's process --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import jsonschema
 import numpy as np
 import pytest
 from grammar_schemas import WRITTEN, drawn
-from served_model import write_model
+from served_model import wait_until, write_model
 
 from ridgeline import LLM, RequestOutput, SamplingParams
 from ridgeline.engine.async_llm import AsyncLLM
@@ -137,15 +138,15 @@ def test_the_other_library_keeps_answers_in_their_language(other: LLM) -> None:
         other.generate("Hello", asks(regex="(a"), use_tqdm=False)
 
 
-def test_many_answers_to_one_grammar_compile_it_for_every_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_answers_to_one_grammar_compile_it_often_enough_for_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda: 3)
     monkeypatch.setattr(llm.core.grammars, "_masks", None)
     regex = "[a-z]{40,60}Z"                              # nobody has asked for it before
     outputs = llm.generate(["Hello"] * 20, [asks(seed, regex=regex) for seed in range(20)], use_tqdm=False)
     assert all(re.fullmatch(regex, output.outputs[0].text) for output in outputs)
     compiled = llm.core.grammars.cache.get(StructuredOutputs(regex=regex).key)
-    assert compiled is not None and len(compiled) == 3
-    assert len({id(prototype) for prototype in compiled._prototypes}) == 3
+    assert compiled is not None and len(compiled) == 5   # for four answers each, at most twice for a thread
+    assert len({id(prototype) for prototype in compiled._prototypes}) == 5
     alone = llm.generate("Hello", asks(7, regex=regex), use_tqdm=False)
     assert answers(alone) == answers(outputs[7:8])
 
@@ -325,6 +326,33 @@ def test_a_request_may_go_while_its_grammar_is_compiled(llm: LLM) -> None:
     while core.has_work:
         tokens += [token for delta in core.step() for token in delta.token_ids]
     assert llm.get_tokenizer().decode(tokens) == "abc"
+
+
+def test_what_nobody_waits_for_is_not_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core: EngineCore = llm.core
+    compiled, may_go_on = list[str](), threading.Event()
+    matchers = core.grammars._matchers
+
+    def slowly(request: Request) -> Any:
+        compiled.append(request.request_id)
+        may_go_on.wait(20)
+        return matchers(request)
+
+    monkeypatch.setattr(core.grammars, "_matchers", slowly)
+    for name in ("begun", "left", "stays"):
+        core.add(Request(name, [1, 2], asks(regex=f"{name}[0-9]")))
+    wait_until(lambda: compiled == ["begun"], 10)
+    core.abort("begun")
+    core.abort("left")
+    core.add(Request("left", [1, 2], asks(regex="another[0-9]")))        # not taken for the one that has left
+    may_go_on.set()
+    texts = dict[str, list[int]]()
+    while core.has_work:
+        for delta in core.step():
+            texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+    assert compiled == ["begun", "stays", "left"] and list(texts) == ["stays", "left"]
+    assert llm.get_tokenizer().decode(texts["left"]).startswith("another")
+    assert core.grammars.num_pending == 0 and not core.grammars._waiting
 
 
 def test_an_answer_that_another_engine_began_goes_on_in_its_grammar(llm: LLM) -> None:

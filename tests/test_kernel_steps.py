@@ -167,6 +167,9 @@ def test_the_steps_are_ones_that_can_be(max_rows: int, budget: int, max_model_le
         assert step.counts == [1] * step.counts.count(1) + [count for count in step.counts if count > 1]
     assert sum(steps[0].counts) == min(budget, min(max_rows, budget) * (max_model_len - 1))      # the longest to compile
     assert [1] in [step.counts for step in steps]
+    going_on = [step for step in steps if not step.added]
+    assert all(max(step.counts) == 1 and step.past == 0 and step.params.temperature == 0 for step in going_on)
+    assert len(going_on) < max_model_len
 
 
 def test_steps_of_every_kind_are_among_them() -> None:

@@ -196,11 +196,12 @@ def test_required_and_named_calls_are_held_to_a_schema(client: Client, monkeypat
     assert choice.message.tool_calls[0].function.name == "time" and choice.finish_reason == "tool_calls"
     assert client.params.structured_outputs is not None
     schema = json.loads(str(client.params.structured_outputs.json))
-    assert schema["minItems"] == 1 and schema["$defs"]["tool0"] == CITY
+    assert schema["minItems"] == 1 and schema["$defs"]["tool0"] == CITY | {"additionalProperties": False}
     named = {"type": "function", "function": {"name": "weather"}}
     choice = client.ask('{"city": "Bern"}', tools=TOOLS, tool_choice=named)
     assert choice.message.tool_calls[0].function.arguments == '{"city": "Bern"}' and choice.message.content is None
-    assert json.loads(str(client.params.structured_outputs.json)) == CITY and client.prompt.startswith("[weather ]")
+    assert json.loads(str(client.params.structured_outputs.json)) == CITY | {"additionalProperties": False}
+    assert client.prompt.startswith("[weather ]")
 
 
 def test_tools_and_a_response_format(client: Client) -> None:

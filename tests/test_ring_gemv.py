@@ -25,6 +25,7 @@ from ridgeline.ops.linear_plan import GemvPlan, ring_plan
 
 H200 = 232_448                       # bytes of shared memory for a program, and about as many of a multiprocessor
 A100 = 166_912
+OUTPUTS = 4096
 
 # ── which kernel ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -37,20 +38,21 @@ def chosen(monkeypatch: pytest.MonkeyPatch, inputs: int, gated: bool, shared: in
     monkeypatch.setattr(ring_gemv, "TRITON_INTERPRETED", False)
     monkeypatch.setattr(ring_gemv, "triton", triton)
     monkeypatch.setattr(ring_gemv, "shared_memory", lambda device: shared)
-    return ring_gemv.ring_for.__wrapped__(inputs, gated, torch.device("cuda"))
+    return ring_gemv.ring_for.__wrapped__(OUTPUTS, inputs, gated, torch.device("cuda"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_ring_is_for_devices_it_fits(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
-    for inputs in (1536, 2048, 4096, 5120, 8192, 14336, 16384):
-        assert chosen(monkeypatch, inputs, gated, H200) == ring_plan(inputs, gated) is not None
+    for inputs in (4096, 5120, 8192, 14336, 16384):
+        assert chosen(monkeypatch, inputs, gated, H200) == ring_plan(OUTPUTS, inputs, gated) is not None
         assert chosen(monkeypatch, inputs, gated, A100) is None
-    assert chosen(monkeypatch, 576, gated, H200) is None             # too short a row for the copies' layout
+    assert chosen(monkeypatch, 2048, gated, H200) is None            # nothing to gain
+    assert ring_plan(2048, 8192, gated) is None
 
 
 def test_no_ring_without_a_gpu() -> None:
-    assert ring_gemv.ring_for(4096, False, torch.device("cpu")) is None
+    assert ring_gemv.ring_for(OUTPUTS, 4096, False, torch.device("cpu")) is None
 
 
 def test_one_row_goes_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,16 +63,16 @@ def test_one_row_goes_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(linear_file, "gemv", called("gemv"))
     monkeypatch.setattr(linear_file, "ring_gemv", called("ring"))
-    monkeypatch.setattr(linear_file, "ring_for", lambda inputs, gated, device: ring_plan(inputs, gated))
-    x, norm = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.ones(2048, dtype=torch.bfloat16)
-    room = torch.zeros(256 * 2048 + 8, dtype=torch.bfloat16)
-    weight, shifted = room[: 256 * 2048].view(256, 2048), room[1 : 256 * 2048 + 1].view(256, 2048)
+    monkeypatch.setattr(linear_file, "ring_for", lambda *shape: ring_plan(*shape[:3]))
+    x, norm = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
+    room = torch.zeros(5120 * 4096 + 8, dtype=torch.bfloat16)
+    weight, shifted = room[:-8].view(5120, 4096), room[1:-7].view(5120, 4096)
     linear_file.linear_triton(x, weight)
     linear_file.normed_linear_triton(x, x, norm, 1e-5, weight, gate="silu")
     linear_file.linear_triton(x, shifted)                # copies are of 16 bytes
     linear_file.linear_triton(torch.zeros(1, 512, dtype=torch.bfloat16), torch.zeros(64, 512, dtype=torch.bfloat16))
     assert [name for name, _ in calls] == ["ring", "ring", "gemv", "gemv"]
-    assert [plan for _, plan in calls[:2]] == [ring_plan(2048), ring_plan(2048, True)]
+    assert [plan for _, plan in calls[:2]] == [ring_plan(5120, 4096), ring_plan(2560, 4096, True)]
 
 
 # ── the kernel, compiled ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -85,7 +87,7 @@ def compiled(inputs: int, gate: int) -> dict[str, Any]:
 
     registry.HAS_TRITON, registry.gluon, registry.triton = True, gluon, triton
     kernel = importlib.reload(ring_gemv)._ring_gemv_kernel
-    plan, padded = ring_plan(inputs, gate > 0), 1 << (inputs - 1).bit_length()
+    plan, padded = ring_plan(OUTPUTS, inputs, gate > 0), 1 << (inputs - 1).bit_length()
     assert plan is not None
     constants = {
         "BLOCK": plan.block, "BLOCK_INPUTS": padded, "STAGES": plan.stages, "EVEN": padded == inputs, "NORM": gate > 0,
@@ -107,7 +109,7 @@ def compiled(inputs: int, gate: int) -> dict[str, Any]:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
 @pytest.mark.parametrize(
     ("inputs", "gate"),
-    [(4096, 1), (14336, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2048, 0), (5120, 2), (2048, 3)))],
+    [(4096, 1), (14336, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8192, 0), (5120, 2), (4096, 3)))],
 )
 def test_the_kernel_compiles(tmp_path: Path, inputs: int, gate: int) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -116,7 +118,7 @@ def test_the_kernel_compiles(tmp_path: Path, inputs: int, gate: int) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)
-    plan, padded = ring_plan(inputs, gate > 0), 1 << (inputs - 1).bit_length()
+    plan, padded = ring_plan(OUTPUTS, inputs, gate > 0), 1 << (inputs - 1).bit_length()
     assert plan is not None
     ring = plan.shared_bytes(padded, gate > 0) // plan.programs
     assert ring <= found["shared"] <= ring + ring_gemv.RESERVED - 1024           # the driver takes 1024 of each
@@ -132,14 +134,15 @@ def test_the_kernel_compiles(tmp_path: Path, inputs: int, gate: int) -> None:
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or ring_gemv.ring_for(4096, False, torch.device("cuda")) is None, reason="no such GPU"
+    not torch.cuda.is_available() or ring_gemv.ring_for(OUTPUTS, 4096, False, torch.device("cuda")) is None,
+    reason="no such GPU",
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("outputs", "inputs", "gate", "bias", "residual"),
     [
         (6144, 4096, None, False, True), (4096, 14336, None, False, False), (14336, 4096, "silu", False, True),
-        (3001, 2048, None, True, True), (77, 1536, "gelu", True, False), (1536, 5120, "gelu_tanh", False, True),
+        (3001, 4096, None, True, True), (77, 6144, "gelu", True, False), (1536, 5120, "gelu_tanh", False, True),
         (2048, 8192, None, False, False), (300, 8192, "silu", True, True), (64, 16384, "silu", False, True),
     ],
 )  # fmt: skip
@@ -152,7 +155,7 @@ def test_ring_gemv(
     rows = outputs if gate is None else 2 * outputs
     x, weight, norm = random(1, inputs), random(rows, inputs, scale=inputs**-0.5), random(inputs)
     stream, added = random(2, inputs)[1:] if residual else None, random(rows) if bias else None
-    plan = ring_gemv.ring_for(inputs, gate is not None, x.device)
+    plan = ring_gemv.ring_for(OUTPUTS, inputs, gate is not None, x.device)
     assert plan is not None
     neighbours = {"norm": norm, "eps": 1e-5, "norm_offset": 1.0, "residual": stream, "gate": gate}
     torch.cuda.synchronize()                             # the kernels ask for weights before they wait

@@ -225,6 +225,15 @@ def test_batches_and_single_texts_agree(smollm2: Tokenizer) -> None:
     assert spm.encode_batch(["a", ""]) == [spm.encode("a"), [1]]
 
 
+def test_long_texts_have_the_ids_of_short_ones(smollm2: Tokenizer) -> None:
+    """They go another way through the library."""
+    line = "Some words, 12 numbers and ünïcode <|im_start|>\n"
+    ids = smollm2.encode(line)
+    assert smollm2.encode(line * 400) == ids * 400 and len(line) * 400 > 4_096
+    plain = smollm2.encode(line, parse_special=False)
+    assert smollm2.encode(line * 400, parse_special=False) == plain * 400 and len(plain) > len(ids)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [("ab\ud800", "character 2 is the lone surrogate U\\+D800"), (5, "must be a string, got int"), (None, "NoneType")],

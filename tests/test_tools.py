@@ -25,6 +25,7 @@ from ridgeline.server.tools import (
     calls_schema,
     has_reasoning,
     moved,
+    parameters,
     reading,
     tool_format,
     tool_use,
@@ -416,6 +417,37 @@ def test_reasoning_may_end_with_a_special_token(inside: bool) -> None:
     begin = [] if inside else [think]
     assert fits([*begin, *b"Is {it}?", thought, *b"\n\n{}"]) and not fits([*begin, *b"x", thought, *b"y"])
     assert fits([*b"{}"]) is not inside
+
+
+@pytest.mark.parametrize(
+    ("given", "closed"),
+    [
+        ({"properties": {"a": {}}, "required": ["a"]}, True),
+        ({"properties": {}}, True),
+        ({"properties": {"a": {}}, "additionalProperties": True}, None),     # it says so itself
+        ({}, None), ({"$ref": "#/$defs/X", "$defs": {"X": {"type": "string"}}}, None),
+        ({"properties": {"a": {}}, "required": ["b"]}, None),                # else nothing would fit
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["b"]}]}, None),
+        ({"properties": {"a": {"allOf": [{"properties": {"x": {}}}]}}}, None),
+        ({"properties": {"a": {}}, "minProperties": 2}, None),
+        ({"properties": {"a": {"$ref": "#/$defs/X", "required": ["b"]}}, "$defs": {"X": {"properties": {"c": {}}}}}, None),
+        ({"properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, None),
+    ],
+)  # fmt: skip
+def test_arguments_have_no_more_properties_than_are_listed(given: dict[str, Any], closed: bool | None) -> None:
+    """Else a small model fills a call with arguments of its own, and LiteLLM or a Python function gets them."""
+    made = parameters(tool("f", parameters={"type": "object"} | given))
+    assert made.get("additionalProperties") == (False if closed else given.get("additionalProperties"))
+
+
+def test_objects_inside_arguments_are_closed_too() -> None:
+    inner: dict[str, Any] = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    given = {"type": "object", "properties": {"a": inner, "b": {"items": inner}, "c": {"anyOf": [inner, {"type": "null"}]}},
+             "$defs": {"D": inner}}  # fmt: skip
+    made = parameters(tool("f", parameters=given))
+    shut = inner | {"additionalProperties": False}
+    assert made["properties"] == {"a": shut, "b": {"items": shut}, "c": {"anyOf": [shut, {"type": "null"}]}}
+    assert made["$defs"]["D"] == shut and given["$defs"]["D"] == inner
 
 
 def test_tools_that_could_not_be_read_are_refused() -> None:

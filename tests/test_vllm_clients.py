@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -161,3 +162,21 @@ def test_what_is_not_done_is_refused_by_name(client: openai.OpenAI, field: str, 
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=NAME, prompt="Hi", max_tokens=3, extra_body={field: value})
     assert says in str(caught.value) and caught.value.param == field
+
+
+def test_a_prompt_that_is_too_long_is_told_as_clients_expect_it(client: openai.OpenAI, url: str) -> None:
+    """LangChain and LiteLLM know it by OpenAI's code and words, Claude Code and langchain-anthropic by Anthropic's."""
+    context = httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
+    long: Any = [{"role": "user", "content": "x" * context}]
+    for ask in (
+        lambda: client.chat.completions.create(model=NAME, messages=long),
+        lambda: client.responses.create(model=NAME, input=long[0]["content"]),
+        lambda: client.completions.create(model=NAME, prompt=[65] * context),
+        lambda: client.completions.create(model=NAME, prompt="x" * (context * 20)),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"this model's maximum context length is {context} tokens") as caught:
+            ask()
+        assert caught.value.code == "context_length_exceeded"
+    theirs = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {context - 1} maximum"):
+        theirs.messages.create(model=NAME, max_tokens=5, messages=long)

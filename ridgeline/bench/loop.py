@@ -106,8 +106,15 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
     base = Engine(model, **options)
     found = diagnose(base, scenario.load, None, lambda text: print(f"{scenario.name}: {text}", file=sys.stderr)).tree
     chosen = next((each for each in found["remedies"] if each["options"]), None)
-    if chosen is None:
-        raise ConfigError(f"nothing was recommended for {scenario.name!r} that is an option of the engine")
+    told = {
+        "what": scenario.what, "workload": workload_of(base, scenario.load), "verdict": found["verdict"],
+        "patterns": found["patterns"], "recommended": found["remedies"], "change": chosen, "quality": quality_of(base.config),
+        "model_of_time": found["model_of_time"], "profiler": found["profiler"], "machine": found["machine"],
+        "steps": {name: found["steps"][name] for name in ("phases", "slowest")}, "ops": found["ops"],
+    }  # fmt: skip
+    if chosen is None:                                   # a finding, too: no option of the engine is worth changing
+        base.close()
+        return told
     changed = Engine(model, **options | chosen["options"])
     peaks = machine_peaks(base.config.device)
     warm_up(changed, scenario.load)
@@ -118,20 +125,15 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
     for number in range(repeats):
         before, after = (run_load(each, scenario.load, peaks, f"pair{number}-") for each in (base, changed))
         pairs.append((before, after))
-    workload = workload_of(base, scenario.load)
     lossy = [word for each in (base, changed) if (word := quality_of(each.config)) != EXACT]
     base.close()
     changed.close()
     first, then = (_figures([pair[place] for pair in pairs]) for place in (0, 1))
-    return {
-        "what": scenario.what, "workload": workload, "quality": ", ".join(dict.fromkeys(lossy)) or EXACT,
-        "verdict": found["verdict"], "patterns": found["patterns"],
-        "recommended": found["remedies"], "change": chosen, "predicted_gain": chosen["gain"],
+    return told | {
+        "quality": ", ".join(dict.fromkeys(lossy)) or EXACT, "predicted_gain": chosen["gain"],
         "achieved_gain": percentiles([before.seconds / after.seconds for before, after in pairs]),
         "achieved_gain_processor": percentiles([before.processor / after.processor for before, after in pairs]),
-        "before": first, "after": then, "model_of_time": found["model_of_time"], "profiler": found["profiler"],
-        "machine": found["machine"], "steps": {name: found["steps"][name] for name in ("phases", "slowest")},
-        "ops": found["ops"],
+        "before": first, "after": then,
     }  # fmt: skip
 
 
@@ -147,9 +149,14 @@ def _figures(runs: list[Run]) -> dict[str, Any]:
 
 
 def table_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    changed = found["change"] is not None
     return {
-        "scenario": name, "bound by": found["verdict"]["term"], "change": found["change"]["what"],
-        "tok/s before": found["before"]["output_tok_s"], "after": found["after"]["output_tok_s"],
-        "predicted": f"{found['predicted_gain']:.2f}×", "achieved": found["achieved_gain"],
-        "by processor time": found["achieved_gain_processor"], "model of time": f"{found['model_of_time']['error']:+.0%}",
+        "scenario": name, "bound by": found["verdict"]["term"],
+        "change": found["change"]["what"] if changed else "nothing that is an option",
+        "tok/s before": found["before"]["output_tok_s"] if changed else None,
+        "after": found["after"]["output_tok_s"] if changed else None,
+        "predicted": f"{found['predicted_gain']:.2f}×" if changed else None,
+        "achieved": found["achieved_gain"] if changed else None,
+        "by processor time": found["achieved_gain_processor"] if changed else None,
+        "model of time": f"{found['model_of_time']['error']:+.0%}",
     }  # fmt: skip

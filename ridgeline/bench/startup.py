@@ -24,9 +24,11 @@ from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.bench.sweep import check_runs, cross, figure, settings
 from ridgeline.engine.children import child_environment, start_child
 from ridgeline.errors import EngineDead
+from ridgeline.metrics import HAPPENED
 
 READY = "ready"                      # the figure that counts: everything before the first request is taken
 FIRST_TOKEN = "first token"
+LATE = "late compilations"           # kernels that a step had to wait for: none, where all were compiled ahead
 _LONGEST = 600.0
 
 
@@ -85,7 +87,7 @@ def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[st
         middle = sorted(starts, key=lambda each: each[READY])[len(starts) // 2]
         print(f"\nphases of the median start ({'cold' if args.cold else 'warm'} kernel cache):")
         print(startup.table(middle["phases"]))
-        print(f"outside, from its start to its end: {middle['outside_s']:.3f} s")
+        print(f"outside, from its start to its end: {middle['outside_s']:.3f} s; kernels compiled late: {middle[LATE]}")
     return {
         "ready_s": figure([each[READY] for each in starts], 1, "--starts"),
         "first_token_s": figure([each[FIRST_TOKEN] for each in starts], 1, "--starts"),
@@ -125,7 +127,7 @@ def main(argv: list[str]) -> None:
         engine.serve([([1, 2, 3], 1)])
     phases = startup.report()
     first_token = sum(phases.values())
-    account = {"phases": phases, READY: ready, FIRST_TOKEN: first_token, "gpu": gpu_facts()}
+    account = {"phases": phases, READY: ready, FIRST_TOKEN: first_token, LATE: HAPPENED["kernel_compile"], "gpu": gpu_facts()}
     print(json.dumps(account | {"quality": quality_of(engine.config), "peak_memory": own_peak()}))
 
 

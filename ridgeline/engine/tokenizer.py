@@ -20,6 +20,8 @@ from ridgeline.engine.vocabulary_hf import directory_vocabulary
 from ridgeline.errors import BadRequest
 from ridgeline.models.gguf import GGUFFile
 
+_LONG_TEXT = 4_096                   # characters
+
 
 class Encoded(dict[str, Any]):
     """What calling a tokenizer gives: `input_ids` and `attention_mask`, as entries and as attributes."""
@@ -90,8 +92,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """`parse_special=False` reads the text of control tokens, such as <|im_end|>, as ordinary characters."""
+        core = self._encoder(parse_special)
         try:
-            ids: list[int] = self._encoder(parse_special).encode(text, add_special_tokens=False).ids
+            if len(text) < _LONG_TEXT:
+                ids: list[int] = core.encode(text, add_special_tokens=False).ids
+            else:
+                # Without the place of each token in the text: half the time, and memory that grows no faster than the text.
+                ids = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError):
             raise _not_text(text) from None
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids

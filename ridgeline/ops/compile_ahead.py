@@ -17,11 +17,13 @@ index. In Triton's interpreter, and with a Triton that lacks the mode, nothing i
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +35,37 @@ from ridgeline.ops import registry
 logger = get_logger("ops")
 
 MOST_THREADS = 32
+# Threads that generate code hold the interpreter for tens of milliseconds, and the one that collects wants it thousands of
+# times: beside sixteen of them it took 10.5 s for what takes it 2 alone. So few compile while it collects, and it is let in
+# sooner than after Python's 5 ms.
+WHILE_COLLECTING, LET_IN = 2, 0.0002
+
+
+_loading = threading.Lock()
+
+
+def load_launchers_apart() -> bool:
+    """Whether threads may load launchers from now on, each its own.
+
+    Launchers are extension modules of one name. Of such modules the interpreter keeps one object: a file that is loaded again,
+    for another kernel with the same parameters, comes as the object that was loaded last, with the file's functions put into
+    it. Whoever has that object then has another kernel's launcher. So what is loaded is copied before anybody else can load.
+    """
+    from triton.runtime import build
+
+    load: Callable[[str, str], Any] | None = getattr(build, "_load_module_from_path", None)
+    if load is None:
+        return False
+    if getattr(load, "apart", False):
+        return True
+
+    def load_apart(name: str, path: str) -> SimpleNamespace:
+        with _loading:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    load_apart.apart = True  # type: ignore[attr-defined]
+    build._load_module_from_path = load_apart
+    return True
 
 
 class _Builders(Executor):
@@ -40,6 +73,8 @@ class _Builders(Executor):
 
     def __init__(self, threads: int, device: torch.device) -> None:
         self._pool = ThreadPoolExecutor(threads, "compile", registry.compile_ahead_here)
+        self._turns = threading.Semaphore(WHILE_COLLECTING)
+        self._threads = threads
         self._device = device
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -47,13 +82,17 @@ class _Builders(Executor):
 
     def _build(self, compile_kernel: Callable[[], Any]) -> Any:
         try:
-            kernel = compile_kernel()
-            with torch.cuda.device(self._device):
-                _ = kernel.run                           # the property makes what a launch needs
-            return kernel
+            with self._turns:
+                kernel = compile_kernel()
+                with torch.cuda.device(self._device):
+                    _ = kernel.run                       # the property makes what a launch needs
+                return kernel
         except Exception as error:                       # whoever launches it will hear of it
             logger.warning("a kernel could not be compiled ahead: %s", error)
             raise
+
+    def all_at_once(self) -> None:
+        self._turns.release(max(1, self._threads - WHILE_COLLECTING))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -62,7 +101,7 @@ class _Builders(Executor):
 class CompileAhead:
     def __init__(self, device: torch.device) -> None:
         possible = registry.HAS_TRITON and not registry.TRITON_INTERPRETED and device.type == "cuda"
-        self.active = possible and hasattr(registry.triton, "AsyncCompileMode")
+        self.active = possible and hasattr(registry.triton, "AsyncCompileMode") and load_launchers_apart()
         self._waiting: list[Any] = []
         self._began = time.perf_counter()
         self._compiled = len(registry.COMPILED_AHEAD)
@@ -81,6 +120,7 @@ class CompileAhead:
         if self._builders is None:
             yield
             return
+        registry.wait_for_triton_key()
         mode = registry.triton.AsyncCompileMode(self._builders, ignore_errors=True)
         jit_function, here = registry.triton.JITFunction, threading.get_ident()
         launch = jit_function.run
@@ -94,10 +134,14 @@ class CompileAhead:
 
         mode.__enter__()
         jit_function.run = collect
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(LET_IN)
         try:
             yield
         finally:
+            sys.setswitchinterval(usual)
             jit_function.run = launch
+            self._builders.all_at_once()
             self._waiting += mode.future_kernels.values()
             mode.raw_futures = []                        # for which leaving the mode would wait
             mode.__exit__(None, None, None)

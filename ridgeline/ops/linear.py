@@ -1,7 +1,8 @@
 """The product with a weight matrix as it is stored, [outputs, inputs], alone and between its neighbours.
 
-Packed and quantised weights are quant/'s business. The kernels are in ring_gemv.py and gemv.py (one row), small_gemm.py (a
-few) and gated_gemm.py (many, with a gate); linear_plan.py says which of them, or the library, multiplies how many rows.
+Packed and quantised weights are quant/'s business. The kernels are in ring_gemv.py and gemv.py (one row), ring_gemm.py and
+small_gemm.py (a few), wide_gemm.py (81 to 128) and gated_gemm.py (many, with a gate); linear_plan.py and wide_plan.py say which
+of them, or the library, multiplies how many rows.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from ridgeline.ops.gemv import gemv
 from ridgeline.ops.launch import shared_memory
 from ridgeline.ops.linear_plan import MOST_ROWS, GemmPlan, GemvPlan, Plan, plan
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
+from ridgeline.ops.ring_gemm import ring_gemm, ring_gemm_for
 from ridgeline.ops.ring_gemv import ring_for, ring_gemv
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.ops.small_gemm import small_gemm
+from ridgeline.ops.wide_gemm import wide_for, wide_gemm
+from ridgeline.ops.wide_plan import FEWEST_WIDE_ROWS, MOST_WIDE_ROWS, WidePlan
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -50,12 +54,14 @@ def normed_linear_reference(
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _aligned(x: Tensor, weight: Tensor) -> bool:
+    """The copy engine wants rows at multiples of 16 bytes; so do loads of 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.is_contiguous()
+
+
 def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan:
     rows, inputs = x.shape
-    # The copy engine wants rows at multiples of 16 bytes; so do loads of 16 bytes.
-    if rows > MOST_ROWS or rows == 0 or x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        return None
-    if not weight.is_contiguous():
+    if rows > MOST_ROWS or rows == 0 or not _aligned(x, weight):
         return None
     chosen = plan(rows, weight.shape[0] // 2 if gated else weight.shape[0], inputs, gated)
     if isinstance(chosen, GemmPlan) and chosen.shared_bytes(gated) > shared_memory(x.device):
@@ -66,19 +72,42 @@ def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan:
 def _one_row(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: GemvPlan, gate: str | None = None, **norm: Any
 ) -> tuple[Tensor, Tensor]:
-    ring = ring_for(x.shape[1], gate is not None, x.device) if weight.data_ptr() % 16 == 0 else None
+    ring = ring_for(*_shape(weight, gate), gate is not None, x.device) if weight.data_ptr() % 16 == 0 else None
     if ring is None:
         return gemv(x, weight, bias, chosen, gate=gate, **norm)
     return ring_gemv(x, weight, bias, ring, gate=gate, **norm)
 
 
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: GemmPlan, gate: str | None = None) -> Tensor:
+    shape = _shape(weight, gate)
+    ring = ring_gemm_for(len(x), *shape, gate is not None, x.device) if weight.data_ptr() % 16 == 0 else None
+    if ring is None:
+        return small_gemm(x, weight, bias, chosen, gate=gate)
+    return ring_gemm(x, weight, bias, ring, gate=gate)
+
+
+def _wide(x: Tensor, weight: Tensor, gate: str | None = None) -> WidePlan | None:
+    """Where tiles wide in outputs multiply: 81 to 128 rows."""
+    if not FEWEST_WIDE_ROWS <= len(x) <= MOST_WIDE_ROWS or not _aligned(x, weight) or weight.data_ptr() % 16:
+        return None
+    return wide_for(len(x), *_shape(weight, gate), gate is not None, x.device)
+
+
+def _shape(weight: Tensor, gate: str | None) -> tuple[int, int]:
+    """(outputs, inputs)"""
+    return weight.shape[0] if gate is None else weight.shape[0] // 2, weight.shape[1]
+
+
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    wide = _wide(x, weight)
+    if wide is not None:
+        return wide_gemm(x, weight, bias, wide)
     chosen = _plan(x, weight, gated=False)
     if chosen is None:
         return F.linear(x, weight, bias)
     if isinstance(chosen, GemvPlan):
         return _one_row(x, weight, bias, chosen)[0]
-    return small_gemm(x, weight, bias, chosen)
+    return _few_rows(x, weight, bias, chosen)
 
 
 def normed_linear_triton(
@@ -96,8 +125,11 @@ def normed_linear_triton(
         normed, stream = rms_norm(x, norm, eps, residual=residual, weight_offset=norm_offset)
     if gate is None:
         return linear(normed, weight, bias), stream
+    wide = _wide(normed, weight, gate) if x.dtype in NARROW else None
+    if wide is not None:
+        return wide_gemm(normed, weight, bias, wide, gate=gate), stream
     if isinstance(chosen, GemmPlan):
-        return small_gemm(normed, weight, bias, chosen, gate=gate), stream
+        return _few_rows(normed, weight, bias, chosen, gate), stream
     if x.dtype in NARROW and suits(normed, weight, bias):
         return gated_gemm(normed, weight, gate), stream
     return gated_activation(linear(normed, weight, bias), gate), stream

@@ -2,9 +2,10 @@
 
 Derived from sweeps on an H200 over the matrices of an 8B model, checked on those of 1B and 70B models. What they say:
 one row is fastest in programs that stay and walk over the matrix, the more of it on its way the better: that is what the
-memory works on while a kernel waits for the one before it. Up to 64 rows tiles of 64 outputs win, cut so that every
-multiprocessor gets the same share in one round; beyond that all tiles together read x so often that the library's
-kernels, whose neighbours share a copy of x, are ahead, unless a gated activation can be had with the product.
+memory works on while a kernel waits for the one before it. That holds up to 32 rows, for matrices that take long enough to
+read. Up to 64 rows tiles of 64 outputs win, cut so that every multiprocessor gets the same share in one round; beyond that
+all tiles together read x so often that the library's kernels, whose neighbours share a copy of x, are ahead, unless a gated
+activation can be had with the product. From 81 to 128 rows wide_plan.py comes first.
 
 Measured and slower, at 128 rows: split inputs whose parts the norm behind the product adds up. The product is as fast as the
 library's (4 parts in tiles of 128 outputs; 8 in tiles of 256 are slower), but the norm takes 2 us longer.
@@ -86,6 +87,7 @@ MOST_PLAIN_ROWS = 64                 # without a gate
 MOST_GEMV_INPUTS = 16384             # that a program holds in registers
 FEWEST_OUTPUTS, FEWEST_INPUTS = 64, 256
 FEWEST_SPLIT_INPUTS = 512
+HEAD_OUTPUTS = 256 * MULTIPROCESSORS # and more: many rounds of tiles in any case
 SPLIT_UNIT = 256                     # parts begin at its multiples, whatever the block of inputs
 
 
@@ -112,20 +114,54 @@ def _gemv_plan(inputs: int, gated: bool) -> GemvPlan:
 
 # By the inputs, rounded up to a power of two, and whether there is a gate: 192 KiB of a multiprocessor's shared memory, about
 # the most that fits beside what else its programs need. With two thirds of it a step of an 8B model took 12 % longer, with
-# half 18 %; two programs of six stages instead of three of four, 1.5 %. Not measured: more than 4096 inputs with a gate, and for
-# 8192 without one the sixth stage.
+# half 18 %; two programs of six stages instead of three of four, 1.5 %. Not measured: 16384 with a gate.
 _RINGS = {
-    (2048, False): RingPlan(4, 4, 3, 4), (2048, True): RingPlan(1, 4, 4, 6),
     (4096, False): RingPlan(2, 8, 3, 4), (4096, True): RingPlan(1, 4, 3, 4),
     (8192, False): RingPlan(1, 8, 2, 6), (8192, True): RingPlan(1, 8, 2, 3),
     (16384, False): RingPlan(1, 16, 2, 3), (16384, True): RingPlan(1, 16, 1, 3),
 }  # fmt: skip
 
 
+# Smaller matrices gain nothing: the 33 MB of a 1B model's largest are read in 8 us, and its step took 0.743 ms without rings and
+# 0.805 with them at one row, 0.888 and 0.905 at two, 1.117 and 1.159 at 32.
+FEWEST_RING_INPUTS, FEWEST_RING_OUTPUTS = 4096, 2560
+
+
+def _worth_a_ring(outputs: int, inputs: int) -> bool:
+    return inputs >= FEWEST_RING_INPUTS and outputs >= FEWEST_RING_OUTPUTS
+
+
 @functools.cache
-def ring_plan(inputs: int, gated: bool = False) -> RingPlan | None:
+def ring_plan(outputs: int, inputs: int, gated: bool = False) -> RingPlan | None:
     """For one row that `plan` has given a GemvPlan, on devices with the shared memory for it; None: that plan stands."""
+    if not _worth_a_ring(outputs, inputs):
+        return None
     return _RINGS.get((1 << (inputs - 1).bit_length(), gated))
+
+
+# By the rows of x in a tile and whether there is a gate: outputs (pairs, with a gate), inputs, warps, programs per
+# multiprocessor, blocks of weights and blocks of x. About as many blocks of x as of weights: it is asked for after the wait, and
+# what there is of the weight by then is multiplied only as fast as x comes.
+_RING_GEMMS = {
+    (8, False): (64, 256, 4, 1, 6, 6), (8, True): (128, 128, 8, 1, 3, 8),
+    (16, False): (64, 256, 4, 1, 5, 6), (16, True): (128, 128, 8, 1, 3, 8),
+    (32, False): (64, 256, 4, 1, 4, 5), (32, True): (128, 128, 8, 1, 3, 4),
+}  # fmt: skip
+
+
+@functools.cache
+def ring_gemm_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> RingGemmPlan | None:
+    """For rows that `plan` has given a GemmPlan, on devices with the shared memory for it; None: that plan stands."""
+    block_rows = next((size for size in (8, 16, 32) if rows <= size), 0)
+    shape = _RING_GEMMS.get((block_rows, gated))
+    if shape is None or rows < 2 or not _worth_a_ring(outputs, inputs) or outputs >= HEAD_OUTPUTS:
+        return None
+    block_outputs, block_inputs, warps, programs, stages, x_stages = shape
+    if inputs % block_inputs:
+        return None
+    splits = 1 if gated else even_splits(outputs, inputs)
+    step = _even_step(outputs, block_outputs, programs * MULTIPROCESSORS // splits)
+    return RingGemmPlan(block_rows, block_outputs, block_inputs, warps, stages, x_stages, programs, splits, step)
 
 
 def _block_rows(rows: int) -> int:
@@ -147,7 +183,7 @@ def _gated_plan(rows: int, outputs: int) -> GemmPlan | None:
 
 def _plain_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:
     block_rows = _block_rows(rows)
-    if outputs >= 256 * MULTIPROCESSORS:                 # a head: many rounds in any case
+    if outputs >= HEAD_OUTPUTS:
         block_inputs, stages = {16: (128, 3), 32: (128, 3), 64: (64, 4)}[block_rows]
         return GemmPlan(block_rows, 128, block_inputs, 4, stages)
     block_inputs, stages = {16: (256, 5), 32: (256, 4), 64: (128, 6)}[block_rows]

@@ -44,6 +44,18 @@ if HAS_TRITON:
 else:
     triton = tl = gluon = None
 
+_hashing: threading.Thread | None = None
+if HAS_TRITON and not TRITON_INTERPRETED:
+    # Names in the cache begin with a hash of Triton's library, 400 MB of it: made here, beside the other imports.
+    _hashing = threading.Thread(target=getattr(triton.runtime.cache, "triton_key", bool), daemon=True)
+    _hashing.start()
+
+
+def wait_for_triton_key() -> None:
+    """Before the first look into the cache: or it would be made twice."""
+    if _hashing is not None:
+        _hashing.join()
+
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

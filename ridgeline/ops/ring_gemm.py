@@ -10,14 +10,15 @@ memory, small_gemm.py multiplies.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ridgeline.ops.gemv import GATES
-from ridgeline.ops.launch import dependent_launch, multiprocessors
-from ridgeline.ops.linear_plan import RingGemmPlan, split_inputs
+from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.linear_plan import RingGemmPlan, ring_gemm_plan, split_inputs
 from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, gluon_kernel, triton
 from ridgeline.ops.small_gemm import arrivals
 
@@ -187,6 +188,20 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         wanted = (output < end) & (row < written_rows)
         gl.store(out_ptr + row.to(gl.int64) * outputs + output, sums.to(out_ptr.dtype.element_ty), mask=wanted)
     async_copy.wait_group(0)
+
+
+RESERVED = 2048                      # bytes of shared memory that a program needs beside its rings
+
+
+@functools.cache
+def ring_gemm_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> RingGemmPlan | None:
+    """The plan where this kernel is to multiply; None: small_gemm.py's."""
+    if not HAS_TRITON or TRITON_INTERPRETED or device.type != "cuda":
+        return None
+    plan = ring_gemm_plan(rows, outputs, inputs, gated)
+    if plan is None or torch.cuda.get_device_capability(device)[0] != 9:     # the matrix unit is that generation's alone
+        return None
+    return plan if plan.programs * (plan.shared_bytes(gated) + RESERVED) <= shared_memory(device) else None
 
 
 def tile_layout() -> Any:

@@ -126,11 +126,11 @@ RESERVED = 2048                      # bytes of shared memory that a program nee
 
 
 @functools.cache
-def ring_for(inputs: int, gated: bool, device: torch.device) -> RingPlan | None:
+def ring_for(outputs: int, inputs: int, gated: bool, device: torch.device) -> RingPlan | None:
     """The plan where this kernel is to multiply; None: gemv.py's."""
     if not HAS_TRITON or TRITON_INTERPRETED or device.type != "cuda":
         return None
-    plan = ring_plan(inputs, gated)
+    plan = ring_plan(outputs, inputs, gated)
     if plan is None:
         return None
     needed = plan.shared_bytes(triton.next_power_of_2(inputs), gated) + plan.programs * RESERVED

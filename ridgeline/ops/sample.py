@@ -420,7 +420,9 @@ def sample_on_gpu(logits: Tensor, how: np.ndarray, mask: Tensor | None = None) -
     if some_typical:
         others = how.copy()
         others["temperature"][typical] = 0
-    choices = sample_triton.Choices.of(others if some_typical else how, logits.device)
+    choices = None                       # the best ones need nothing from the host
+    if (how["temperature"] > 0).any():
+        choices = sample_triton.Choices.of(others if some_typical else how, logits.device)
     sample_triton.draw(logits, choices, tokens, failed, mask=mask)
     if some_typical:
         place = to_device(np.flatnonzero(typical), logits.device)

@@ -1,18 +1,18 @@
-"""65 to 256 rows times a weight matrix: a ring of weights that is full before the rows are there.
+"""81 to 128 rows times a weight matrix: the ring of weights is full before the rows are there.
 
-A program stays on its multiprocessor. One warp asks for weights and waits for nobody: what fits into its ring is on its way
-while the kernel before this one still runs. Another warp waits for that kernel and asks for rows; two groups of four warps
-multiply, each its half of the rows, by the same weights. A tile is wide in outputs, since every tile reads all rows again.
-Where outputs alone make too few tiles, inputs are split: every program of a tile writes its part, and when all are there adds
-up one share of the tile, always in the same order.
+A program stays on its multiprocessor. One warp asks for weights and waits for nobody: what its ring has room for is on its
+way while the kernel before this one still runs. Another warp waits for that kernel and asks for rows; two groups of four warps
+multiply 64 rows each by the same weights. Tiles are wide in outputs, since every tile reads all rows again. Where they are too
+few, inputs are split: every program of a tile writes its part, and when all are there adds up its share of the outputs, always
+in the same order.
 
-Written in Gluon, which the interpreter does not know; there, and on other devices, others multiply (linear_plan.py).
+Written in Gluon, which the interpreter does not know; there, and on other devices, the library multiplies. What was measured,
+and what lost: docs/kernels.md.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ridgeline.ops.attention_tma import HAS_GLUON
 from ridgeline.ops.gemv import GATES
 from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
 from ridgeline.ops.registry import gluon_kernel, triton
+from ridgeline.ops.wide_plan import WidePlan, wide_plan
 
 if HAS_GLUON:
     from triton.experimental.gluon import language as gl
@@ -28,72 +29,54 @@ if HAS_GLUON:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from ridgeline.ops.attention_tma import fetch, group_barrier, viewed
+
+    @triton.constexpr_function
+    def _line_layout(width):  # type: ignore[no-untyped-def]
+        """Of 64 rows: as the product leaves its sums, but with eight neighbours of a row in one lane."""
+        registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 1 << bit] for bit in range(5, width.bit_length() - 1)]
+        lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+        return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
+
 else:
     gl = mbarrier = None
 
 BLOCK_INPUTS = 64                    # 128 bytes of a row: the pattern in which tensor cores read shared memory
-MOST_ROWS = 256
-MOST_COUNTERS = 256                  # for each number of splits
+# Neighbouring blocks of the same weight rows are asked for together: one at a time, the product behind the norm takes 5 % longer;
+# four at a time, 14 %: too many of a ring of five wait for each other, it seems.
+RUN = 2
+BOX = 32                             # weight rows that one instruction of the copy engine brings; with a gate 16 pairs
+MOST_TILES = 128                     # with split inputs: two counters each, for every number of splits
 REGISTERS = 168                      # of each of 384 threads, before those that only ask give most of theirs away
+SCRATCH, PART_SCRATCH = 5 * 1024, 1024   # shared memory beside the rings: barriers, and for lanes to exchange whole results
 
 
-@dataclass(frozen=True, slots=True)
-class WidePlan:
-    tile: int                        # weight rows of a tile: 256 for up to 128 rows, 128 for more
-    step: int                        # of them in use: outputs, or with a gate pairs times two
-    box: int                         # weight rows that one instruction of the copy engine brings
-    splits: int                      # of the inputs
-    stages: int                      # blocks of weights on their way
-    row_stages: int                  # blocks of rows on their way
-    turn: int = 0                    # blocks of inputs by which a tile begins later than the tile before it
-    run: int = 1                     # blocks of inputs that are asked for together
-    lines: bool = True               # room for exchanging results between lanes
-    late: bool = False               # the next kernel may start when all rows have been asked for, not before
-
-
-if HAS_GLUON:
-
-    @triton.constexpr_function
-    def _line_layout(rows, width):  # type: ignore[no-untyped-def]
-        """As the product leaves its sums, but eight neighbours of a row in one lane."""
-        registers = [[0, 1], [0, 2], [0, 4], [8, 0]]
-        registers += [[0, 1 << bit] for bit in range(5, width.bit_length() - 1)]
-        registers += [[1 << bit, 0] for bit in range(6, rows.bit_length() - 1)]
-        lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-        return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, width])
+# ── the warps that fetch ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @gluon_kernel()
-def _span(item, blocks, SPLITS: gl.constexpr, TURN: gl.constexpr, RUN: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of an item: its tile, its first run of RUN blocks of inputs, how many runs it has, and with which of them it begins:
-    programs that run at the same time do not all ask for the same rows' inputs. Parts of a tile have runs in turn, so that
-    what they read at the same time lies together."""
-    split = item % SPLITS
-    tile = item // SPLITS
-    runs = (gl.cdiv(blocks, RUN) - split + SPLITS - 1) // SPLITS
-    return tile, split, runs, (tile * TURN) % runs
+def _runs(item, blocks, SPLITS: gl.constexpr, RUN: gl.constexpr):  # type: ignore[no-untyped-def]
+    """How many runs of blocks an item has. Parts of a tile have runs in turn: what they read together lies together."""
+    return (gl.cdiv(blocks, RUN) - item % SPLITS + SPLITS - 1) // SPLITS
 
 
 @gluon_kernel()
 def _fetch_weights(  # type: ignore[no-untyped-def]
     weight, ring, full, empty, items, blocks,
     PAIRS: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, PLACES: gl.constexpr, SPLITS: gl.constexpr,
-    STAGES: gl.constexpr, TURN: gl.constexpr, RUN: gl.constexpr,
+    STAGES: gl.constexpr, RUN: gl.constexpr,
 ):  # fmt: skip
-    """One warp: weights of all items. With PAIRS a box has BOX / 2 gates and their partners. A run's boxes of the same
-    weight rows are asked for together: the memory likes long rows."""
-    BOXES: gl.constexpr = STEP // BOX
+    """One warp: weights of all items. With PAIRS a box has BOX / 2 gates and their partners."""
     cube: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
     count = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, split, runs, turn = _span(item, blocks, SPLITS, TURN, RUN)
-        for number in range(runs):
-            block = ((number + turn) % runs * SPLITS + split) * RUN
+        tile = item // SPLITS
+        for number in range(_runs(item, blocks, SPLITS, RUN)):
+            block = (number * SPLITS + item % SPLITS) * RUN
             for part in gl.static_range(RUN):
                 slot = (count + part) % STAGES
                 mbarrier.wait(empty.index(slot), (((count + part) // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(slot), STEP * 64 * 2)
-            for box in gl.static_range(BOXES):
+            for box in gl.static_range(STEP // BOX):
                 for part in gl.static_range(RUN):
                     slot = (count + part) % STAGES
                     place = ring.index(slot * PLACES + box)
@@ -108,176 +91,171 @@ def _fetch_weights(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _fetch_rows(  # type: ignore[no-untyped-def]
-    x, ring, full, empty, items, blocks,
-    ROW_BOXES: gl.constexpr, PLACES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
-    TURN: gl.constexpr, RUN: gl.constexpr, DEPENDENT: gl.constexpr,
+    x, ring, full, empty, items, blocks, SPLITS: gl.constexpr, STAGES: gl.constexpr, RUN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the rows' inputs of all items, 64 rows at a time, once the kernel before this one has written them."""
+    """One warp: the rows' inputs of all items, once the kernel before this one has written them."""
     if DEPENDENT:
-        if not LATE:
-            gl.inline_asm_elementwise(
-                "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        )
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
         )
     count = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _tile, split, runs, turn = _span(item, blocks, SPLITS, TURN, RUN)
-        for number in range(runs):
-            block = ((number + turn) % runs * SPLITS + split) * RUN
+        for number in range(_runs(item, blocks, SPLITS, RUN)):
+            block = (number * SPLITS + item % SPLITS) * RUN
             for part in gl.static_range(RUN):
                 slot = (count + part) % STAGES
                 mbarrier.wait(empty.index(slot), (((count + part) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), ROW_BOXES * 64 * 64 * 2)
-                for box in gl.static_range(ROW_BOXES):
-                    fetch(x, [box * 64, (block + part) * 64], full.index(slot), ring.index(slot * PLACES + box))
+                mbarrier.expect(full.index(slot), 2 * 64 * 64 * 2)
+                for half in gl.static_range(2):
+                    fetch(x, [half * 64, (block + part) * 64], full.index(slot), ring.index(slot * 2 + half))
             count += RUN
-    if DEPENDENT:
-        if LATE:
-            gl.inline_asm_elementwise(
-                "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip
+
+
+# ── the warps that compute ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @gluon_kernel()
-def _activated(sums, other, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
+def _activated(gate, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """As in gemv.py."""
     if GATE == 1:
-        sums = sums / (1.0 + gl.exp(-sums))
+        gate = gate / (1.0 + gl.exp(-gate))
     elif GATE == 2:                                      # 1 + tanh(z) is 2 sigmoid(2 z)
-        sums = sums / (1.0 + gl.exp(-1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)))
+        gate = gate / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     else:
-        sums = 0.5 * sums * (1.0 + gl.erf(sums * 0.7071067811865476))
-    return sums * other
+        gate = 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
+    return gate
 
 
 @gluon_kernel()
 def _write(  # type: ignore[no-untyped-def]
-    result, out_ptr, first_output, width, rows, outputs, FIRST: gl.constexpr, LINES: gl.constexpr, plain: gl.constexpr
+    sums, bias_ptr, out_ptr, tile, rows, outputs,
+    FIRST: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Sums of one group as whole sectors: lanes exchange what they hold until each has eight neighbours of a row."""
-    ROWS: gl.constexpr = result.shape[0]
-    WIDTH: gl.constexpr = result.shape[1]
-    layout: gl.constexpr = _line_layout(ROWS, WIDTH) if LINES else plain
-    row = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    own = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    narrow = gl.convert_layout(result.to(out_ptr.dtype.element_ty), layout)
-    target = out_ptr + row.to(gl.int64)[:, None] * outputs + (first_output + own)[None, :]
-    gl.store(target, narrow, mask=(row < rows)[:, None] & ((own < width) & (first_output + own < outputs))[None, :])
+    """A tile's results of one group. Lanes exchange what they hold until each has eight neighbours of a row: whole sectors
+    are written."""
+    HALVES: gl.constexpr = 1 if GATE == 0 else 2
+    WIDTH: gl.constexpr = sums.shape[1] // HALVES
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    place = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    output = tile * (STEP // HALVES) + place
+    live = (place < STEP // HALVES) & (output < outputs)
+    if GATE == 0:
+        result = sums
+    else:
+        gates, partners = sums.reshape([64, 2 * WIDTH // BOX, 2, BOX // 2]).permute([0, 1, 3, 2]).split()
+        result = gl.convert_layout(gates.reshape([64, WIDTH]), layout)
+        other = gl.convert_layout(partners.reshape([64, WIDTH]), layout)
+    if BIAS:
+        result += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
+    if GATE != 0:
+        if BIAS:
+            other += gl.load(bias_ptr + outputs + output, mask=live, other=0.0).to(gl.float32)[None, :]
+        result = _activated(result, GATE) * other
+    lines: gl.constexpr = _line_layout(WIDTH)
+    row = FIRST + gl.arange(0, 64, gl.SliceLayout(1, lines))
+    place = gl.arange(0, WIDTH, gl.SliceLayout(0, lines))
+    output = tile * (STEP // HALVES) + place
+    wanted = (row < rows)[:, None] & ((place < STEP // HALVES) & (output < outputs))[None, :]
+    target = out_ptr + row.to(gl.int64)[:, None] * outputs + output[None, :]
+    gl.store(target, gl.convert_layout(result.to(out_ptr.dtype.element_ty), lines), mask=wanted)
 
 
 @gluon_kernel()
 def _add_parts(  # type: ignore[no-untyped-def]
-    sums, part_ptr, arrived_ptr, bias_ptr, out_ptr, tile, split, rows, outputs,
-    FIRST: gl.constexpr, ROWS: gl.constexpr, TILE: gl.constexpr, STEP: gl.constexpr, SPLITS: gl.constexpr,
-    TALL: gl.constexpr, BIAS: gl.constexpr, layout: gl.constexpr,
+    sums, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, split, rows, outputs,
+    FIRST: gl.constexpr, STEP: gl.constexpr, SPLITS: gl.constexpr, MOST_TILES: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """This group's rows of a tile whose inputs are split: written, waited for, and a share of the outputs added up."""
-    SHARE: gl.constexpr = TILE // SPLITS                 # outputs that a program adds up
-    wide: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (SHARE // 4), SHARE // 4], [4, 1], [1, 0])
-    row = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    """The same where inputs are split: the part is written, the others are waited for, and a share of the outputs added up.
+
+    All programs run at once, so waiting is safe. A part lies in memory as [outputs / 8, rows, 8]: the lanes' values side by
+    side. Counters go on from launch to launch.
+    """
+    TILE: gl.constexpr = sums.shape[1]
+    SHARE: gl.constexpr = TILE // SPLITS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0])
+    parts = part_ptr + ((tile * 2 + FIRST // 64) * SPLITS).to(gl.int64) * (64 * TILE)
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     column = gl.arange(0, TILE, gl.SliceLayout(0, layout))
-    parts = part_ptr + tile.to(gl.int64) * (SPLITS * TALL * TILE)
-    gl.store(parts + (split * TALL + row)[:, None] * TILE + column[None, :], sums)
-    group_barrier()
-    counter = arrived_ptr + SPLITS * 256 + tile * 2 + gl.where(FIRST > 0, 1, 0)
-    seen = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    wanted_count = (seen & -SPLITS) + SPLITS             # counters go on from launch to launch, and around
-    seen += 1
-    while seen - wanted_count < 0:
+    gl.store(parts + split * (64 * TILE) + (column // 8 * 512 + column % 8)[None, :] + row[:, None] * 8, sums)
+    group_barrier()                                      # every thread's part is written before the arrival is
+    counter = arrived_ptr + (SPLITS * MOST_TILES + tile) * 2 + FIRST // 64
+    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    all_there = (before & -SPLITS) + SPLITS
+    seen = before + 1
+    while seen - all_there < 0:
         seen = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     group_barrier()
-    own_row = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
-    own = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(0, wide))
-    place = own_row[:, None] * TILE + own[None, :]
-    total = gl.load(parts + place, cache_modifier=".cg")
+    row = gl.arange(0, 64, gl.SliceLayout(1, wide))
+    column = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(0, wide))
+    source = parts + (column // 8 * 512 + column % 8)[None, :] + row[:, None] * 8
+    total = gl.load(source, cache_modifier=".cg")
     for other in gl.static_range(1, SPLITS):
-        total += gl.load(parts + other * TALL * TILE + place, cache_modifier=".cg")
-    output = tile * STEP + own
-    live = (own < STEP) & (output < outputs)
+        total += gl.load(source + other * (64 * TILE), cache_modifier=".cg")
+    output = tile * STEP + column
+    live = (column < STEP) & (output < outputs)
     if BIAS:
         total += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
-    target = out_ptr + own_row.to(gl.int64)[:, None] * outputs + output[None, :]
-    gl.store(target, total.to(out_ptr.dtype.element_ty), mask=(own_row < rows)[:, None] & live[None, :])
+    target = out_ptr + (FIRST + row).to(gl.int64)[:, None] * outputs + output[None, :]
+    gl.store(target, total.to(out_ptr.dtype.element_ty), mask=(FIRST + row < rows)[:, None] & live[None, :])
 
 
 @gluon_kernel()
 def _multiply(  # type: ignore[no-untyped-def]
-    ring, row_ring, full, empty, row_full, row_empty, out_ptr, bias_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
-    FIRST: gl.constexpr, ROWS: gl.constexpr, TALL: gl.constexpr, TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr,
-    SPLITS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
-    TURN: gl.constexpr, RUN: gl.constexpr, LINES: gl.constexpr,
+    ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
+    FIRST: gl.constexpr, TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: rows FIRST to FIRST + ROWS of every item."""
-    dtype: gl.constexpr = ring.dtype
-    flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    """Four warps: rows FIRST to FIRST + 64 of every item."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    weights = viewed(ring, dtype, [STAGES, TILE, 64], flat)
-    ROOM: gl.constexpr = 128 if TALL == 128 else 256
-    lines = viewed(row_ring, dtype, [ROW_STAGES * ROOM // ROWS, ROWS, 64], flat)
+    weights = viewed(ring, ring.dtype, [STAGES, TILE, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     count = 0
-    sums = gl.zeros([ROWS, TILE], gl.float32, layout)
+    sums = gl.zeros([64, TILE], gl.float32, layout)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, _split, runs, _turn = _span(item, blocks, SPLITS, TURN, RUN)
-        for block in range(runs * RUN):
+        for block in range(_runs(item, blocks, SPLITS, RUN) * RUN):
             slot = count % STAGES
             row_slot = count % ROW_STAGES
             mbarrier.wait(full.index(slot), (count // STAGES) & 1)
             mbarrier.wait(row_full.index(row_slot), (count // ROW_STAGES) & 1)
-            left = lines.index((row_slot * ROOM + FIRST) // ROWS)
-            running = warpgroup_mma(left, weights.index(slot).permute([1, 0]), sums, use_acc=block > 0, is_async=True)
-            # Waiting at once frees the blocks a turn earlier; meanwhile the other group multiplies.
+            left = row_ring.index(row_slot * 2 + FIRST // 64)
+            right = weights.index(slot).permute([1, 0])
+            running = warpgroup_mma(left, right, sums, use_acc=block > 0, is_async=True)
+            # To wait at once frees the blocks a turn earlier; the other group keeps the tensor cores busy meanwhile.
             sums = warpgroup_mma_wait(0, deps=[running])
             mbarrier.arrive(empty.index(slot), count=1)
             mbarrier.arrive(row_empty.index(row_slot), count=1)
             count += 1
         if SPLITS > 1:
             _add_parts(
-                sums, part_ptr, arrived_ptr, bias_ptr, out_ptr, tile, item % SPLITS, rows, outputs, FIRST, ROWS, TILE, STEP,
-                SPLITS, TALL, BIAS, layout,
+                sums, bias_ptr, out_ptr, part_ptr, arrived_ptr, item // SPLITS, item % SPLITS, rows, outputs, FIRST, STEP,
+                SPLITS, MOST_TILES, BIAS,
             )  # fmt: skip
         else:
-            if GATE != 0:
-                WIDTH: gl.constexpr = TILE // 2
-                half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-                gates, partners = sums.reshape([ROWS, TILE // BOX, 2, BOX // 2]).permute([0, 1, 3, 2]).split()
-                result = gl.convert_layout(gates.reshape([ROWS, WIDTH]), half)
-                other = gl.convert_layout(partners.reshape([ROWS, WIDTH]), half)
-                own = gl.arange(0, WIDTH, gl.SliceLayout(0, half))
-                output = tile * (STEP // 2) + own
-                live = (own < STEP // 2) & (output < outputs)
-                if BIAS:
-                    result += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
-                    other += gl.load(bias_ptr + outputs + output, mask=live, other=0.0).to(gl.float32)[None, :]
-                _write(_activated(result, other, GATE), out_ptr, tile * (STEP // 2), STEP // 2, rows, outputs, FIRST, LINES, half)
-            else:
-                own = gl.arange(0, TILE, gl.SliceLayout(0, layout))
-                output = tile * STEP + own
-                live = (own < STEP) & (output < outputs)
-                result = sums
-                if BIAS:
-                    result += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
-                _write(result, out_ptr, tile * STEP, STEP, rows, outputs, FIRST, LINES, layout)
+            _write(sums, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, BOX, GATE, BIAS)
+
+
+# ── the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @gluon_kernel(do_not_specialize=["items", "blocks", "rows"])
 def wide_gemm_kernel(  # type: ignore[no-untyped-def]
-    x, weight, out_ptr, bias_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
-    TALL: gl.constexpr, UPPER: gl.constexpr, TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr,
-    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, LATE: gl.constexpr,
-    TURN: gl.constexpr, RUN: gl.constexpr, LINES: gl.constexpr, DEPENDENT: gl.constexpr,
+    x, weight, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
+    TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """x [rows, inputs] and weight [outputs, inputs] or [2, outputs, inputs] are descriptors of the copy engine, which fills
-    in zeros beyond them. The first group has UPPER of TALL rows, the second the others. An item is one part of one tile.
-    What lies in the ring beyond STEP is nobody's, and so are the sums with it."""
-    dtype: gl.constexpr = x.dtype
+    in zeros beyond them. An item is one part of one tile; with split inputs every program has one at most. What lies in the
+    ring beyond STEP is nobody's, and so are its sums."""
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = gl.allocate_shared_memory(dtype, [STAGES * (TILE // BOX), BOX, 64], flat)
-    PLACES: gl.constexpr = 2 if TALL == 128 else 4       # of 64 rows; a group's 128 begin at a multiple of 128
-    row_ring = gl.allocate_shared_memory(dtype, [ROW_STAGES * PLACES, 64, 64], flat)
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES * (TILE // BOX), BOX, 64], flat)
+    row_ring = gl.allocate_shared_memory(x.dtype, [ROW_STAGES * 2, 64, 64], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     row_full = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], barrier)
@@ -290,53 +268,71 @@ def wide_gemm_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(row_empty.index(i), count=2)
     gl.warp_specialize([
         (_multiply, (
-            ring, row_ring, full, empty, row_full, row_empty, out_ptr, bias_ptr, part_ptr, arrived_ptr, items, blocks, rows,
-            outputs, 0, UPPER, TALL, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, GATE, BIAS, TURN, RUN, LINES,
+            ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows,
+            outputs, 0, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS,
         )),
         (_multiply, (
-            ring, row_ring, full, empty, row_full, row_empty, out_ptr, bias_ptr, part_ptr, arrived_ptr, items, blocks, rows,
-            outputs, UPPER, TALL - UPPER, TALL, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, GATE, BIAS, TURN, RUN, LINES,
+            ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows,
+            outputs, 64, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS,
         )),
         (_fetch_weights, (
-            weight, ring, full, empty, items, blocks, GATE != 0, STEP, BOX, TILE // BOX, SPLITS, STAGES, TURN, RUN,
+            weight, ring, full, empty, items, blocks, GATE != 0, STEP, BOX, TILE // BOX, SPLITS, STAGES, RUN,
         )),
-        (_fetch_rows, (
-            x, row_ring, row_full, row_empty, items, blocks, TALL // 64, PLACES, SPLITS, ROW_STAGES, LATE, TURN, RUN, DEPENDENT,
-        )),
+        (_fetch_rows, (x, row_ring, row_full, row_empty, items, blocks, SPLITS, ROW_STAGES, RUN, DEPENDENT)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 @functools.cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Counters that every launch leaves at zero. One stream at a time may use them."""
-    return torch.zeros(9 * MOST_COUNTERS, dtype=torch.int32, device=device)
+    """Counters of the splits that have arrived, ever. One stream at a time may use them."""
+    return torch.zeros(2 * 9 * MOST_TILES, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    """The copy engine and the instructions of four warps at once came with compute capability 9, and the latter went."""
+    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def prepare(device: torch.device) -> None:
+    """Before the first graph is recorded: what is made while recording belongs to that graph."""
+    if _has_copy_engine(device):
+        _arrivals(device)
+
+
+@functools.cache
+def wide_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> WidePlan | None:
+    """The plan where this kernel is to multiply. With split inputs all programs must run at once."""
+    if not _has_copy_engine(device):
+        return None
+    plan = wide_plan(rows, outputs, inputs, gated)
+    if plan is None or plan.shared_bytes() + (SCRATCH if plan.splits == 1 else PART_SCRATCH) > shared_memory(device):
+        return None
+    return plan if plan.splits == 1 or -(-outputs // plan.step) * plan.splits <= multiprocessors(device) else None
 
 
 def wide_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: WidePlan, *, gate: str | None = None) -> Tensor:
     """x [rows, inputs] -> [rows, outputs]"""
     rows, inputs = x.shape
-    flat, cube = gl.NVMMASharedLayout(128, 16, rank=2), gl.NVMMASharedLayout(128, 16, rank=3)
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
-    step = plan.step if gate is None else plan.step // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    tall = 64 * -(-rows // 64)
-    tiles = -(-outputs // step)
-    items = tiles * plan.splits
+    tiles = triton.cdiv(outputs, plan.step if gate is None else plan.step // 2)
     parts = arrived = out
     if plan.splits > 1:
-        parts = torch.empty(items * tall * plan.tile, dtype=torch.float32, device=x.device)
+        parts = torch.empty(tiles * plan.splits * 128 * plan.tile, dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
+    flat, cube = gl.NVMMASharedLayout(128, 16, rank=2), gl.NVMMASharedLayout(128, 16, rank=3)
     if gate is None:
-        described = TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [plan.box, 64], flat)
+        described = TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [BOX, BLOCK_INPUTS], flat)
     else:
-        described = TensorDescriptor(
-            weight, [2, outputs, inputs], [outputs * inputs, inputs, 1], [2, plan.box // 2, 64], cube
-        )
+        strides = [outputs * inputs, inputs, 1]
+        described = TensorDescriptor(weight, [2, outputs, inputs], strides, [2, BOX // 2, BLOCK_INPUTS], cube)
+    items = tiles * plan.splits
     wide_gemm_kernel[min(items, multiprocessors(x.device)),](
-        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [64, 64], flat), described, out,
-        out if bias is None else bias, parts, arrived, items, -(-inputs // BLOCK_INPUTS), rows, outputs,
-        TALL=tall, UPPER=64 if tall == 128 else 128, TILE=plan.tile, STEP=plan.step, BOX=plan.box, SPLITS=plan.splits,
-        STAGES=plan.stages, ROW_STAGES=plan.row_stages, GATE=GATES[gate], BIAS=bias is not None, LATE=plan.late, TURN=plan.turn, RUN=plan.run, LINES=plan.lines,
-        num_warps=4, maxnreg=REGISTERS, **dependent_launch(x.device),
+        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [64, BLOCK_INPUTS], flat), described,
+        out if bias is None else bias, out, parts, arrived, items, triton.cdiv(inputs, BLOCK_INPUTS), rows, outputs,
+        TILE=plan.tile, STEP=plan.step, BOX=BOX, SPLITS=plan.splits, STAGES=plan.stages, ROW_STAGES=plan.row_stages, RUN=RUN,
+        MOST_TILES=MOST_TILES, GATE=GATES[gate], BIAS=bias is not None, num_warps=4, maxnreg=REGISTERS,
+        **dependent_launch(x.device),
     )  # fmt: skip
     return out

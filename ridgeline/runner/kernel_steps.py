@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ridgeline.distributed.comm import Communicator
-from ridgeline.graph_shapes import GraphShapes
+from ridgeline.graph_shapes import GraphShapes, decode_sizes
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops import gated_gemm
@@ -40,7 +40,8 @@ from ridgeline.runner.shared_prefix import FEWEST_SAVED
 from ridgeline.sampling_params import SamplingParams
 
 _NONE = np.zeros(0, np.int32)
-FINE_SIZES = 256                     # up to here every recorded number of decodes; beyond it, as elsewhere, powers of two
+FINE_SIZES = 256                     # up to here every recorded number of decodes; beyond it linears are the library's
+COARSE_SIZES = {*(2**power for power in range(8)), *(2**power for power in range(9, 20, 2))}     # one in each class of attention
 SAMPLING_ROWS = (1, 16)              # as few as draw alone, and more
 # How tokens are chosen, and from what: the model's logits, those that a row has changed, those that a grammar allows.
 CHOSEN: tuple[dict[str, Any], ...] = (
@@ -58,6 +59,7 @@ class KernelStep:
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
     want: Want = Want.TOKEN
     masked: bool = False
+    added: bool = True               # False: its rows, decodes, go on from a step before
 
 
 def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Iterator[KernelStep]:
@@ -65,24 +67,23 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
     num_rows, longest = min(max_rows, max_step_tokens), max_model_len - 1
     most = min(max_step_tokens, num_rows * longest)
     for tokens in dict.fromkeys([most, min(most, gated_gemm.FEWEST_ROWS - 1)]):
-        spread = np.full(num_rows, tokens // num_rows)
-        spread[: tokens % num_rows] += 1
-        yield KernelStep([count for count in reversed(spread.tolist()) if count])
+        whole, rest = divmod(tokens, longest)
+        yield KernelStep([rest] * (rest == 1) + [longest] * whole + [rest] * (rest > 1))
     shapes = GraphShapes(max_rows, max_step_tokens)
-    sizes = [size for size in shapes.decodes if size <= num_rows] or [num_rows]
-    coarse = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+    sizes = sorted({size for size in shapes.decodes if size <= num_rows} | {num_rows}, reverse=True)
+    coarse = [size for size in sizes if size in COARSE_SIZES or size == num_rows]
     for size in sizes:
         if size <= FINE_SIZES or size in coarse:
-            yield KernelStep([1] * size)
-    beside = min(shapes.prompt_tokens[:1] + [2, longest])
+            yield KernelStep([1] * size, added=size == num_rows or longest < len(sizes))
     for size in coarse:
-        if size < num_rows and size + beside <= max_step_tokens and beside > 1:
-            yield KernelStep([1] * size + [beside])
+        if 1 < size < max_step_tokens and longest > 1:
+            yield KernelStep([1] * (size - 1) + [2])
         past = -(-FEWEST_SAVED // max(size - 1, 1)) + 64                     # the last block is not shared
-        if size > 1 and past <= longest:
+        if size > 1 and past < longest:
             yield KernelStep([1] * size, past)
-    for tokens in [2, 4, 8, 16, 32, *shapes.prompt_tokens]:
-        if tokens <= min(longest, max_step_tokens):
+    beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
+    for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
+        if tokens <= min(longest, max_step_tokens) and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
             yield KernelStep([tokens])
     for size in SAMPLING_ROWS:
         if size <= num_rows:
@@ -90,10 +91,10 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
                 want = Want.TOKEN | Want.LOGPROBS if "logprobs" in chosen else Want.TOKEN
                 masked = "structured_outputs" in edits
                 yield KernelStep([1] * size, params=SamplingParams(**edits, **chosen), want=want, masked=masked)
-    few = min(16, longest, max_step_tokens)
-    if few > 1:
-        scored = SamplingParams(temperature=0, prompt_logprobs=1)
-        yield KernelStep([few], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
+    scored = SamplingParams(temperature=0, prompt_logprobs=1)
+    for rows in (15, *beyond):                           # of which the head makes logits
+        if rows < min(longest, max_step_tokens):
+            yield KernelStep([rows + 1], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
 
 
 def collect_kernels(
@@ -129,11 +130,13 @@ def _one_of_each(model: Decoder) -> list[int]:
 
 def run_step(runner: Runner, num_groups: int, step: KernelStep) -> None:
     rows = np.arange(len(step.counts), dtype=np.int32)
-    tokens = np.zeros(step.past + max(step.counts), np.int32)
-    added = [
-        RowAdded(row, tokens[: step.past + count], step.past + count, step.past, [_NONE] * num_groups, step.params, 0)
-        for row, count in enumerate(step.counts)
-    ]
+    added = []
+    if step.added:
+        tokens = np.zeros(step.past + max(step.counts), np.int32)
+        added = [
+            RowAdded(row, tokens[: step.past + count], step.past + count, step.past, [_NONE] * num_groups, step.params, 0)
+            for row, count in enumerate(step.counts)
+        ]
     want = np.full(len(rows), step.want, np.int8)
     runner.submit(StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32), want))
     words = -(-runner.model.config.vocab_size // 32)

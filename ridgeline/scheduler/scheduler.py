@@ -279,6 +279,8 @@ class Scheduler:
         """
         table, size = self._rows, self.manager.block_size
         rows = table.ranked()
+        if not len(rows):
+            return rows, rows, self._budget(0), False
         need = table.known[rows] - table.computed[rows]
         # A row at its limit has all it may have; its last token needs no KV.
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
@@ -286,14 +288,12 @@ class Scheduler:
             rows, need = rows[ready], need[ready]
         prefill = need > 1
         num_prefill = int(np.count_nonzero(prefill))
-        num_decodes, budget = len(rows) - num_prefill, self.limits.max_step_tokens
-        tokens, whole = need, num_prefill == 0 and num_decodes <= budget
+        num_decodes = len(rows) - num_prefill
+        tokens, budget = need, self._budget(num_decodes)
+        whole = num_prefill == 0 and num_decodes <= budget
         if not whole:
             order = np.argsort(prefill, kind="stable")
             rows, need = rows[order], need[order]
-        if self._waiting or not whole:
-            budget = min(budget, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, budget)))
-        if not whole:
             before = np.cumsum(need) - need
             tokens = np.minimum(need, np.maximum(0, budget - before))
 
@@ -316,6 +316,11 @@ class Scheduler:
             for place in np.nonzero(tokens > 1)[0].tolist():
                 self._publish(int(rows[place]), int(tokens[place]))
         return rows, tokens, budget - int(tokens.sum()), short
+
+    def _budget(self, num_decodes: int) -> int:
+        """Tokens of a step in which so many decode: all it may have, or as many prompt tokens as the time allows."""
+        most = self.limits.max_step_tokens
+        return min(most, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, most)))
 
     def _publish(self, row: int, num_tokens: int) -> None:
         """The row computes so many prompt tokens in the step being planned: what gets full can be shared at once.

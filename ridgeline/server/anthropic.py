@@ -155,7 +155,7 @@ class ContextManagement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     edits: list[Edit] = []
 
 
-APPLIED_EDITS = {"applied_edits": []}
+APPLIED_EDITS: dict[str, list[Any]] = {"applied_edits": []}
 
 
 class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -32,7 +32,7 @@ def parse(kind: type[T], body: bytes) -> T:
 
 def param_of(message: str) -> str | None:
     """The field an error is about, for `error.param`: our messages begin with it, or quote an unknown one first."""
-    unknown = re.match(r"unknown field '([^']+)'(?! in )", message)
+    unknown = re.match(r"unknown field '([^']+)'", message)
     if unknown is not None:
         return unknown.group(1)
     first = re.match(r"[a-z_]+", message)

@@ -47,6 +47,8 @@ def in_plain_text(
                 told[-1]["content"] += result
             else:
                 told.append({"role": "user", "content": result})
+        elif role == "user" and last_role == "tool":     # and so is what the user adds: some templates want turns to alternate
+            told[-1]["content"] += _parts(message)
         elif message.get("tool_calls"):
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             calls = [_part(_call(call["function"])) for call in message["tool_calls"]]

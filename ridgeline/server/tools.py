@@ -172,8 +172,11 @@ class _Mixed(Exception):
     """A schema in which one part says what another leaves open: none of its objects can be closed by itself."""
 
 
-_MIXING = frozenset({"allOf", "if", "dependentSchemas", "unevaluatedProperties", "patternProperties", "minProperties"})
-_BESIDE = frozenset({"anyOf", "oneOf", "$ref"})          # that mix where they stand beside properties
+_MIXING = frozenset({
+    "allOf", "if", "dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "patternProperties",
+    "minProperties",
+})  # fmt: skip
+_BESIDE = frozenset({"anyOf", "oneOf", "$ref"})          # that mix where properties are listed or required beside them
 
 
 def _closed(schema: Any) -> Any:
@@ -182,8 +185,7 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     listed = schema.get("properties")
-    has_list = isinstance(listed, Mapping)
-    if _MIXING & schema.keys() or (has_list and _BESIDE & schema.keys()):
+    if _MIXING & schema.keys() or (_BESIDE & schema.keys() and {"properties", "required"} & schema.keys()):
         raise _Mixed
     made = dict(schema)
     for key, value in schema.items():
