@@ -282,6 +282,7 @@ def test_one_round_of_the_loop(model: Path) -> None:
     assert found["change"]["options"] == {"max_num_seqs": 4} and found["predicted_gain"] > 1.1
     assert found["achieved_gain_processor"]["median"] > 1.1 and found["achieved_gain"]["median"] > 0
     assert found["before"]["steps"] > 2 * found["after"]["steps"] and found["quality"] == "exact"
+    assert found["workload"]["model"] == found["workload"]["options"]["model"] == model.name     # no path of this machine
 
 
 def test_a_loop_that_finds_nothing_to_change_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_openais_client(url: str) -> None:
     ({"input": []}, 400, "input must be a text"),
     ({"input": ["a", 1]}, 400, "input must be a text"),
     ({"input": ""}, 400, "the prompt is empty"),
-    ({"input": "x" * 300}, 400, "max_model_len is 256"),
+    ({"input": "x" * 300}, 400, "maximum context length is 256"),
     ({"input": "x", "encoding_format": "int8"}, 400, "encoding_format: invalid enum value 'int8'"),
     ({"input": "x", "pooling": "max"}, 400, "pooling: invalid enum value 'max'"),
     ({"input": "x", "model": "other"}, 404, "not served here"),

@@ -333,7 +333,9 @@ def test_the_command_prints_a_table_and_fails_at_the_gate(
     printed = capsys.readouterr().out
     assert "prose" in printed and "needle:" in printed and "choices:" in printed and "passed" in printed
     assert main([*words, "--gate", "perplexity:1.5", "--json"]) == 3
-    figures = json.loads(capsys.readouterr().out)["figures"]
+    made = json.loads(capsys.readouterr().out)
+    figures = made["figures"]
+    assert made["workload"]["options"]["model"] == model.name            # no path of this machine
     assert figures["gate"][0]["passed"] is False and figures["needle"]["trials"] == 10
     assert main([*words, "--gate", "kl:0.1"]) == 2
     assert "needs --reference" in capsys.readouterr().err

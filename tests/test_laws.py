@@ -121,7 +121,9 @@ ACTIVE: dict[str, Callable[[EngineCore], bool]] = {
     "prefix caching": lambda core: core.scheduler.manager.counters.hit_tokens > 0,
     "overlap": lambda core: core.scheduler.counters.late_tokens > 0,
     "recorded graphs": lambda core: core.executor.runner.forward.replays > 0,
-    "shared-prefix attention": lambda core: any(each.steps for each in core.executor.runner.rows.prefixes),
+    # Layers with a window forget a prefix, so that a model of such layers alone must not share one.
+    "shared-prefix attention": lambda core: any(each.steps for each in core.executor.runner.rows.prefixes)
+    != all(group.window is not None for group in core.config.groups),
     "fp8 KV": lambda core: core.config.kv_dtype == "float8_e4m3fn",
     "tensor parallelism": lambda core: isinstance(core.executor, TensorParallelExecutor),
 }

@@ -210,7 +210,7 @@ def test_an_unknown_activation_is_named() -> None:
 
 def page_view(cache: torch.Tensor) -> torch.Tensor:
     """The same cache as one layer's slice of pages that hold several layers: strided over blocks."""
-    pages = torch.full((cache.shape[0], 3, *cache.shape[1:]), float("nan"), dtype=cache.dtype)
+    pages = torch.full((cache.shape[0], 3, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=cache.device)
     pages[:, 1] = cache
     return pages[:, 1]
 
@@ -292,7 +292,7 @@ def test_what_decode_attention_writes_on_triton_is_the_float64_definition(name: 
     args, options = make_inputs(op, case, torch.float32, TRITON_DEVICE)
     wide = [widened(value) for value in args]
     decode_attention.decode_attention_reference(*wide, **{key: widened(value) for key, value in options.items()})
-    caches = [page_view(cache).to(TRITON_DEVICE) if name == "strided" else cache for cache in args[4:6]]
+    caches = [page_view(cache) if name == "strided" else cache for cache in args[4:6]]
     decode_attention.decode_attention_triton(*args[:4], *caches, *args[6:], **options)
     for got, wanted in zip(caches, wide[4:6], strict=True):                      # block 0 is padding's
         torch.testing.assert_close(got.cpu().double()[1:], wanted[1:], rtol=4e-6, atol=4e-6, equal_nan=True)

@@ -344,7 +344,8 @@ def test_structured_output_by_every_name(client: Client) -> None:
 
     assert language(response_format={"type": "json_object"}) == ("json_object", True)
     schema = json.dumps(CITY, separators=(",", ":"))
-    assert language(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}) == ("json", schema)
+    closed = json.dumps(CITY | {"additionalProperties": False}, separators=(",", ":"))
+    assert language(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}) == ("json", closed)
     for kind, value in (("json", CITY), ("regex", "a+"), ("choice", ["a", "b"]), ("grammar", 'start: "a"')):
         kept = schema if kind == "json" else value
         assert language(structured_outputs={kind: value}) == language(**{f"guided_{kind}": value}) == (kind, kept)

@@ -212,8 +212,8 @@ def bombed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, float
 
 
 async def throw_bombs(model: Path) -> dict[str, float]:
-    """In turns, with and without them, so that what else the machine does meanwhile hits both alike; and so many others that
-    there is a last hundredth of them."""
+    """In equal turns, with and without them, so that what else the machine does meanwhile hits both alike; and so many others
+    that there is a last hundredth of them."""
     source, found = random.Random(9), dict[str, float](thrown=0, longest=0, busy=0)
     params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     alone, beside = list[float](), list[float]()
@@ -224,9 +224,9 @@ async def throw_bombs(model: Path) -> dict[str, float]:
             await (await llm.stream(["hello"], params)).complete()
             times.append(time.perf_counter() - began)
 
-    async def throw(llm: AsyncLLM, bombs: list[dict[str, Any]]) -> None:
-        for each in bombs:
-            began = time.perf_counter()
+    async def throw(llm: AsyncLLM, bombs: list[dict[str, Any]], until: Callable[[], bool]) -> None:
+        while bombs and not until():
+            each, began = bombs.pop(), time.perf_counter()
             try:
                 asked = SamplingParams(max_tokens=3, structured_outputs=each)               # type: ignore[arg-type]
                 (await llm.stream(["a"], asked)).close()
@@ -248,13 +248,14 @@ async def throw_bombs(model: Path) -> dict[str, float]:
         await (await llm.stream(["a"], honest)).complete()                                  # the compiler is there
         await others(llm, [], lambda: time.monotonic() > began + 5)
         before = resident()
-        while found["thrown"] < 200 or (len(beside) < 1_500 and time.monotonic() < began + 200):
-            bombs = [bomb(source) for _ in range(25)]
-            end = time.monotonic() + 1
-            await others(llm, alone, lambda end=end: time.monotonic() > end)
-            throwing = asyncio.ensure_future(throw(llm, bombs))
+        while found["thrown"] < 200 or (len(beside) < 2_000 and time.monotonic() < began + 200):
+            bombs = [bomb(source) for _ in range(200)]
+            begun = time.monotonic()
+            throwing = asyncio.ensure_future(throw(llm, bombs, lambda end=begun + 2: time.monotonic() > end))
             await others(llm, beside, throwing.done)
             await throwing
+            took = time.monotonic() - begun
+            await others(llm, alone, lambda end=begun + 2 * took: time.monotonic() > end)
         found["grown"] = resident() - before
     late = (sorted(times)[int(0.99 * len(times)) - 1] for times in (alone, beside))
     return found | dict(zip(("alone", "beside"), late, strict=True))

@@ -432,6 +432,8 @@ def test_reasoning_may_end_with_a_special_token(inside: bool) -> None:
         ({"properties": {"a": {}}, "minProperties": 2}, None),
         ({"properties": {"a": {"$ref": "#/$defs/X", "required": ["b"]}}, "$defs": {"X": {"properties": {"c": {}}}}}, None),
         ({"properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, None),
+        ({"properties": {"a": {"oneOf": [{"properties": {"x": {}}}, {"properties": {"y": {}}}]}}}, None),
+        ({"properties": {"a": {"not": {"properties": {"x": {}}}}}}, None),
     ],
 )  # fmt: skip
 def test_arguments_have_no_more_properties_than_are_listed(given: dict[str, Any], closed: bool | None) -> None:

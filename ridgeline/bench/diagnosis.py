@@ -140,10 +140,11 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
 
 
 def workload_of(engine: Engine, load: Load) -> dict[str, Any]:
-    """For the record."""
+    """For the record. Where on this machine the model lies is nobody's business."""
     config = engine.config
-    return {"model": config.model_path.name, "dtype": config.dtype, "device": config.device,
-            **dataclasses.asdict(load), "options": config.options.flat(), "quality": quality_of(config)}  # fmt: skip
+    name = config.model_path.name
+    return {"model": name, "dtype": config.dtype, "device": config.device, **dataclasses.asdict(load),
+            "options": config.options.flat() | {"model": name}, "quality": quality_of(config)}  # fmt: skip
 
 
 # ── the profile ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -72,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
     )
     if limits:
         result["gate"] = judge(result, limits)
-    made = record("eval", {"options": config.flat(), "task": _plain(task)}, result, engine.quality_of(config),
+    options = config.flat()
+    if "model" in options:                               # its name, and not where on this machine it lies
+        options["model"] = Path(options["model"]).name
+    made = record("eval", {"options": options, "task": _plain(task)}, result, engine.quality_of(config),
                   device_log.gpu_facts() or None)  # fmt: skip
     if args.out:
         write(made, Path(args.out))

@@ -46,7 +46,7 @@ def _invariant_gemm_kernel(  # type: ignore[no-untyped-def]
             if UPCAST:
                 x = x.to(tl.float32)
                 weight = weight.to(tl.float32)
-            part = tl.dot(x, weight.T, part)
+            part = tl.dot(x, weight.T, part, input_precision="ieee")
         sums += part
     row = (first_row + tl.arange(0, BLOCK_ROWS))[:, None]
     output = (first_output + tl.arange(0, BLOCK_OUTPUTS))[None, :]

@@ -79,7 +79,7 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
         if UPCAST:
             x = x.to(tl.float32)
             weight = weight.to(tl.float32)
-        sums = tl.dot(weight, x.T, sums)
+        sums = tl.dot(weight, x.T, sums, input_precision="ieee")
         if GATE != 0:
             if EVEN:
                 up = tl.load(source + partner, eviction_policy="evict_first")
@@ -87,7 +87,7 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
                 up = tl.load(source + partner, mask=inside, other=0.0, eviction_policy="evict_first")
             if UPCAST:
                 up = up.to(tl.float32)
-            other = tl.dot(up, x.T, other)
+            other = tl.dot(up, x.T, other, input_precision="ieee")
     written_rows = rows
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_OUTPUTS * BLOCK_ROWS

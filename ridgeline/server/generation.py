@@ -19,6 +19,7 @@ from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, LogprobsAt, 
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs, shown
+from ridgeline.server.closed_schema import closed
 from ridgeline.version import __version__
 
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
@@ -191,7 +192,7 @@ def _response_format(given: Any) -> dict[str, Any] | None:
             for name in rest:
                 if name not in ("name", "description", "strict"):
                     raise BadRequest(f"response_format.json_schema has the unknown field {shown(name)}")
-            return {"json": schema}
+            return {"json": closed(schema)}
         case {"type": "json_schema"}:
             raise BadRequest("response_format.json_schema needs a name and a schema, which is an object")
     raise BadRequest(f"response_format.type must be text, json_object or json_schema; got {shown(given)}")

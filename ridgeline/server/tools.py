@@ -18,6 +18,7 @@ from typing import Any
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, StructuredOutputs, shown
+from ridgeline.server.closed_schema import closed
 from ridgeline.server.generation import structured_outputs
 from ridgeline.server.limits import ServerOptions
 from ridgeline.server.reasoning_parser import MessageParser, ReasoningParser
@@ -162,44 +163,7 @@ def parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     schema = dict(tool["function"].get("parameters") or {})
     if "type" not in schema and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         schema["type"] = "object"
-    try:
-        return dict(_closed(schema))
-    except (_Mixed, RecursionError):
-        return schema
-
-
-class _Mixed(Exception):
-    """A schema in which one part says what another leaves open: none of its objects can be closed by itself."""
-
-
-_MIXING = frozenset({
-    "allOf", "if", "dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "patternProperties",
-    "minProperties",
-})  # fmt: skip
-_BESIDE = frozenset({"anyOf", "oneOf", "$ref"})          # that mix where properties are listed or required beside them
-
-
-def _closed(schema: Any) -> Any:
-    """The same where an object that lists its properties and says nothing of others has no others. All that it lets through
-    the given one does too, and a function's caller seldom knows what to do with arguments that were never declared."""
-    if not isinstance(schema, Mapping):
-        return schema
-    listed = schema.get("properties")
-    if _MIXING & schema.keys() or (_BESIDE & schema.keys() and {"properties", "required"} & schema.keys()):
-        raise _Mixed
-    made = dict(schema)
-    for key, value in schema.items():
-        if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-            made[key] = {name: _closed(each) for name, each in value.items()}
-        elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
-            made[key] = [_closed(each) for each in value]
-        elif key in ("items", "additionalProperties"):
-            made[key] = _closed(value)
-    needed = schema.get("required") or []
-    if isinstance(listed, Mapping) and "additionalProperties" not in schema and isinstance(needed, list):
-        if all(isinstance(name, str) and name in listed for name in needed):
-            made["additionalProperties"] = False
-    return made
+    return closed(schema)
 
 
 def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> dict[str, Any]:
