@@ -22,6 +22,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.diagnose.cost import DecoderShape, Peaks, decoder_shape, step_cost
 from ridgeline.errors import ConfigError
 from ridgeline.models.config import load_model_config
+from ridgeline.resolve import DeviceFacts, resolve
 
 H200 = Peaks(4.38e12, 793e12)
 
@@ -84,6 +85,16 @@ def test_the_suite_covers_every_shape_and_every_workload() -> None:
 
 def llama_8b() -> DecoderShape:
     return decoder_shape(load_model_config(write_shape("llama-3.1-8b")), "bfloat16", 2.0)
+
+
+@pytest.mark.parametrize("name", list(presets.SUITE))
+def test_every_group_fits_on_the_card_it_is_for(name: str) -> None:
+    group = presets.SUITE[name]
+    longest = presets._context([GPU_PRESETS[preset] for preset in group.presets])
+    options = {"max_model_len": longest, "dtype": "bfloat16", "device": "cuda", "load_format": "dummy"}
+    options |= {"skip_tokenizer_init": True} | presets.MODEL_OPTIONS.get(group.shape, {}) | group.options
+    h200 = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), runtime=800 << 20)
+    assert resolve(EngineConfig.of(model=str(write_shape(group.shape)), **options), h200).num_blocks * 16 >= longest
 
 
 def test_our_count_agrees_with_the_published_floors() -> None:

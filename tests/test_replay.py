@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from served_model import wait_until
 from test_laws import MODELS, USUAL, requests
 from tiny_models import save_checkpoint
 
@@ -68,6 +69,7 @@ def record(
             structured_outputs=StructuredOutputs(regex="(abc|defg|xyz)*") if grammar and number % 3 == 0 else None,
         )  # fmt: skip
         core.add(request)
+    wait_until(lambda: core.grammars.num_pending == core.grammars._outcomes.qsize(), 60)     # or the others are done by then
     snapshot = None
     while core.has_work:
         if snapshot_at is not None and len(recorder.results) == snapshot_at:

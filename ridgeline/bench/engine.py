@@ -34,6 +34,7 @@ class Run:
     answers: list[list[int]]
     cached: int                      # prompt tokens that the prefix cache had
     steps: int
+    longest_step: float              # seconds between two steps' results, at most: what held a run up shows here
 
     @property
     def tokens(self) -> int:
@@ -71,13 +72,16 @@ class Engine:
         core, steps, cached = self.core, 0, 0
         first: dict[str, float] = {}
         answers: dict[str, list[int]] = {}
-        start = time.perf_counter()
+        longest, start = 0.0, time.perf_counter()
         for prompt, tokens_out in asked:
             request_id = self.submit(prompt, tokens_out, salt, **params)
             answers[request_id] = []
+        before = time.perf_counter()
         while core.has_work:
             deltas = core.step()
             steps += 1
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
             for delta in deltas:
                 if delta.error:
                     raise AssertionError(f"a request of the benchmark failed: {delta.error}")
@@ -86,7 +90,7 @@ class Engine:
                     cached += delta.num_cached_tokens
                 answers[delta.request_id] += delta.token_ids
         seconds = time.perf_counter() - start
-        return Run(seconds, list(first.values()), list(answers.values()), cached, steps)
+        return Run(seconds, list(first.values()), list(answers.values()), cached, steps, longest)
 
     def submit(self, prompt: list[int], tokens_out: int, salt: str = "", **params: Any) -> str:
         """Queue one greedy request that answers with exactly so many tokens."""

@@ -60,7 +60,7 @@ SUITE: dict[str, Group] = {
 }
 # One GPU holds 70B in bf16 only just: there is room for a long request or a few short ones beside it.
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {
-    "llama-3.1-70b": {"gpu_memory_utilization": 0.97, "max_num_seqs": 16, "max_num_batched_tokens": 4096},
+    "llama-3.1-70b": {"gpu_memory_utilization": 0.97, "max_num_seqs": 16, "max_num_batched_tokens": 2048},
 }
 PROFILED = ("latency_b1", "batch128")        # presets whose decode steps are looked at kernel by kernel as well
 PROFILED_STEPS = 20
@@ -254,10 +254,10 @@ def extend(engine: Engine, preset: Preset, row: dict[str, Any], args: argparse.N
 def _figures(preset: Preset, run: Run, one: Run | None) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "seconds": run.seconds, "steps": run.steps, "output_tokens": run.tokens, "cached_tokens": run.cached,
-        "output_tok_s": run.tokens / run.seconds,
+        "output_tok_s": run.tokens / run.seconds, "longest_step_ms": run.longest_step * 1e3,
     }  # fmt: skip
     if one is not None:
-        figures["first_tokens_s"] = one.seconds
+        figures |= {"first_tokens_s": one.seconds, "longest_step_of_first_tokens_ms": one.longest_step * 1e3}
         figures["decode_tok_s"] = (run.tokens - preset.count) / (run.seconds - one.seconds)
     elif preset.uniform:                                 # one token each: the run itself is the first tokens'
         figures["first_tokens_s"] = run.seconds

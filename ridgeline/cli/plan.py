@@ -27,7 +27,7 @@ from ridgeline.plan.operation import Slo, Traffic
 from ridgeline.plan.page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
-from ridgeline.plan.records import read_record
+from ridgeline.plan.records import NotPredicted, read_record
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.steps import Lengths
 
@@ -183,7 +183,11 @@ def _check(args: argparse.Namespace) -> int:
                                   f"the model that was served, or --served-as {model} if that is its name there")  # fmt: skip
             found += check.check_serve(Path(path).stem, points, setup)
             continue
-        record = replace(read_record(path, lengths), name=Path(path).stem.removeprefix("offline-"))
+        try:
+            record = replace(read_record(path, lengths), name=Path(path).stem.removeprefix("offline-"))
+        except NotPredicted as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
         found += check.check(record, Path(path).name in fitted_on)
     if not found:
         raise ConfigError("nothing in these records can be predicted: answers of several tokens with counted prompts can")

@@ -19,6 +19,10 @@ from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
 from ridgeline.plan.steps import Lengths
 
 
+class NotPredicted(ConfigError):
+    """A record of something that the cost model does not describe: no fault of the record."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredRow:
     """One workload of a record."""
@@ -63,7 +67,7 @@ def _setup(raw: dict[str, Any]) -> Setup:
     """The model and the device of a record made on a GPU."""
     workload, options = raw["workload"], raw["workload"]["options"]
     if options.get("deterministic"):
-        raise ConfigError(f"{workload['model']} ran in deterministic mode, whose kernels are others: it is not predicted")
+        raise NotPredicted(f"{workload['model']} ran in deterministic mode, whose kernels are others: it is not predicted")
     device = data_sheet(raw["machine"]["gpu"]["name"])
     if device is None:
         raise ConfigError(f"the record's {raw['machine']['gpu']['name']} is not in the table of devices")
