@@ -22,8 +22,10 @@ def test_a_machine_without_the_embedded_model(tmp_path: Path, monkeypatch: pytes
     out = tmp_path / "host.json"
     assert main(["bench", "host", "--running", "3", "--steps", "100", "--out", str(out)]) == 0
     made = json.loads(out.read_text())
-    assert set(made["figures"]) == {"running_3"} and made["workload"]["device"] in ("cpu", "cuda")
+    assert set(made["figures"]) == {"running_3", *host.ADMITTED} and made["workload"]["device"] in ("cpu", "cuda")
     assert all(made["figures"]["running_3"][name]["median"] > 0 for name in ("plan_ms", "pack_ms", "update_ms", "report_ms"))
+    long, cached = (made["figures"][name]["plan_ms"]["median"] for name in ("admitting_2048", "admitting_2048_cached"))
+    assert long > cached > made["figures"]["admitting_64"]["plan_ms"]["median"] / 4 > 0
     assert "text was not measured" in capsys.readouterr().out
 
 

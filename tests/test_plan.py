@@ -45,6 +45,7 @@ from ridgeline.plan.prediction import (
     Constants,
     Setup,
     decode_seconds,
+    idle_seconds,
     prefill_seconds,
     step_parts,
     step_seconds,
@@ -286,7 +287,7 @@ def test_each_term_moves_with_what_it_is_made_of() -> None:
     assert decode_seconds(replace(base, weights="fp8"), 1, 512) < 0.75 * one
     assert decode_seconds(replace(base, weights="int4"), 1, 512) < decode_seconds(replace(base, weights="fp8"), 1, 512)
     long = decode_seconds(base, 64, 16000)
-    assert decode_seconds(replace(base, kv="fp8"), 64, 16000) < 0.7 * long
+    assert decode_seconds(replace(base, kv="fp8"), 64, 16000) > long     # half of the bytes, with older kernels: as measured
     assert decode_seconds(replace(base, device=DEVICES["H100"]), 64, 16000) > 1.3 * long     # 4.8 / 3.35
     prompt = prefill_seconds(base, 8192)
     assert prefill_seconds(replace(base, device=DEVICES["H100"]), 8192) == pytest.approx(prompt, rel=0.05)
@@ -507,7 +508,7 @@ def planted(name: str, constants: Constants) -> Record:
 
 
 def test_the_fit_finds_a_planted_machine() -> None:
-    truth = Constants(0.8, 0.6, 3.2, 2.2e-6, 4e-6, 8e-6, 0.7, 0.5, 2e-6, 9e-6, 5e-5, 6e-4)
+    truth = Constants(0.8, 0.6, 3.2, 2.2e-6, 4e-6, 8e-6, 0.7, 0.5, 2e-6, 9e-6, 5e-5, 1.5e-4)
     found, errors = fit([planted("llama-3.1-8b", truth)])
     assert max(abs(each["error"]) for each in errors) < 0.01
     assert found.linear_read == pytest.approx(truth.linear_read, rel=0.06)
@@ -522,6 +523,25 @@ def test_the_host_is_measured_apart() -> None:
     figures = json.loads((ROOT / "benchmarks/cpu/host.json").read_text())["figures"]["running_1024"]
     measured = (figures["plan_and_pack_ms"]["median"] + figures["update_ms"]["median"]) / 1e3
     assert found["host_s"] + 1024 * found["host_row_s"] == pytest.approx(measured)
+    both = host_constants(ROOT / "benchmarks/cpu/host.json", ROOT / "benchmarks/h200/host-steps.json")
+    assert both["host_s"] + both["host_row_s"] == pytest.approx((27 + 71 + 31 + 17) * 1e-6)      # the later one's steps …
+    assert both["host_token_s"] == found["host_token_s"] > found["host_cached_s"] > 0    # … and the earlier one's requests
+    with pytest.raises(ConfigError, match="not a record of `ridgeline bench host`"):
+        host_constants(RECORDS[0])
+
+
+def test_taking_requests_in_is_not_hidden_and_planning_them_is() -> None:
+    """Two requests of 1,000 tokens, the second with 900 of them cached, in two steps of one prompt each."""
+    costs = {"host_add_s": 1e-3, "host_add_token_s": 1e-6, "host_request_s": 1.0, "host_token_s": 1e-3, "host_cached_s": 1e-4}
+    perfect = Constants(1, 1, 50, 0, 0, 0, 1, 1, 0, 0, 0)
+    plain, slow = setup(constants=perfect), replace(perfect, **costs)
+    counts = workload_counts(plain.shape, [(1000, 1), (1000, 1)], 1000, 8, shared=900)
+    assert [(each.admitted, each.admitted_tokens, each.cached_tokens) for each in counts] == [(1, 1000, 0), (1, 1000, 900)]
+    steps = gather(plain.shape, counts)
+    made = replace(plain, constants=slow)
+    assert idle_seconds(made, steps) == pytest.approx(2 * (1e-3 + 1000e-6) + 1.0 + 1.0)      # both taken in, the first planned
+    first, second = step_seconds(made, steps)
+    assert first == pytest.approx(1.0 + 0.1 + 0.09) and second == pytest.approx(step_seconds(plain, steps)[1])
 
 
 @functools.cache
@@ -540,9 +560,26 @@ def test_predictions_hold_against_the_records(path: Path) -> None:
     for each in found:
         if each.fitted:
             assert abs(each.error) < 0.06, each
-        elif each.figure in ("TPOT", "output tok/s"):
+        elif each.figure in ("TPOT", "output tok/s") and each.spread <= 1.3:
             assert abs(each.error) <= BAR, each
     assert "| llama" in check_text(found, markdown=True) or "qwen" in check_text(found)
+
+
+def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = Checked("r", "w", "TPOT", 1.0, 2.0, False)
+    assert figure.barred and not replace(figure, fitted=True).barred and not replace(figure, figure="first tokens").barred
+    assert replace(figure, spread=1.29).barred           # its own runs differ by less than the bar is wide
+    wild = replace(figure, spread=2.2)
+    assert not wild.barred and wild.note == "its runs differ 2.2×" and "2.2×" in check_text([figure, wild])
+    assert "0 of 1 within 15%" in check_text([figure, wild])
+    smallest = min(RECORDS, key=lambda path: path.stat().st_size)
+    made = json.loads(smallest.read_text())
+    made["workload"]["options"]["deterministic"] = True
+    (tmp_path / "other.json").write_text(json.dumps(made))
+    assert main(["plan", "--check", str(tmp_path / "other.json"), str(smallest), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "left out: " in said.err
+    assert {each["record"] for each in json.loads(said.out)} == {smallest.stem.removeprefix("offline-")}
 
 
 def test_the_page_has_the_table_of_the_records() -> None:
@@ -633,9 +670,10 @@ def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["plan", "--check", str(ROOT / "benchmarks/h200/offline-llama-3.1-8b.json")]) in (0, 3)
     assert "fitted" in capsys.readouterr().out
     shipped = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())
-    *records, host = [str(path) for name in shipped["fitted_on"] for path in (ROOT / "benchmarks").glob(f"*/{name}")]
+    files = [str(path) for name in shipped["fitted_on"] for path in (ROOT / "benchmarks").glob(f"*/{name}")]
+    records, hosts = ([path for path in files if ("/host" in path) == of_host] for of_host in (False, True))
     out = tmp_path / "fitted.json"
-    assert main(["plan", "--fit", *records, "--host", host, "--out", str(out)]) == 0
+    assert main(["plan", "--fit", *records, "--host", *hosts, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["constants"] == pytest.approx(shipped["constants"], rel=0.01)
 
 

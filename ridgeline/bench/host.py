@@ -12,6 +12,7 @@ import functools
 import pydoc_data.topics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,29 @@ from ridgeline import embedded
 from ridgeline.bench.device_log import gpu_facts
 from ridgeline.bench.peaks import device_kind
 from ridgeline.bench.record import finish, percentiles, record
+from ridgeline.bench.shapes import write_shape
+from ridgeline.bench.what_if import PlanOnly
 from ridgeline.cache.manager import KVManager
+from ridgeline.config import EngineConfig
 from ridgeline.diagnose.cost import DecoderShape
 from ridgeline.diagnose.peaks import MachinePeaks
 from ridgeline.diagnose.steps import StepRecorder
+from ridgeline.engine.core import EngineCore
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
 from ridgeline.graph_shapes import Shape
 from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.messages import Request, StepPlan, StepResult
+from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.runner.rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE, PROMPT, ANSWER = 16, 100, 1000
 REPORT_STEPS = 100                   # half a second of steps of 5 ms
+# Tokens of a new request's prompt; are all but the last in the prefix cache?
+ADMITTED = {"admitting_64": (64, False), "admitting_2048": (2048, False), "admitting_2048_cached": (2048, True)}
 _WARM_STEPS = 10                     # that do not count
 RECORDED = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256)
 
@@ -62,6 +70,10 @@ def run(args: argparse.Namespace) -> None:
             f"= {times['plan_and_pack_ms']['median']:.3f} ms, update {times['update_ms']['median']:.3f} ms, "
             f"record {times['record_ms']['median']:.4f} + {times['report_ms']['median']:.4f} ms ({times['record_share']:.1%})"
         )
+    for name, times in admissions().items():
+        figures[name] = times
+        print(f"  {name.replace('_', ' ')}: {times['add_ms']['median']:.3f} ms to take a request in, "
+              f"{times['plan_ms']['median']:.3f} ms to plan it first")  # fmt: skip
     if (model := embedded.find()) is None:
         print("  text was not measured: the embedded model, whose tokenizer it would be, is not on this machine")
     else:
@@ -121,6 +133,40 @@ def host_step(running: int, steps: int, device: str = "cpu") -> dict[str, Any]:
         for names in (("record_ms", "report_ms"), ("plan_and_pack_ms", "update_ms"))
     )
     return times | {"record_share": recording / step}
+
+
+def admissions(requests: int = 64, repeats: int = 9) -> dict[str, dict[str, Any]]:
+    """By prompt, milliseconds of a new request: until it is taken in, as benchmarks hand them to the core, and of its first step,
+    in which its prompt is looked up and given blocks. In turn, so that all of them see the same machine."""
+    found: dict[str, dict[str, list[float]]] = {name: {"add_ms": [], "plan_ms": []} for name in ADMITTED}
+    rng = np.random.default_rng(0)
+    longest = max(length for length, _ in ADMITTED.values())
+    options = EngineConfig.of(
+        model=str(write_shape("llama-3.1-8b")), skip_tokenizer_init=True, max_model_len=longest + ANSWER,
+        max_num_seqs=requests + 1, max_num_batched_tokens=(requests + 1) * longest, enable_prefix_caching=True, step_time_ms=0.0,
+    )  # fmt: skip
+    config = replace(resolve(options, DeviceFacts("cuda", 10**12, ("bfloat16",))), depth=0)
+    for repeat in range(repeats + 1):                    # the first warms up
+        for name, (length, cached) in ADMITTED.items():
+            core = EngineCore(config, PlanOnly())
+            shared = rng.integers(0, 100_000, length).tolist()
+            _add_all(core, [shared])
+            core.step()
+            prompts = [shared if cached else rng.integers(0, 100_000, length).tolist() for _ in range(requests)]
+            asked = [[*prompt[:-1], number] for number, prompt in enumerate(prompts)]
+            _, added = _timed(functools.partial(_add_all, core, asked))
+            _, planned = _timed(core.step)
+            core.close()
+            if repeat:
+                found[name]["add_ms"].append(added / requests)
+                found[name]["plan_ms"].append(planned / requests)
+    return {name: {part: percentiles(values) for part, values in times.items()} for name, times in found.items()}
+
+
+def _add_all(core: EngineCore, prompts: list[list[int]]) -> None:
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=ANSWER // 2, ignore_eos=True)
+        core.add(Request(f"{len(prompts)}-{number}", prompt, params, cache_salt="admission"))
 
 
 def _record(recorder: StepRecorder, plan: StepPlan, result: StepResult) -> None:

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--markdown", action="store_true", help="with --check: the table as Markdown")
     out.add_argument("--into", metavar="FILE", help="with --check: put that table in the place of the one in this page")
     out.add_argument("--fit", nargs="+", metavar="RECORD", help="fit the device constants on these records")
-    out.add_argument("--host", metavar="RECORD", help="with --fit: a record of `bench host`")
+    out.add_argument("--host", nargs="+", default=[], metavar="RECORD", help="with --fit: records of `bench host`")
     out.add_argument("--out", metavar="FILE", help=f"with --fit: where the constants go (default: {FITTED.name} of this package)")
 
 
@@ -222,7 +222,7 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any]]] | None:
 
 def _fit(args: argparse.Namespace) -> int:
     records = [read_record(path, preset_lengths()) for path in args.fit]
-    constants, errors = fit(records, host_constants(args.host) if args.host else None)
+    constants, errors = fit(records, host_constants(*args.host) if args.host else None)
     for name, value in constants.values().items():
         print(f"{name:<20}{value:.4g}")
     for each in errors:
@@ -230,7 +230,7 @@ def _fit(args: argparse.Namespace) -> int:
               f"{each['predicted'] * 1e3:>10.3f} ms{each['error']:>+8.1%}")  # fmt: skip
     target = Path(args.out) if args.out else FITTED
     try:
-        write_fit(target, constants, errors, [Path(each).name for each in [*args.fit, *([args.host] if args.host else [])]])
+        write_fit(target, constants, errors, [Path(each).name for each in [*args.fit, *args.host]])
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     print(f"wrote {target}")

@@ -145,7 +145,11 @@ class StepCounts:
     windowed: Attended = field(default_factory=Attended)
     last: Attended = field(default_factory=Attended)     # in the last layer
     shared: int = 0                  # KV positions that need not be read again, in layers without a window
-    few_pairs: int = field(default=0, compare=False)     # of `full`, those of rows with few queries: only planning asks
+    # What only planning asks: of `full`, pairs of rows with few queries; requests that begin in this step, and their tokens.
+    few_pairs: int = field(default=0, compare=False)
+    admitted: int = field(default=0, compare=False)
+    admitted_tokens: int = field(default=0, compare=False)
+    cached_tokens: int = field(default=0, compare=False)     # of these, in the prefix cache already
 
     @property
     def rows(self) -> int:

@@ -27,10 +27,21 @@ class Checked:
     measured: float
     predicted: float
     fitted: bool                     # was this figure one of those that the constants were fitted on?
+    spread: float = 1.0              # the record's highest run over its lowest
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+    @property
+    def barred(self) -> bool:
+        """TPOT and throughput of what was not fitted; but of runs that differ by more than the bar is wide, nobody can say
+        which of them to predict."""
+        return self.figure in BARRED and not self.fitted and self.spread <= 1 + 2 * BAR
+
+    @property
+    def note(self) -> str:
+        return "fitted" if self.fitted else f"its runs differ {self.spread:.1f}×" if self.spread > 1 + 2 * BAR else ""
 
 
 def check(record: Record, fitted: bool = False) -> list[Checked]:
@@ -39,7 +50,7 @@ def check(record: Record, fitted: bool = False) -> list[Checked]:
 
 
 def _row(record: Record, row: MeasuredRow, fitted: bool) -> list[Checked]:
-    fitted = fitted and not row.shared and len(set(row.asked)) == 1
+    fitted = fitted and len(set(row.asked)) == 1
     setup, limits = record.setup, (record.budget, record.max_rows, row.shared)
     if row.step_seconds is not None:
         step = decode_seconds(setup, len(row.asked), row.parts_context)
@@ -49,14 +60,16 @@ def _row(record: Record, row: MeasuredRow, fitted: bool) -> list[Checked]:
     found = []
     tokens_out = sum(out for _, out in row.asked)
     if row.output_tok_s and tokens_out > len(row.asked):
-        found.append(Checked(record.name, row.workload, "output tok/s", row.output_tok_s, tokens_out / total, fitted))
+        spread = row.spread.get("output_tok_s", 1.0)
+        found.append(Checked(record.name, row.workload, "output tok/s", row.output_tok_s, tokens_out / total, fitted, spread))
     if uniform:
         first = workload_seconds(setup, [(tokens_in, 1) for tokens_in, _ in row.asked], *limits)
         if row.first_seconds:
             found.append(Checked(record.name, row.workload, "first tokens", row.first_seconds, first, fitted))
         if row.tpot_seconds:
             each = (total - first) / (row.asked[0][1] - 1)
-            found.append(Checked(record.name, row.workload, "TPOT", row.tpot_seconds, each, fitted))
+            spread = row.spread.get("decode_tok_s", 1.0)
+            found.append(Checked(record.name, row.workload, "TPOT", row.tpot_seconds, each, fitted, spread))
     return found
 
 
@@ -83,8 +96,7 @@ def check_serve(name: str, points: Sequence[tuple[str, Mapping[str, Any]]], setu
 
 def worst(found: Sequence[Checked]) -> float:
     """Of the figures that have a bar: TPOT and throughput of what was not fitted."""
-    barred = [abs(each.error) for each in found if each.figure in BARRED and not each.fitted]
-    return max(barred, default=0.0)
+    return max((abs(each.error) for each in found if each.barred), default=0.0)
 
 
 def text(found: Sequence[Checked], markdown: bool = False) -> str:
@@ -93,7 +105,7 @@ def text(found: Sequence[Checked], markdown: bool = False) -> str:
         scale, unit = (1.0, "") if each.figure.endswith("tok/s") else (1e3, ", ms")
         numbers = [f"{value * scale:,.2f}" for value in (each.measured, each.predicted)]
         rows.append([
-            each.record, each.workload, each.figure + unit, *numbers, f"{each.error:+.1%}", "fitted" if each.fitted else "",
+            each.record, each.workload, each.figure + unit, *numbers, f"{each.error:+.1%}", each.note,
         ])  # fmt: skip
     if markdown:
         rows.insert(1, ["---"] * 3 + ["---:"] * 3 + ["---"])
@@ -104,7 +116,7 @@ def text(found: Sequence[Checked], markdown: bool = False) -> str:
             cell.rjust(width) if column in (3, 4, 5) else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip() for row in rows]  # fmt: skip
-    barred = [each for each in found if each.figure in BARRED and not each.fitted]
+    barred = [each for each in found if each.barred]
     if barred:
         inside = sum(abs(each.error) <= BAR for each in barred)
         lines += ["", f"{_SUM} {inside} of {len(barred)} within {BAR:.0%}, the worst "

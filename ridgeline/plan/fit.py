@@ -18,7 +18,7 @@ import numpy as np
 
 from ridgeline.errors import ConfigError
 from ridgeline.graph_shapes import decode_sizes
-from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, step_parts, step_seconds
+from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, idle_seconds, step_parts, step_seconds
 from ridgeline.plan.records import MeasuredRow, Record
 from ridgeline.plan.steps import Steps, count_rows, decode_rows, gather, workload_counts
 
@@ -29,8 +29,10 @@ _EXPECTED: dict[str, tuple[float, float]] = {
     "linear_read": (0.87, 0.1), "linear_compute": (0.65, 0.2), "overlap": (4.0, 0.3), "kernel_one_s": (2.5e-6, 0.15),
     "kernel_many_s": (4.5e-6, 0.15), "attention_call_s": (6e-6, 0.5), "attention_read": (0.8, 0.15),
     "attention_compute": (0.6, 0.4), "layer_one_s": (2e-6, 0.7), "layer_many_s": (6e-6, 0.7), "step_s": (20e-6, 0.7),
-    "idle_s": (0.7e-3, 0.3),
+    "idle_s": (0.1e-3, 0.5),         # beside taking a request in and planning it, which are counted apart
+    "host": (1.0, 0.5),              # how much longer a new request takes on the records' host than on the one of `bench host`
 }  # fmt: skip
+_ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
 _ERROR = 0.02                        # of a measured figure: what the runs of a record differ by
 _PART_ERROR = 0.05                   # of a part's: the trace slows things down a little
 
@@ -44,11 +46,17 @@ class Observation:
 
 
 def observations(record: Record) -> list[Observation]:
-    """What of a record is fitted: workloads whose requests are alike and share nothing."""
+    """What of a record is fitted: workloads whose requests are alike. Of those that share a prefix the whole time, most of which
+    is the host's where the model is small."""
     found: list[Observation] = []
     setup = record.setup
     for row in record.rows:
-        if row.shared or len(set(row.asked)) > 1:
+        if len(set(row.asked)) > 1:
+            continue
+        if row.shared:
+            if row.seconds:
+                steps = _steps(setup, record, row.asked, row.shared)
+                found.append(Observation(f"{row.workload} total", row.seconds, _sum(steps), _ERROR))
             continue
         found += _parts(setup, row)
         if not row.first_seconds:
@@ -61,13 +69,13 @@ def observations(record: Record) -> list[Observation]:
     return found
 
 
-def _steps(setup: Setup, record: Record, asked: Sequence[tuple[int, int]]) -> Steps:
-    counts = workload_counts(setup.shape, asked, record.budget, record.max_rows, graphs=setup.graphs)
+def _steps(setup: Setup, record: Record, asked: Sequence[tuple[int, int]], shared: int = 0) -> Steps:
+    counts = workload_counts(setup.shape, asked, record.budget, record.max_rows, shared, setup.graphs)
     return gather(setup.shape, counts, setup.model)
 
 
 def _sum(steps: Steps) -> Callable[[Setup], float]:
-    return lambda setup: float(step_seconds(setup, steps).sum()) + setup.used.idle_s
+    return lambda setup: float(step_seconds(setup, steps).sum()) + idle_seconds(setup, steps)
 
 
 def _tpot(whole: Steps, first: Steps, count: int) -> Callable[[Setup], float]:
@@ -99,22 +107,57 @@ def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
     return found
 
 
-def host_constants(path: str | Path) -> dict[str, float]:
-    """What a step costs the host, from a record of `ridgeline bench host`: so much, and so much for each row."""
-    try:
-        figures = json.loads(Path(path).read_text(encoding="utf-8"))["figures"]
-        rows, seconds = (256, 1024), [
-            (figures[f"running_{count}"]["plan_and_pack_ms"]["median"] + figures[f"running_{count}"]["update_ms"]["median"])
-            / 1e3 for count in (256, 1024)
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a record of `ridgeline bench host` ({type(error).__name__}: {error})") from None
-    per_row = (seconds[1] - seconds[0]) / (rows[1] - rows[0])
-    return {"host_s": seconds[0] - rows[0] * per_row, "host_row_s": per_row}
+def host_constants(*paths: str | Path) -> dict[str, float]:
+    """What a step and a new request cost the host, from records of `ridgeline bench host`; a later one has the last word.
+
+    A step costs so much, and so much for each row: a line through the fewest and the most rows of a record.
+    """
+    found: dict[str, float] = {}
+    for path in paths:
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            if raw["benchmark"] != "host":
+                raise KeyError(f"it is one of `bench {raw['benchmark']}`")
+            found |= _step_constants(raw["figures"]) | _admission_constants(raw["figures"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is not a record of `ridgeline bench host` ({type(error).__name__}: {error})") from None
+    if "host_s" not in found:
+        raise ConfigError("none of these records has steps at two numbers of rows: `ridgeline bench host --running 256 1024`")
+    return found
+
+
+def _step_constants(figures: dict[str, Any]) -> dict[str, float]:
+    rows = sorted(int(name.removeprefix("running_")) for name in figures if name.startswith("running_"))
+    if len(rows) < 2:
+        return {}
+    few, many = (
+        (figures[f"running_{count}"]["plan_and_pack_ms"]["median"] + figures[f"running_{count}"]["update_ms"]["median"]) / 1e3
+        for count in (rows[0], rows[-1])
+    )
+    per_row = (many - few) / (rows[-1] - rows[0])
+    return {"host_s": few - rows[0] * per_row, "host_row_s": per_row}
+
+
+def _admission_constants(figures: dict[str, Any]) -> dict[str, float]:
+    """To take a request in and to plan it cost so much, and so much for each token of its prompt; one that is cached less."""
+    if "admitting_2048" not in figures:
+        return {}
+    short, long, cached = (figures[name] for name in ("admitting_64", "admitting_2048", "admitting_2048_cached"))
+
+    def line(name: str) -> tuple[float, float]:
+        few, many = (each[name]["median"] / 1e3 for each in (short, long))
+        token = max(0.0, (many - few) / (2048 - 64))
+        return max(0.0, few - 64 * token), token
+
+    (add, add_token), (request, token) = line("add_ms"), line("plan_ms")
+    return {
+        "host_add_s": add, "host_add_token_s": add_token, "host_request_s": request, "host_token_s": token,
+        "host_cached_s": max(0.0, (cached["plan_ms"]["median"] / 1e3 - request) / 2048),
+    }  # fmt: skip
 
 
 def fit(records: Sequence[Record], host: dict[str, float] | None = None) -> tuple[Constants, list[dict[str, Any]]]:
-    """The constants, and every fitted figure with its error. `host` is measured apart, not fitted."""
+    """The constants, and every fitted figure with its error. `host` is measured apart; fitted is only how fast a host it was."""
     seen = [(record.setup, each, record.name) for record in records for each in observations(record)]
     if len(seen) < 3:
         raise ConfigError("these records have too few workloads to fit: there must be first tokens and decodes")
@@ -123,7 +166,10 @@ def fit(records: Sequence[Record], host: dict[str, float] | None = None) -> tupl
     widths = np.array([_EXPECTED[name][1] for name in names])
 
     def constants(logs: np.ndarray) -> Constants:
-        return Constants(**dict(zip(names, np.exp(logs).tolist(), strict=True)), **(host or {}))
+        values: dict[str, float] = dict(zip(names, np.exp(logs).tolist(), strict=True))
+        factor = values.pop("host")
+        measured = {name: value * (factor if name in _ADMISSION else 1) for name, value in (host or {}).items()}
+        return Constants(**values, **measured)
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         made = constants(logs)

@@ -37,6 +37,7 @@ class MeasuredRow:
     parts: Mapping[str, float] = field(default_factory=dict)     # seconds of kernels in a decode step, by part …
     parts_context: int = 0                   # … with so many tokens in the cache of each request …
     step_seconds: float | None = None        # … and the whole of that step, untraced
+    spread: Mapping[str, float] = field(default_factory=dict)    # by figure, its highest run over its lowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> 
         name, asked, row["shared_prefix"], tokens_out / output if output else None, median.get("first_tokens_s"),
         count / decode if decode else None, output,
         {part: micros / 1e6 for part, micros in idle.get("us_per_step_by_part", {}).items()}, asked[0][0] + 10,
+        spread={name: row["p90"][name] / row["p10"][name] for name in row.get("p90", {}) if row["p10"].get(name)},
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -49,6 +49,9 @@ class Steps:
     attention_calls: np.ndarray
     small_bytes: np.ndarray          # of norms, rotation, activation, embedding and sampling
     launches: np.ndarray             # kernels, where none are recorded
+    admitted: np.ndarray             # requests that begin …
+    admitted_tokens: np.ndarray      # … the tokens of their prompts …
+    cached_tokens: np.ndarray        # … and those of them that the prefix cache has
     collectives: np.ndarray
     collective_bytes: np.ndarray
     ranks: int = 1
@@ -114,6 +117,9 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
         attention_calls=np.array(each("attention", "calls"), float),
         small_bytes=np.array([sum(cost.ops[name].bytes for name in _SMALL) for cost in costs], float),
         launches=np.array([cost.total.calls + cost.collectives for cost in costs], float),
+        admitted=np.array([count.admitted for count in listed], float),
+        admitted_tokens=np.array([count.admitted_tokens for count in listed], float),
+        cached_tokens=np.array([count.cached_tokens for count in listed], float),
         collectives=np.array([cost.collectives for cost in costs], float),
         collective_bytes=np.array([cost.collective_bytes for cost in costs], float),
         ranks=shape.ranks,
@@ -148,9 +154,12 @@ def workload_counts(
     while waiting or running:
         room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
         behind = sum(max(0, sequence.prompt - sequence.kv) for sequence in running)
+        before, cached = len(running), 0
         while waiting and len(running) < max_rows and room > behind:
             running.append(waiting.popleft())
             behind += running[-1].prompt - running[-1].kv
+            cached += running[-1].kv
+        admitted = running[before:]
         rows, decoding = [], True
         for sequence in running:
             decodes = sequence.kv >= sequence.prompt
@@ -166,7 +175,11 @@ def workload_counts(
         running = [sequence for sequence in running if sequence.answer > 0]
         padded = next((size for size in sizes if size >= len(rows)), 0) if graphs and decoding else 0
         once = (len(rows) - 1) * shared if len(rows) > 1 else 0
-        found.append(count_rows(shape, rows, once, padded))
+        counts = count_rows(shape, rows, once, padded)
+        new_tokens = sum(sequence.prompt for sequence in admitted)
+        if admitted:
+            counts = replace(counts, admitted=len(admitted), admitted_tokens=new_tokens, cached_tokens=cached)
+        found.append(counts)
     return found
 
 
