@@ -493,3 +493,15 @@ def test_demanded_calls_are_always_valid(url: str, choice: Any, seed: int) -> No
     (call,) = whole.message.tool_calls or []
     arguments = json.loads(call.function.arguments)      # type: ignore[union-attr]
     assert arguments.keys() == {"on", "colour"} and arguments["colour"] in ("red", "green") and arguments["on"] in (True, False)
+
+
+@pytest.mark.parametrize(("asked", "param"), [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wrong"}}}}, "response_format"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}], "tool_choice": "required"},
+     "tools"),
+    ({"guided_regex": "(a"}, "guided_regex"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+])  # fmt: skip
+def test_a_grammar_that_does_not_compile_is_told_by_the_name_it_was_sent_with(url: str, asked: Any, param: str) -> None:
+    error = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES, **asked}, timeout=60).json()["error"]
+    assert error["param"] == param and error["message"].startswith(param) and "cannot be used" in error["message"]

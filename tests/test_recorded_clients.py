@@ -200,9 +200,10 @@ def marks(prompt: str) -> list[str]:
     return [mark for mark in ("<|im_start|>", "<|im_end|>") for _ in range(prompt.count(mark))]
 
 
-def test_a_template_without_a_system_role_gets_the_tools_in_the_first_question(tmp_path: Path) -> None:
+@pytest.mark.parametrize("says", ["System role not supported", "Only user and assistant roles are supported!"])
+def test_a_template_without_a_system_role_gets_the_tools_in_the_first_question(tmp_path: Path, says: str) -> None:
     template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('{says}') }}}}{{% endif %}}"
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     )
     with serving(tmp_path, lambda _: "Hi.", template=template) as server:
@@ -264,6 +265,10 @@ def test_the_model_by_each_of_its_names(tmp_path: Path) -> None:
         assert [(model.id, model.display_name, model.type) for model in listed] == [(name, name, "model") for name in names]
         assert listed.data[0].created_at.year >= 2025 and not listed.has_more
         assert theirs.models.retrieve("claude-haiku").id == "claude-haiku"
+        with pytest.raises(anthropic.NotFoundError) as refused:
+            theirs.models.retrieve("gpt-4")
+        told = refused.value.body
+        assert isinstance(told, dict) and (told["type"], told["error"]["type"]) == ("error", "not_found_error")
 
 
 def test_a_compressed_body_is_refused_by_its_header(server: Any) -> None:
@@ -276,3 +281,32 @@ def test_an_unknown_field_in_camel_case_is_named_whole(server: Any) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "dropParams": []}
     error = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == "dropParams" and "'dropParams'" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("responses", {"input": "Hi", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ("responses", {"input": "Hi", "truncation": "auto"}, "truncation"),
+    ("responses", {"input": "Hi", "max_output_tokens": -1}, "max_output_tokens"),
+    ("responses/input_tokens", {"input": "Hi", "max_output_tokens": -1}, "max_output_tokens"),
+    ("responses", {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),
+    ("embeddings", {"input": "Hi", "encoding_format": "hex"}, "encoding_format"),
+])  # fmt: skip
+def test_an_error_names_the_field_by_the_name_it_was_sent_with(server: Any, path: str, body: Any, param: str) -> None:
+    reply = httpx.post(f"{server.url}/v1/{path}", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_calls_and_tools_without_bottom_are_no_accident_of_the_server(server: Any, plain: Any) -> None:
+    """A model that repeats itself writes arguments like these, and clients send them back."""
+    function = {"name": "f", "arguments": "[" * 100_000}
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    body = {"messages": [{"role": "user", "content": "Hi"}, call, {"role": "tool", "tool_call_id": "1", "content": "2"}]}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 400
+    told = httpx.post(f"{plain.url}/tokenize", json=body)
+    assert told.status_code == 200 and told.json()["count"] > 100_000        # as it was written
+    for depth in range(960, 990, 2):                     # about as deep as a body may be
+        deep = '{"a":' * depth + "1" + "}" * depth
+        tools = '[{"type": "function", "function": {"name": "f", "parameters": ' + deep + "}}]"
+        text = '{"messages": [{"role": "user", "content": "' + "x" * 70_000 + '"}], "tools": ' + tools + "}"
+        reply = httpx.post(f"{plain.url}/tokenize", content=text, headers={"content-type": "application/json"})
+        assert reply.status_code in (200, 400)

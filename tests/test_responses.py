@@ -111,7 +111,7 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
      "input[0].content[0] is of type 'input_image'; only text"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: invalid enum value 'item_reference'"),
-    ({"max_output_tokens": 0}, "max_tokens must be an integer at least 1"),
+    ({"max_output_tokens": 0}, "max_output_tokens must be an integer at least 1"),
     ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
 ])  # fmt: skip
 def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], words: str) -> None:

@@ -262,6 +262,33 @@ def test_noise_keys() -> None:
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_blocks_behind_a_window_are_freed_although_others_looked_for_a_prefix(depth: int) -> None:
+    """A request that is let in has the blocks of the step being planned published: before those of earlier steps are done."""
+    simulation = Simulation(replace(ROOMY, windows=(None, 6), depth=depth))
+    simulation.ask("long", prompt(30), max_tokens=9)
+    simulation.step()
+    simulation.ask("other", prompt(6, start=3))
+    for _ in range(1 + depth):
+        simulation.step()
+    blocks = sequence_of(simulation, "long").blocks
+    assert blocks is not None and blocks.freed == [0, (30 - 6 + 1) // 4]
+    simulation.drain()
+
+
+def test_what_a_step_in_flight_computes_is_not_found_once_nobody_will_look_at_it() -> None:
+    simulation = Simulation(replace(ROOMY, depth=1))
+    simulation.ask("long", prompt(30))
+    simulation.step()
+    simulation.ask("other", prompt(6, start=3))
+    simulation.step()                                    # the first 16 tokens are taken in, the others in flight
+    tokens = sequence_of(simulation, "long").tokens
+    assert simulation.manager.lookup(tokens, "", 29).num_tokens == 28
+    simulation.abort("long")
+    assert simulation.manager.lookup(tokens, "", 29).num_tokens == 16
+    simulation.drain()
+
+
 def test_a_window_bounds_what_a_sequence_holds() -> None:
     setup = replace(ROOMY, windows=(6,), max_model_len=200, max_step_tokens=8)
     simulation = Simulation(setup)

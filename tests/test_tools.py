@@ -289,6 +289,8 @@ def test_schemas_keep_their_references() -> None:
     assert there["properties"]["kids"]["items"]["$ref"] == "#/$defs/tool0"
     assert there["properties"]["leaf"]["$ref"] == "#/$defs/tool0/$defs/Leaf"
     assert there["$defs"]["Leaf"]["enum"] == [{"$ref": "#"}]                 # a value, no reference
+    named = moved({"properties": {"default": {"$ref": "#"}}}, "#/$defs/tool0")               # a property's name
+    assert named["properties"]["default"]["$ref"] == "#/$defs/tool0"
     schema = calls_schema([tool("f", parameters=tree), tool("g")])
     assert [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]] == ["f", "g"]
     either = answer_or_calls_schema({"type": "object"}, tool_use([tool()], None, True))
@@ -430,6 +432,7 @@ def test_reasoning_may_end_with_a_special_token(inside: bool) -> None:
         ({"properties": {"a": {}}, "anyOf": [{"required": ["b"]}]}, None),
         ({"properties": {"a": {"allOf": [{"properties": {"x": {}}}]}}}, None),
         ({"properties": {"a": {}}, "minProperties": 2}, None),
+        ({"properties": {"a": {}}, "const": {"a": 1, "b": 2}}, None),
         ({"properties": {"a": {"$ref": "#/$defs/X", "required": ["b"]}}, "$defs": {"X": {"properties": {"c": {}}}}}, None),
         ({"properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, None),
         ({"properties": {"a": {"oneOf": [{"properties": {"x": {}}}, {"properties": {"y": {}}}]}}}, None),
@@ -450,6 +453,18 @@ def test_objects_inside_arguments_are_closed_too() -> None:
     shut = inner | {"additionalProperties": False}
     assert made["properties"] == {"a": shut, "b": {"items": shut}, "c": {"anyOf": [shut, {"type": "null"}]}}
     assert made["$defs"]["D"] == shut and given["$defs"]["D"] == inner
+
+
+def test_a_function_without_parameters_has_no_arguments() -> None:
+    use = tool_use([{"type": "function", "function": {"name": "f"}}], {"type": "function", "function": {"name": "f"}}, True)
+    assert use.schema() == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert parameters(tool(parameters={})) == {"type": "object"}
+
+
+def test_names_of_functions_are_as_long_as_anthropics_may_be() -> None:
+    assert tool_use([tool("m" * 128)], None, True).names == ["m" * 128]
+    with pytest.raises(BadRequest, match="1 to 128"):
+        tool_use([tool("m" * 129)], None, True)
 
 
 def test_tools_that_could_not_be_read_are_refused() -> None:

@@ -153,7 +153,7 @@ def _plain_call(call: Any, where: str) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadRequest(f"{where}.function.arguments is not valid JSON") from None
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -321,6 +321,11 @@ class DeviceRows:
         self.length[steady.live] = kv_len[:num_rows]
         return steady.batch
 
+    def shared(self, batch: Batch) -> int:
+        """KV positions that the newest step, which this is, reads once for several rows, in each layer without a window."""
+        found = zip(self.prefixes, batch.groups, strict=True)
+        return max((prefixes.saved for prefixes, group in found if group.prefix is not None), default=0)
+
     def _slots(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Where the keys of each position go: [groups, T]"""
         blocks, offsets = np.divmod(positions, self.block_size)

@@ -106,7 +106,7 @@ class Runner:
         computed = self.forward.run(batch, work.greedy)
         lengths = self.rows.length[plan.rows].astype(np.int32)
         step = _Step(
-            plan, work, batch, computed, lengths, landing, self.rows.prefixes[0].saved, self.forward.replays > replays, waited
+            plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays, waited
         )
         if starts is not None and computed.hidden is not None:
             step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)

@@ -631,7 +631,7 @@ class Scheduler:
             sequence = flight.sequences[place]
             if _still_there(sequence, flight) and sequence.blocks is not None and place not in failed:
                 self.manager.commit(sequence.blocks, sequence.tokens, int(flight.ends[place]))
-                table.committed[sequence.row] = sequence.blocks.committed
+                table.committed[sequence.row] = full[place]      # not what was published for steps still in flight
 
     def _fail(self, sequence: Sequence, reason: str) -> TokenDelta:
         if sequence.blocks is not None:

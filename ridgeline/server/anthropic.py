@@ -100,7 +100,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def plain(self, where: str) -> dict[str, Any]:
         """As chat has it."""
         if self.type not in (None, "custom"):
-            raise Unsupported(f"{where}.type {self.type[:60]!r} runs on Anthropic's servers; only custom tools work here")
+            raise Unsupported(f"{where}.type {self.type[:60]!r} is one of Anthropic's own; only custom tools work here")
         if self.input_schema is None:
             raise BadRequest(f"{where}.input_schema is missing; a JSON schema of type object works")
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}

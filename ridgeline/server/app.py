@@ -31,7 +31,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.server import anthropic, dashboard, metrics, openapi, responses, roofline
 from ridgeline.server.body import parse_body
 from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
-from ridgeline.server.error_bodies import anthropic_body
+from ridgeline.server.error_bodies import anthropic_body, responses_body
 from ridgeline.server.failures import describe, http_error
 from ridgeline.server.generation import FIT
 from ridgeline.server.hosts import Scope
@@ -58,7 +58,7 @@ from ridgeline.server.stream import (
     while_connected,
 )
 from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest, TokenizerInfo
-from ridgeline.server.tool_prompt import in_plain_text
+from ridgeline.server.tool_prompt import in_plain_text, tells_of_tools
 from ridgeline.server.tools import needs_plain_text, reading
 from ridgeline.version import __version__
 
@@ -98,12 +98,17 @@ class NamedEvents(Dialect):
         return bytes(writer.error_event(status, body))
 
 
+class ResponsesDialect(NamedEvents):
+    def error(self, status: int, body: bytes) -> bytes:
+        return responses_body(body)
+
+
 class AnthropicDialect(NamedEvents):
     def error(self, status: int, body: bytes) -> bytes:
         return anthropic_body(status, body)
 
 
-CHAT, RESPONSES, ANTHROPIC = Dialect(), NamedEvents(), AnthropicDialect()
+CHAT, RESPONSES, ANTHROPIC = Dialect(), ResponsesDialect(), AnthropicDialect()
 
 T = TypeVar("T")
 
@@ -117,15 +122,12 @@ async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
     """A chat's prompt, by the model's own template. What that has no word for, the messages say."""
     messages, given = request.conversation(), request.template()
     tokenizer = service.tokenizer
-    if tokenizer is not None and (given["tools"] or any(_tells_of_tools(each) for each in messages)):
+    if tokenizer is not None and (given["tools"] or any(map(tells_of_tools, messages))):
         templates = "\n".join(tokenizer.chat_templates.values())
         if needs_plain_text(service.options.tool_call_parser, templates):
-            messages, given["tools"] = in_plain_text(messages, given["tools"] or [], templates), None
+            tools, given["tools"] = given["tools"] or [], None
+            messages = await asyncio.to_thread(in_plain_text, messages, tools, templates)    # some clients bring 100 kB
     return await service.llm.chat_tokens(messages, **given)
-
-
-def _tells_of_tools(message: dict[str, Any]) -> bool:
-    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 async def chat_job(
@@ -331,10 +333,11 @@ class Generation(Endpoint):
         expect_first_token(job.request.ttft_deadline_ms)
         count = len(job.prompts) * job.params.n
         with self._service.slots.taking(count, already=1):
-            stream = await self._service.llm.stream(
-                job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
-                arrived=metrics.arrived(),
-            )  # fmt: skip
+            with job.request.naming_its_grammar():
+                stream = await self._service.llm.stream(
+                    job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
+                    arrived=metrics.arrived(),
+                )  # fmt: skip
             try:
                 if job.request.stream:
                     events = EventStream(send, job.headers, self._dialect.framed, scope.get(DIRECT))
@@ -453,6 +456,7 @@ def make_app(service: Service) -> Starlette:
 
     async def failed(request: Request, error: Exception) -> Response:
         status, body, headers = describe(error)
+        body = anthropic_body(status, body) if is_for_anthropic(request) else body
         response = Response(body, status, media_type="application/json")
         response.raw_headers.extend(headers)
         return response
@@ -464,7 +468,7 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/messages", Generation(service, prepare_messages, ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", Question(service, count_tokens, ANTHROPIC), methods=["POST"]),
             Route("/v1/responses", Generation(service, prepare_response, RESPONSES), methods=["POST"]),
-            Route("/v1/responses/input_tokens", Question(service, count_input), methods=["POST"]),
+            Route("/v1/responses/input_tokens", Question(service, count_input, RESPONSES), methods=["POST"]),
             Route("/v1/embeddings", Question(service, embed), methods=["POST"]),
             Route("/tokenize", Question(service, tokenize), methods=["POST"]),
             Route("/detokenize", Question(service, detokenize), methods=["POST"]),

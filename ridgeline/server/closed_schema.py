@@ -28,7 +28,7 @@ _MIXING = frozenset({
     "allOf", "if", "not", "dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "patternProperties",
     "minProperties",
 })  # fmt: skip
-_BESIDE = frozenset({"anyOf", "oneOf", "$ref"})          # that mix where properties are listed or required beside them
+_BESIDE = frozenset({"anyOf", "oneOf", "$ref", "const", "enum"})     # that mix where properties stand beside them
 
 
 def _closed(schema: Any) -> Any:

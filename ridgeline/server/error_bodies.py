@@ -6,6 +6,7 @@ and no more: `body_for` picks the shape by that. Knows statuses and words; what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,12 +43,30 @@ def error_body(
     return _encode({"error": told | ({"details": details} if details else {})})
 
 
+# Fields that have other names there than in chat; our messages begin with the name.
+_ANTHROPIC_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_RESPONSES_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "response_format": "text.format"}
+_NAME = re.compile(r"([a-z_]+)(?:\.json_schema)?")
+
+
+def _renamed(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """(the message, the name that now stands in it)."""
+    first = _NAME.match(message)
+    name = names.get(first.group(1)) if first is not None else None
+    return (message, None) if first is None or name is None else (name + message[first.end() :], name)
+
+
+def responses_body(openai_body: bytes) -> bytes:
+    """The same error, for clients of the Responses API."""
+    told = msgspec.json.decode(openai_body)["error"]
+    told["message"], name = _renamed(told["message"], _RESPONSES_NAMES)
+    return openai_body if name is None else _encode({"error": told | {"param": name.partition(".")[0]}})
+
+
 def anthropic_body(status: int, openai_body: bytes) -> bytes:
     """The same error, for Anthropic's clients."""
     told = msgspec.json.decode(openai_body)["error"]
-    message = told["message"]
-    # The one parameter that has another name there; our messages begin with the name.
-    message = "stop_sequences" + message[4:] if message.startswith("stop ") else message
+    message, _ = _renamed(told["message"], _ANTHROPIC_NAMES)
     kind = _ANTHROPIC_TYPES.get(status, "api_error")
     return _encode(AnthropicError(AnthropicDetail(kind, message, told.get("details", UNSET))))
 

@@ -5,10 +5,12 @@ Field names are OpenAI's, and vLLM's where OpenAI has none. No ASGI, no sockets:
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -149,6 +151,21 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
             if field not in known:
                 raise BadRequest(f"structured_outputs has no field {shown(field)}; it has {', '.join(known)}")
         return structured_outputs(name, **fields)
+
+    @contextmanager
+    def naming_its_grammar(self) -> Iterator[None]:
+        """The engine knows grammars as structured_outputs; errors speak of the field that the request has."""
+        try:
+            yield
+        except BadRequest as error:
+            ours = re.match(r"structured_outputs\.\w+", str(error))
+            if ours is None or self.structured_outputs is not None:
+                raise
+            older = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
+            name = next((name for name in older if getattr(self, name) is not None), "tools")
+            if _response_format(self.response_format) is not None:
+                name = "response_format"
+            raise BadRequest(name + str(error)[ours.end() :]) from None
 
 
 def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:

@@ -15,7 +15,9 @@ import msgspec
 from ridgeline.server.body import parse_body
 from ridgeline.server.chat import ChatChoice, ChatMessage, ChatRequest, ChatWriter
 from ridgeline.server.completions import CompletionChoice, CompletionRequest, CompletionWriter
+from ridgeline.server.embeddings import EmbeddingRequest
 from ridgeline.server.generation import GenerationRequest, Reply, Usage, Writer
+from ridgeline.server.responses_request import ResponsesRequest
 
 __all__ = [
     "ChatChoice", "ChatMessage", "ChatRequest", "ChatWriter", "CompletionChoice", "CompletionRequest", "CompletionWriter",
@@ -39,7 +41,10 @@ def param_of(message: str) -> str | None:
     return _FIELDS.get(first.group()) if first is not None else None
 
 
-_FIELDS = {name: name for name in (*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)}
+_FIELDS = {
+    name: name
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest) for name in kind.__struct_fields__
+}  # fmt: skip
 _FIELDS["prompt_token_ids"] = "prompt"                   # as the engine calls it
 
 

@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ridgeline.errors import BadRequest
+
 _WORD = re.compile(r"\btools\b")
-_NO_SYSTEM = re.compile(r"system role (?:is )?not supported", re.IGNORECASE)     # as templates of Gemma say
+# As templates of Gemma say, and those of the first Mistrals and Mixtrals.
+_NO_SYSTEM = re.compile(r"system role (?:is )?not supported|only user and assistant roles are supported!", re.IGNORECASE)
 
 INTRODUCTION = """You can call functions. Each of these lines describes one:
 <tools>
@@ -30,6 +33,10 @@ Its result comes back between <tool_response> and </tool_response>. Without a ca
 def knows_tools(templates: str) -> bool:
     """Whether a model's chat templates, as one text, do anything with tools."""
     return _WORD.search(templates) is not None
+
+
+def tells_of_tools(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def in_plain_text(
@@ -62,7 +69,7 @@ def in_plain_text(
 
 
 def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], has_system: bool) -> None:
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    lines = "\n".join(_json(tool["function"]) for tool in tools)
     text = _part(INTRODUCTION.format(tools=lines))
     first = messages[0]
     if first["role"] == "system":
@@ -78,10 +85,16 @@ def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]
 def _call(function: Mapping[str, Any]) -> str:
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        with suppress(ValueError):                       # what a model wrote once and was no JSON stays what it was
+        with suppress(ValueError, RecursionError):       # what a model wrote once and was no JSON stays what it was
             arguments = json.loads(arguments or "{}")
-    call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    return f"<tool_call>\n{_json({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise BadRequest("messages and tools must not be nested so deep") from None
 
 
 def _parts(message: Mapping[str, Any]) -> list[Any]:

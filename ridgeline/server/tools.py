@@ -34,7 +34,7 @@ from ridgeline.server.tool_parser import (
 from ridgeline.server.tool_prompt import knows_tools
 
 MAX_TOOLS = 128
-MAX_NAME = 64
+MAX_NAME = 128                       # Anthropic's limit; OpenAI's is 64, but a name here may have its namespace before it
 TAIL_TOKENS = 8                      # at the end of a prompt, among which "<think>" and a line break must be
 
 # Those that a model may write by itself, and two that only a schema makes it write.
@@ -159,8 +159,9 @@ def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object."""
-    schema = dict(tool["function"].get("parameters") or {})
+    """The schema of a tool's arguments, which are always an object; a tool that says nothing of them has none."""
+    given = tool["function"].get("parameters")
+    schema = {"properties": {}} if given is None else dict(given)
     if "type" not in schema and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         schema["type"] = "object"
     return closed(schema)
@@ -206,10 +207,12 @@ def moved(schema: Any, to: str) -> Any:
 
 def _moved(schema: Any, to: str) -> Any:
     if isinstance(schema, Mapping):
-        made = {}
+        made: dict[str, Any] = {}
         for key, value in schema.items():
             if key == "$ref" and isinstance(value, str) and value.startswith("#"):
                 made[key] = to + value[1:]
+            elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
+                made[key] = {name: _moved(each, to) for name, each in value.items()}     # whatever their names
             else:
                 made[key] = value if key in ("enum", "const", "default", "examples") else _moved(value, to)
         return made
