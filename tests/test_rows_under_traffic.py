@@ -170,10 +170,8 @@ class StampForward:
         if prefix is not None and int(prefix.prefix_len[place]):
             self.prefixes += 1
             shared = int(prefix.prefix_len[place])
-            tiles = [
-                tile for tile, (first, count) in enumerate(zip(prefix.tile_first.tolist(), prefix.tile_count.tolist(), strict=True))
-                if place in prefix.members[first : first + count].tolist()
-            ]  # fmt: skip
+            members, starts = prefix.members.tolist(), zip(prefix.tile_first.tolist(), prefix.tile_count.tolist(), strict=True)
+            tiles = [tile for tile, (first, count) in enumerate(starts) if place in members[first : first + count]]
             assert len(tiles) == 1 and int(prefix.tile_len[tiles[0]]) == shared < length
             blocks = shared // self._setup.block_size
             table = self._rows._device_tables[0]
