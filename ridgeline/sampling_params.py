@@ -160,7 +160,7 @@ class SamplingParams:
         self._number("top_p", 0.0, 1.0, above_low=True)
         self._number("min_p", 0.0, 1.0)
         self._number("typical_p", 0.0, 1.0, above_low=True)
-        self._number("repetition_penalty", 0.0, 100.0, above_low=True)
+        self._number("repetition_penalty", 0.001, 100.0)      # a logit divided by less may be infinite
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         if self.seed is not None:

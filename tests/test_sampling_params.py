@@ -40,7 +40,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("top_p", 0.0), ("top_p", -0.5), ("top_p", 1.01),
     ("min_p", -0.01), ("min_p", 1.5),
     ("typical_p", 0.0), ("typical_p", 2),
-    ("repetition_penalty", 0.0), ("repetition_penalty", -1), ("repetition_penalty", 1000),
+    ("repetition_penalty", 0.0), ("repetition_penalty", -1), ("repetition_penalty", 1000), ("repetition_penalty", 3e-292),
     ("presence_penalty", -2.5), ("presence_penalty", 2.5),
     ("frequency_penalty", -2.1), ("frequency_penalty", 3),
     ("seed", 2**63), ("seed", -(2**63) - 1),

@@ -236,7 +236,7 @@ def test_a_short_soak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     """Twenty seconds say nothing about memory, but everything about what is left behind."""
     model, out = write_model(tmp_path / "tiny"), tmp_path / "soak.json"
     began = time.monotonic()
-    options = ["load_format=dummy", "num_gpu_blocks_override=200", "max_model_len=512", "dtype=float32"]
+    options = ["load_format=dummy", "num_gpu_blocks_override=200", "max_model_len=1024", "dtype=float32"]
     how = ["--minutes", "0.35", "--clients", "4", "--period", "0.2", "--out", str(out)]
     main(["bench", "soak", str(model), *how, "--set", *options])
     made = json.loads(out.read_text())
