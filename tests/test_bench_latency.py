@@ -107,6 +107,8 @@ def test_a_growing_queue_shows() -> None:
     assert latency.backlog_growth(keeping) == pytest.approx(0, abs=0.01)
     assert latency.backlog_growth([answered(number / 10, 0.0, 15.0) for number in range(200)]) is None       # too short to tell
     assert latency.backlog_growth(keeping[:5]) is None
+    few = [answered(begin, 0.0, 0.6) for begin in (0.0, 0.5, 1.0, 1.9, 2.3, 2.6, 2.9, 3.4, 3.5, 3.6, 3.9, 4.5)]
+    assert latency.backlog_growth(few) is None                           # twelve that came by chance say nothing
 
 
 def lags(**changes: float) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from typing import Any
 
 from ridgeline.errors import ConfigError
 
+MOST_GROWTH = 0.1                    # of the offered requests may pile up: more is a queue that only gets longer
+
 PERCENTILES = (50, 90, 95, 99)
 SLO_NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2el", "e2e": "e2el"}
 
@@ -174,7 +176,8 @@ def backlog_growth(outcomes: Sequence[Outcome]) -> float | None:
     """The share of offered requests that pile up: 0.2 where a server answers eight of every ten.
 
     How many were under way on average in the last third of the time in which requests came, less that of the third before
-    it, over the requests of a third. None where the run is too short to tell: answers must take less than half of it.
+    it, over the requests of a third. None where the run is too short to tell: answers must take less than half of it, and
+    chance must not do as much (1.5 standard deviations, if requests came and went independently).
     """
     begins = sorted(outcome.intended for outcome in outcomes)
     if len(begins) < 8:
@@ -188,7 +191,9 @@ def backlog_growth(outcomes: Sequence[Outcome]) -> float | None:
         spans = (min(outcome.ended, begin + third) - max(outcome.intended, begin) for outcome in outcomes)
         return sum(span for span in spans if span > 0) / third
 
-    return (under_way(begins[0] + 2 * third) - under_way(begins[0] + third)) / (len(begins) / 3)
+    before, last = under_way(begins[0] + third), under_way(begins[0] + 2 * third)
+    growth, by_chance = (last - before) / (len(begins) / 3), 1.5 * math.sqrt(last + before) / (len(begins) / 3)
+    return None if by_chance > max(growth, MOST_GROWTH) else growth
 
 
 def timeline(outcomes: Sequence[Outcome], parts: int = 60) -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 from ridgeline.bench import client_check, price, sustain, table
 from ridgeline.bench.client_check import ClientCheck
 from ridgeline.bench.http_client import HttpClient
-from ridgeline.bench.latency import Outcome, backlog_growth, figures, timeline
+from ridgeline.bench.latency import MOST_GROWTH, Outcome, backlog_growth, figures, timeline
 from ridgeline.bench.load import Load
 from ridgeline.bench.memory import own_peak, server_peak
 from ridgeline.bench.prompts import PromptSource
@@ -38,7 +38,6 @@ from ridgeline.server.lifecycle import raise_file_limit, uvloop
 __all__ = ["add_arguments", "run"]
 
 MOST_CACHED = 0.05                   # of the tokens of random prompts: more means that they are not new to the server
-MOST_GROWTH = 0.1                    # of the offered requests may pile up: more is a queue that only gets longer
 _LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 

@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"config.json, directory, .gguf file, or a name: {', '.join(CONFIGS)}")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", default="", metavar="NAME", help=f"{', '.join(DEVICES)}; or cpu, which is measured")
-    machine.add_argument("--count", type=int, default=1, metavar="N", help="devices that share every layer (default: 1)")
+    machine.add_argument("--count", "--tensor-parallel-size", "--tp", dest="count", type=int, default=1, metavar="N",
+                         help="devices that share every layer (default: 1)")
     machine.add_argument("--most", type=int, default=8, metavar="N", help="most devices to look at (default: 8)")
     machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
     machine.add_argument("--price", type=float, metavar="DOLLARS", help="of one device for an hour")
