@@ -24,7 +24,8 @@ TOOLS = ("memcheck", "racecheck")
 CASES = "scripts/run_op_cases.py"
 # Kernels that no small case of an op reaches, by the tests that do.
 TESTS = (
-    "tests/test_ring_gemv.py::test_ring_gemv", "tests/test_gated_gemm.py::test_on_a_gpu",
+    "tests/test_ring_gemv.py::test_ring_gemv", "tests/test_ring_gemm.py::test_ring_gemm",
+    "tests/test_wide_gemm.py::test_wide_gemm", "tests/test_gated_gemm.py::test_on_a_gpu",
     "tests/test_attention_tma.py::test_prompts_agree_with_the_definition",
     "tests/test_linear_kernels.py::test_small_gemm", "tests/test_attention_gpu_shapes.py",
 )  # fmt: skip
