@@ -552,27 +552,35 @@ def checked(path: Path) -> list[Checked]:
     return check(replace(record, name=path.stem.removeprefix("offline-")), path.name in fitted_on)
 
 
+# Not met: one of the record's two runs took 2.2 times as long per token. To be measured again.
+MISSED = {("llama-3.1-8b-fp8-kv", "decode_16x8k", "TPOT")}
+
+
+def smallest_within_the_bar() -> Path:
+    missed = {record for record, _, _ in MISSED}
+    return min((path for path in RECORDS if path.stem.removeprefix("offline-") not in missed), key=lambda path: path.stat().st_size)
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_predictions_hold_against_the_records(path: Path) -> None:
-    """TPOT and throughput within 15 % of what was measured; what was fitted much closer."""
+    """TPOT and throughput within 15 % of what was measured, but for what is named above; what was fitted much closer."""
     found = checked(path)
     assert found
     for each in found:
         if each.fitted:
             assert abs(each.error) < 0.06, each
-        elif each.figure in ("TPOT", "output tok/s") and each.spread <= 1.3:
-            assert abs(each.error) <= BAR, each
+        elif each.figure in ("TPOT", "output tok/s"):
+            missed = (each.record, each.workload, each.figure) in MISSED
+            assert (abs(each.error) > BAR) == missed, each
     assert "| llama" in check_text(found, markdown=True) or "qwen" in check_text(found)
 
 
 def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = Checked("r", "w", "TPOT", 1.0, 2.0, False)
     assert figure.barred and not replace(figure, fitted=True).barred and not replace(figure, figure="first tokens").barred
-    assert replace(figure, spread=1.29).barred           # its own runs differ by less than the bar is wide
-    wild = replace(figure, spread=2.2)
-    assert not wild.barred and wild.note == "its runs differ 2.2×" and "2.2×" in check_text([figure, wild])
-    assert "0 of 1 within 15%" in check_text([figure, wild])
-    smallest = min(RECORDS, key=lambda path: path.stat().st_size)
+    wild = replace(figure, spread=2.2)                   # said, and no excuse
+    assert wild.barred and wild.note == "its runs differ 2.2×" and "0 of 2 within 15%" in check_text([figure, wild])
+    smallest = smallest_within_the_bar()
     made = json.loads(smallest.read_text())
     made["workload"]["options"]["deterministic"] = True
     (tmp_path / "other.json").write_text(json.dumps(made))
@@ -591,7 +599,7 @@ def test_the_page_has_the_table_of_the_records() -> None:
 
 
 def test_the_command_puts_the_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    smallest = min(RECORDS, key=lambda path: path.stat().st_size)
+    smallest = smallest_within_the_bar()
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{check_text(checked(RECORDS[0]), markdown=True)}\n\nafter\n")
     assert main(["plan", "--check", str(smallest), "--into", str(page)]) == 0

@@ -213,8 +213,7 @@ def bombed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, float
 
 async def throw_bombs(model: Path) -> dict[str, float]:
     """In equal turns, with and without them, so that what else the machine does meanwhile hits both alike; and so many others
-    that there is a last hundredth of them. Twenty a second at most: more requests of any kind take longer, and this is about
-    what a grammar does to others."""
+    that there is a last hundredth of them."""
     source, found = random.Random(9), dict[str, float](thrown=0, longest=0, busy=0)
     params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     alone, beside = list[float](), list[float]()
@@ -236,7 +235,6 @@ async def throw_bombs(model: Path) -> dict[str, float]:
                 found["busy"] += isinstance(error, Overloaded)
             found["longest"] = max(found["longest"], time.perf_counter() - began)
             found["thrown"] += 1
-            await asyncio.sleep(max(0, began + 0.05 - time.perf_counter()))
 
     def resident() -> int:
         return sum(each.memory_info().rss for each in [psutil.Process(), *psutil.Process().children(recursive=True)])

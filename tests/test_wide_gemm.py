@@ -162,8 +162,7 @@ def test_the_kernel_compiles(tmp_path: Path, outputs: int, inputs: int, gate: in
     assert plan.shared_bytes() <= found["shared"] <= plan.shared_bytes() + scratch
     counts = Counter(found["instructions"])
     assert counts["HGMMA"] == 8 and counts["WARPGROUP.DEPBAR"] == 2      # four products of 16 inputs for each group
-    # Of more than a hundred sums a thread has in registers none may be spilt; how many addresses are is the assembler's choice.
-    assert counts["STL"] < 8 and counts["LDL"] < 8
+    assert counts["STL"] <= 4 and counts["LDL"] <= 4     # an address may be spilt, not the sums
     assert counts["ACQBULK"] == counts["PREEXIT"] == 1
     boxes = plan.step // wide_gemm.BOX * wide_gemm.RUN
     assert counts["UTMALDG"] == boxes + 2 * wide_gemm.RUN

@@ -35,9 +35,7 @@ class Checked:
 
     @property
     def barred(self) -> bool:
-        """TPOT and throughput of what was not fitted; but of runs that differ by more than the bar is wide, nobody can say
-        which of them to predict."""
-        return self.figure in BARRED and not self.fitted and self.spread <= 1 + 2 * BAR
+        return self.figure in BARRED and not self.fitted
 
     @property
     def note(self) -> str:
