@@ -54,6 +54,7 @@ class Engine:
         self.core = EngineCore(resolved, executor)
         self.model: Decoder = executor.runner.model
         self._count = 0
+        gc.freeze()                                      # as the engine's own process does once it is ready
 
     def bytes_per_weight(self, requests: int) -> float:
         return self.model.bytes_per_weight(requests)
@@ -109,6 +110,7 @@ class Engine:
         """End it and give its memory back, so that another engine finds the device empty."""
         self.core.close()
         del self.core, self.model
+        gc.unfreeze()
         _free_memory()
 
 
