@@ -63,9 +63,9 @@ def prepared(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def fold_tile(  # type: ignore[no-untyped-def]
-    scores, v, maximum, total, accumulated, key, position, k_scale_ptr, v_scale_ptr, score_scale, softcap,
+    scores, v, odd_v, maximum, total, accumulated, odd, key, position, k_scale_ptr, v_scale_ptr, score_scale, softcap,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    K_NARROW: tl.constexpr, V_NARROW: tl.constexpr, UPCAST: tl.constexpr,
+    K_NARROW: tl.constexpr, PAIRED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of scores and values into the running maximum (base 2), sum and accumulated values."""
     if K_SCALE == "key":
@@ -76,33 +76,34 @@ def fold_tile(  # type: ignore[no-untyped-def]
     if SOFTCAP:
         # softcap * tanh(scores * scale / softcap); both factors come folded with their base-2 logarithms.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * row_scale) + 1.0))
+    elif V_SCALE == "key":
+        scores *= row_scale
     if MASKED:
         visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-    if SOFTCAP:
+    if V_SCALE == "key":
+        # Weights are multiplied with their values' scales, and must then be in the range of float16: the maximum is taken
+        # of both together. An exponent is enough of a scale, one that is above it.
+        v_scale = tl.load(v_scale_ptr)
+        power = ((v_scale.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
+        new_maximum = tl.maximum(maximum, tl.max(scores + power[None, :], axis=1))
+    elif SOFTCAP:
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_maximum[:, None])
     else:
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * score_scale)
-        weights = tl.exp2(scores * row_scale - new_maximum[:, None])
+        scores *= row_scale
+    weights = tl.exp2(scores - new_maximum[:, None])
     decay = tl.exp2(maximum - new_maximum)
     total = total * decay + tl.sum(weights, axis=1)
-    accumulated = accumulated * decay[:, None]
     if V_SCALE == "key":
-        v_scale = tl.load(v_scale_ptr)
-        if V_NARROW and not UPCAST:
-            # Brought into the range of float16 before, and out of it after.
-            largest = tl.maximum(tl.max(v_scale, axis=0), 1e-30)
-            weights *= (v_scale / largest)[None, :]
-            accumulated += largest * tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        else:
-            weights *= v_scale[None, :]
-            accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
-    else:
-        accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
-    return new_maximum, total, accumulated
+        weights *= v_scale[None, :]
+    weights = weights.to(v.dtype)
+    accumulated = tl.dot(weights, v, accumulated * decay[:, None], input_precision="ieee")
+    if PAIRED:
+        odd = tl.dot(weights, odd_v, odd * decay[:, None], input_precision="ieee")
+    return new_maximum, total, accumulated, odd
 
 
 @triton_kernel()
@@ -130,16 +131,55 @@ def in_compute_type(tile, like, NARROW: tl.constexpr, UPCAST: tl.constexpr):  # 
 
 
 @triton_kernel()
+def slot_of(key, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The place of a key in its block. The compiler does not know that keys are not negative."""
+    if BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
+        slot = key & (BLOCK_SIZE - 1)
+    else:
+        slot = key % BLOCK_SIZE
+    return slot
+
+
+@triton_kernel()
+def load_pairs(  # type: ignore[no-untyped-def]
+    ptr, block, slot, block_stride, slot_stride, HEAD_DIM: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr
+):  # fmt: skip
+    """A tile of eight-bit floats as float16: its even and its odd columns.
+
+    Tensor cores want pairs of keys, and shared memory is transposed on the way only in units of sixteen bits. So two values
+    of a key travel as one number, and are taken apart where two keys have come together.
+    """
+    pairs = load_tile(
+        ptr.to(tl.pointer_type(tl.int16), bitcast=True), block, slot, block_stride // 2, slot_stride // 2, HEAD_DIM // 2,
+        TILE_DIM // 2,
+    )  # fmt: skip
+    if UPCAST:
+        even = (pairs & 0xFF).to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+        odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    else:
+        CONVERT: tl.constexpr = "cvt.rn.f16x2." + ("e5m2x2" if ptr.dtype.element_ty == tl.float8e5 else "e4m3x2")
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b16 key, next; .reg .b32 both, others; mov.b32 {key, next}, $2; "
+            + CONVERT + " both, key; " + CONVERT + " others, next; "
+            "prmt.b32 $0, both, others, 0x5410; prmt.b32 $1, both, others, 0x7632; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton_kernel()
 def attend_keys(  # type: ignore[no-untyped-def]
-    q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, end, limit,
+    q, odd_q, maximum, total, accumulated, odd, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, end, limit,
     position, score_scale, softcap,
     k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_NARROW: tl.constexpr, V_NARROW: tl.constexpr,
-    TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
+    PAIRED: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Walk the keys [begin, end) in tiles; the last tile may reach beyond end. `block`: the blocks of the first tile.
+
+    PAIRED: `q` and `accumulated` have the even dimensions, `odd_q` and `odd` the others; else those are not used.
 
     MASKED tiles hide what lies beyond a query's position or behind its window; others are visible to every query. No
     slot at or beyond `limit` is ever read: such keys read the last slot before it again, and are hidden.
@@ -152,19 +192,27 @@ def attend_keys(  # type: ignore[no-untyped-def]
         slot = key
         if MASKED:
             slot = tl.minimum(key, limit - 1)
-        slot = slot % BLOCK_SIZE
-        k = load_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM, TILE_DIM)
-        v = load_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM, TILE_DIM)
+        slot = slot_of(slot, BLOCK_SIZE)
+        if PAIRED:
+            k, odd_k = load_pairs(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM, TILE_DIM, UPCAST)
+            v, odd_v = load_pairs(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM, TILE_DIM, UPCAST)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = tl.dot(odd_q, tl.trans(odd_k), scores, input_precision="ieee")
+        else:
+            k = load_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM, TILE_DIM)
+            v = load_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM, TILE_DIM)
+            scores = tl.dot(q, tl.trans(in_compute_type(k, q.dtype, K_NARROW, UPCAST)), input_precision="ieee")
+            v = in_compute_type(v, q.dtype, V_NARROW, UPCAST)
+            odd_v = v
         wide_block = block.to(tl.int64)
         block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, limit - 1) // BLOCK_SIZE)
-        scores = tl.dot(q, tl.trans(in_compute_type(k, q.dtype, K_NARROW, UPCAST)), input_precision="ieee")
-        maximum, total, accumulated = fold_tile(
-            scores, in_compute_type(v, q.dtype, V_NARROW, UPCAST), maximum, total, accumulated, key, position,
+        maximum, total, accumulated, odd = fold_tile(
+            scores, v, odd_v, maximum, total, accumulated, odd, key, position,
             k_scale_ptr + wide_block * k_scale_block_stride + slot * k_scale_slot_stride,
             v_scale_ptr + wide_block * v_scale_block_stride + slot * v_scale_slot_stride,
-            score_scale, softcap, MASKED, WINDOW, SOFTCAP, K_SCALE, V_SCALE, K_NARROW, V_NARROW, UPCAST,
+            score_scale, softcap, MASKED, WINDOW, SOFTCAP, K_SCALE, V_SCALE, K_NARROW, PAIRED, UPCAST,
         )  # fmt: skip
-    return maximum, total, accumulated, block
+    return maximum, total, accumulated, odd, block
 
 
 @triton_kernel()
@@ -353,7 +401,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    K_NARROW: tl.constexpr, V_NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    K_NARROW: tl.constexpr, V_NARROW: tl.constexpr, PAIRED: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr,
     FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
@@ -458,14 +507,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
     maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
-    accumulated = tl.zeros([TILE_QUERIES, TILE_DIM], tl.float32)
+    accumulated = tl.zeros([TILE_QUERIES, TILE_DIM // 2 if PAIRED else TILE_DIM], tl.float32)
+    odd_q = q
+    if PAIRED:
+        q, odd_q = tl.split(q.reshape(TILE_QUERIES, TILE_DIM // 2, 2))
     last = tl.full([TILE_QUERIES], 0, tl.int32) + (end - 1)
-    maximum, total, accumulated, block = attend_keys(
-        q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, end, end,
-        last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    maximum, total, accumulated, odd, block = attend_keys(
+        q, odd_q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+        block, begin, end, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, PAIRED, TILE_KEYS, TILE_DIM, UPCAST,
     )  # fmt: skip
+    if PAIRED:
+        accumulated = tl.interleave(accumulated, odd)
     accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
 
     pair = row * KV_HEADS + kv_head

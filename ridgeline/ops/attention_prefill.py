@@ -91,25 +91,26 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         # The tiles in which some key is behind the window of the last query.
         edge = tl.minimum(tl.maximum(last_position - WINDOW + 1 - begin, 0), limit - begin)
         edge = tl.minimum(begin + tl.cdiv(edge, TILE_KEYS) * TILE_KEYS, limit)
-        maximum, total, accumulated, block = attend_keys(
-            q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, edge, limit,
-            position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        maximum, total, accumulated, _, block = attend_keys(
+            q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+            block, begin, edge, limit, position, score_scale, softcap,
+            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-            BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, TILE_KEYS, TILE_DIM, UPCAST,
+            BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
         )  # fmt: skip
         begin = tl.maximum(begin, edge)
     inner = begin + tl.maximum(first_position + 1 - begin, 0) // TILE_KEYS * TILE_KEYS
-    maximum, total, accumulated, block = attend_keys(
-        q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, inner, limit,
-        position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    maximum, total, accumulated, _, block = attend_keys(
+        q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+        block, begin, inner, limit, position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, K_SCALE, V_SCALE, K_NARROW, V_NARROW, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
     )  # fmt: skip
-    maximum, total, accumulated, block = attend_keys(
-        q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, inner, limit, limit,
-        position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    maximum, total, accumulated, _, block = attend_keys(
+        q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+        block, inner, limit, limit, position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
     )  # fmt: skip
     accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
     out = accumulated / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -185,17 +186,17 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     accumulated = tl.zeros([TILE_QUERIES, TILE_DIM], tl.float32)
     last = tl.full([TILE_QUERIES], 0, tl.int32) + (end - 1)
     inner = begin + (end - begin) // TILE_KEYS * TILE_KEYS
-    maximum, total, accumulated, block = attend_keys(
-        q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, inner, end,
-        last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    maximum, total, accumulated, _, block = attend_keys(
+        q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+        block, begin, inner, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, K_SCALE, V_SCALE, K_NARROW, V_NARROW, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
     )  # fmt: skip
-    maximum, total, accumulated, block = attend_keys(
-        q, maximum, total, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, inner, end, end,
-        last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    maximum, total, accumulated, _, block = attend_keys(
+        q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+        block, inner, end, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
     )  # fmt: skip
     accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
 

@@ -21,6 +21,7 @@ from ridgeline.costs import PAGED_ATTENTION_CASES, paged_attention_cost
 from ridgeline.ops import attention_decode, attention_prefill, attention_tma, native
 from ridgeline.ops.decode_shares import DeviceShares, num_items, programs_at_once, share_out
 from ridgeline.ops.launch import dependent_launch, multiprocessors
+from ridgeline.ops.query_tiles import cut_queries
 from ridgeline.ops.registry import (
     TRITON_DTYPES,
     TRITON_INTERPRETED,
@@ -193,7 +194,7 @@ def paged_attention_reference(
     work: AttentionWork | None = None,
     prefix: SharedPrefix | None = None,
     shares: DeviceShares | None = None,  # which program reads which keys of the decodes; None: it is worked out anew
-    query_tiles: Tensor | None = None,   # int32 [N, 4]: the rows after the decodes, cut up by attention_tma.query_tiles
+    query_tiles: Tensor | None = None,   # int32 [N, 4]: the rows after the decodes, cut up by query_tiles.py
     kv_format: KVFormat | None = None,   # of quantised caches, with their scales
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -455,8 +456,8 @@ def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, pr
     if dtype == torch.float32:
         # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
         return 32, 4096, {"num_warps": 4, "num_stages": 2}
-    if narrow:
-        return 128, 8192, {"num_warps": 4, "num_stages": 2}
+    if narrow:                                           # as many bytes as tiles of 32 wide keys, whatever the rows
+        return 64, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
     if pairs > 40 * processors and 64 < head_dim <= 128:
         return 64, 4096, {"num_warps": 4, "num_stages": 3}
     if pairs > 6 * processors and head_dim <= 128:
@@ -552,6 +553,7 @@ def paged_attention_triton(
                 **prefix_launch, **dependent_launch(q.device),
             )  # fmt: skip
         narrow = _is_narrow(k_cache, q) or _is_narrow(v_cache, q)
+        paired = _in_pairs(k_cache, q) and _in_pairs(v_cache, q)
         pairs = 0 if work.deterministic else decodes * kv_heads
         tile_keys, tile_values, launch = decode_tiles(q.dtype, head_dim, narrow, pairs, processors)
         tile_group = 1 << (group - 1).bit_length()
@@ -560,16 +562,22 @@ def paged_attention_triton(
             kv_len if prefix is None else prefix.prefix_len, shares.item_row, shares.first_item, shares.size,
             k_scale, v_scale, accumulated, statistics, workspace.arrived, prefix_cut, decodes * kv_heads * prefix_cut,
             *new_tensors, score_scale, cap, block_table.stride(0), *strides, **constants, **new_constants,
-            KV_HEADS=kv_heads, WINDOW=window or 0, HAS_TABLE_ROWS=table_rows is not None, HAS_PREFIX=tiles > 0,
+            KV_HEADS=kv_heads, WINDOW=window or 0, HAS_TABLE_ROWS=table_rows is not None, HAS_PREFIX=tiles > 0, PAIRED=paired,
             MINIMUM_PREFIX=PREFIX_MINIMUM, TILE_PREFIX=prefix_keys, TILE_QUERIES=max(16, tile_group),
             TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
             TILE_SLOTS=max(1, tile_values // (tile_group * tile_dim(head_dim))), **launch, **dependent_launch(q.device),
         )  # fmt: skip
 
     rows = kv_len.shape[0] - decodes
-    plain = window is None and softcap is None and k_layout == v_layout == "none" and not work.deterministic
+    plain = window is None and softcap is None and not work.deterministic
+    scales: tuple[attention_tma.Scales, ...] = ()
+    if k_cache.element_size() == 1:
+        scales = ((k_scale, k_scale_strides), (v_scale, v_scale_strides))
+        plain &= {k_layout, v_layout} <= {"key", "head"}
+    else:
+        plain &= k_layout == v_layout == "none"
     if query_tiles is not None and plain and attention_tma.suits(q, k_cache, v_cache, out):
-        attention_tma.prompt_attention(q, k_cache, v_cache, block_table, query_tiles, out, scale)
+        attention_tma.prompt_attention(q, k_cache, v_cache, block_table, query_tiles, out, scale, *scales)
     elif rows and work.longest_query:
         pairs = PREFIX_QUERIES if work.deterministic else work.longest_query * group
         tile_queries, tile_keys, launch = prefill_tiles(q.dtype, head_dim, pairs)
@@ -637,6 +645,12 @@ def _work_of(query_start: list[int]) -> AttentionWork:
 def _is_narrow(cache: Tensor, q: Tensor) -> bool:
     """Whether values of eight bits meet queries of sixteen: they are then computed with in float16."""
     return cache.element_size() == 1 and q.element_size() == 2
+
+
+def _in_pairs(cache: Tensor, q: Tensor) -> bool:
+    """Whether two values of eight bits can be read as one of sixteen, and half of a head is enough for a tensor core."""
+    even = all(stride % 2 == 0 for stride in cache.stride()[:3]) and cache.stride(3) == 1 and cache.data_ptr() % 2 == 0
+    return _is_narrow(cache, q) and even and tile_dim(cache.shape[3]) >= 32
 
 
 def _scale_argument(scale: Tensor | None, layout: ScaleLayout, unused: Tensor) -> tuple[str, Tensor, tuple[int, ...]]:
@@ -774,7 +788,7 @@ def _inputs(
         )  # fmt: skip
     if decodes < len(rows):
         table_rows = torch.arange(len(rows)) if place is None else place
-        cut = attention_tma.query_tiles(
+        cut = cut_queries(
             np.array(query_start[decodes:]), np.array(kv_len[decodes:]), table_rows[decodes:].numpy(), heads // kv_heads
         )
         kwargs["query_tiles"] = torch.from_numpy(cut).to(device)

@@ -31,6 +31,7 @@ from ridgeline.ops.paged_attention import (
     prefix_tile_rows,
     workspace_floats,
 )
+from ridgeline.ops.query_tiles import cut_queries, most_tiles
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.staging import Staging
 
@@ -126,7 +127,7 @@ class DeviceRows:
         items = num_items(max_rows, self._programs, deterministic)
         num_bytes += len(groups) * 2 * (4 * (items + 2 * max_rows) + 3 * 16)
         if self._tile_group is not None:
-            num_bytes += 16 * (attention_tma.most_tiles(max_step_tokens, max_rows, self._tile_group) + 1)
+            num_bytes += 16 * (most_tiles(max_step_tokens, max_rows, self._tile_group) + 1)
         self._staging = Staging(num_bytes + 12 * self._most_changes + 16 * (24 + len(groups)), depth + 1, device)
 
     # -- the delta -----------------------------------------------------------------------------------------------------
@@ -400,8 +401,8 @@ class DeviceRows:
         group = self._tile_group
         if group is None or first == len(rows):
             return None
-        size = None if shape is None else attention_tma.most_tiles(shape.prompt_tokens, shape.prompts, group)
-        return self._staging.put(attention_tma.query_tiles(query_start[first:], kv_len[first:], rows[first:], group, size))
+        size = None if shape is None else most_tiles(shape.prompt_tokens, shape.prompts, group)
+        return self._staging.put(cut_queries(query_start[first:], kv_len[first:], rows[first:], group, size))
 
     def _put_decodes(
         self, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int

@@ -1,0 +1,72 @@
+"""What the kernels written in Gluon share: its names, barriers of a ring, and the wait for the kernel before.
+
+Gluon is Triton's language for kernels that say where every number lies and when it comes. The interpreter does not know it,
+and it is young: where names changed between the versions in use, 3.6 and later, this file has one for both. Without it they
+are None, and nothing may call the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, gluon_kernel, triton
+
+# Before Triton 3.6 it was spelt otherwise.
+HAS_GLUON = HAS_TRITON and not TRITON_INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+if HAS_GLUON:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language._core import builtin
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        async_copy,
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+    fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+    group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+    @builtin
+    def viewed(memory, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
+        """The same shared memory as another shape."""
+        method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+        return method(dtype, shape, layout, _semantic=_semantic)
+
+else:
+    gl = async_copy = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = None
+    copy = fetch = group_barrier = viewed = None
+
+
+@gluon_kernel()
+def wait_for_kernel_before(DEPENDENT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel start, and wait for the one before (launch.py)."""
+    if DEPENDENT:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon_kernel()
+def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(that a slot of a ring is full, that it is empty): one warp fills it, READERS groups of warps give it back."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return full, empty
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """The copy engine and the instructions of four warps at once came with compute capability 9, and the latter went."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
