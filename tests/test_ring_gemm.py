@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ridgeline.ops import hopper, linear_plan, registry, ring_gemm
 from ridgeline.ops import linear as linear_file
-from ridgeline.ops import linear_plan, registry, ring_gemm
 from ridgeline.ops.activation import gated_activation_reference
 from ridgeline.ops.linear_plan import ring_gemm_plan
 
@@ -31,8 +31,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 def chosen(monkeypatch: pytest.MonkeyPatch, rows: int, gated: bool, shared: int, capability: int = 9) -> object:
     """As on a GPU with that much shared memory."""
-    monkeypatch.setattr(ring_gemm, "HAS_TRITON", True)
-    monkeypatch.setattr(ring_gemm, "TRITON_INTERPRETED", False)
+    monkeypatch.setattr(ring_gemm, "HAS_GLUON", True)
+    monkeypatch.setattr(ring_gemm, "is_hopper", hopper.is_hopper.__wrapped__)
     monkeypatch.setattr(ring_gemm, "shared_memory", lambda device: shared)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     return ring_gemm.ring_gemm_for.__wrapped__(rows, 4096, 4096, gated, torch.device("cuda"))
@@ -40,7 +40,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, rows: int, gated: bool, shared: int,
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_ring_is_for_devices_it_fits(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
-    for rows in (2, 16, 32):
+    for rows in (2, 16, 32) if gated else (2, 16, 32, 64):
         assert chosen(monkeypatch, rows, gated, H200) == ring_gemm_plan(rows, 4096, 4096, gated)
         assert chosen(monkeypatch, rows, gated, A100) is None
         assert chosen(monkeypatch, rows, gated, H200, 10) is None            # another matrix unit
@@ -74,6 +74,11 @@ def test_a_few_rows_go_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> N
 # ── the kernel, compiled ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def compiled_plan(rows: int, gate: int) -> Any:
+    """Every row of the plan's tables, with the last gate its narrow tiles."""
+    return ring_gemm_plan(rows, 14336 if gate in (1, 2) else 4096, 4096, gate > 0)
+
+
 def compiled(rows: int, gate: int) -> dict[str, Any]:
     """What the compiler makes of the kernel for sm_90. In a process of its own, where the op files believe in a GPU."""
     import triton
@@ -81,9 +86,11 @@ def compiled(rows: int, gate: int) -> dict[str, Any]:
     from triton.experimental import gluon
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    registry.HAS_TRITON, registry.gluon, registry.triton = True, gluon, triton
+    registry.HAS_TRITON, registry.gluon, registry.triton, registry.tl = True, gluon, triton, triton.language
+    for name in ("hopper", "gemv"):
+        importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
     module = importlib.reload(ring_gemm)
-    kernel, plan = module._ring_gemm_kernel, ring_gemm_plan(rows, 4096, 4096, gate > 0)
+    kernel, plan = module._ring_gemm_kernel, compiled_plan(rows, gate)
     assert plan is not None
     constants = {
         "BLOCK_ROWS": plan.block_rows, "BLOCK_OUTPUTS": plan.block_outputs, "BLOCK_INPUTS": plan.block_inputs,
@@ -108,7 +115,7 @@ def compiled(rows: int, gate: int) -> dict[str, Any]:
 @pytest.mark.skipif(not HAS_TRITON or registry.TRITON_INTERPRETED, reason="no compiler")
 @pytest.mark.parametrize(
     ("rows", "gate"),
-    [(4, 1), (16, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((16, 1), (32, 2), (32, 0), (8, 3)))],
+    [(4, 1), (16, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((16, 1), (32, 2), (32, 0), (8, 3), (64, 0)))],
 )
 def test_the_kernel_compiles(tmp_path: Path, rows: int, gate: int) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -117,7 +124,7 @@ def test_the_kernel_compiles(tmp_path: Path, rows: int, gate: int) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)
-    plan = ring_gemm_plan(rows, 4096, 4096, gate > 0)
+    plan = compiled_plan(rows, gate)
     assert plan is not None
     rings = plan.shared_bytes(gate > 0)
     assert rings <= found["shared"] <= rings + ring_gemm.RESERVED - 1024         # the driver takes 1024 of each
@@ -145,6 +152,7 @@ def test_the_kernel_compiles(tmp_path: Path, rows: int, gate: int) -> None:
         (2, 6144, 4096, None, False), (16, 4096, 14336, None, False), (32, 14336, 4096, "silu", False),
         (5, 3001, 2048, None, True), (8, 77, 1536, "gelu", True), (13, 33000, 512, "gelu_tanh", False),
         (13, 70, 8192, None, False), (32, 20000, 512, None, True), (3, 29000, 256, "silu", True),
+        (50, 3001, 2048, None, True), (64, 3584, 3584, None, False), (1, 3584, 18944, None, False),
     ],
 )  # fmt: skip
 def test_ring_gemm(

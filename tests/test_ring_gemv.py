@@ -34,8 +34,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, inputs: int, gated: bool, shared: in
     """As on a GPU with that much shared memory."""
     import triton
 
-    monkeypatch.setattr(ring_gemv, "HAS_TRITON", True)
-    monkeypatch.setattr(ring_gemv, "TRITON_INTERPRETED", False)
+    monkeypatch.setattr(ring_gemv, "HAS_GLUON", True)
     monkeypatch.setattr(ring_gemv, "triton", triton)
     monkeypatch.setattr(ring_gemv, "shared_memory", lambda device: shared)
     return ring_gemv.ring_for.__wrapped__(OUTPUTS, inputs, gated, torch.device("cuda"))
@@ -44,7 +43,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, inputs: int, gated: bool, shared: in
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_ring_is_for_devices_it_fits(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
-    for inputs in (4096, 5120, 8192, 14336, 16384):
+    for inputs in (3072, 4096, 5120, 8192, 14336, 16384):
         assert chosen(monkeypatch, inputs, gated, H200) == ring_plan(OUTPUTS, inputs, gated) is not None
         assert chosen(monkeypatch, inputs, gated, A100) is None
     assert chosen(monkeypatch, 2048, gated, H200) is None            # nothing to gain
@@ -85,7 +84,9 @@ def compiled(inputs: int, gate: int) -> dict[str, Any]:
     from triton.experimental import gluon
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    registry.HAS_TRITON, registry.gluon, registry.triton = True, gluon, triton
+    registry.HAS_TRITON, registry.gluon, registry.triton, registry.tl = True, gluon, triton, triton.language
+    for name in ("hopper", "gemv"):
+        importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
     kernel = importlib.reload(ring_gemv)._ring_gemv_kernel
     plan, padded = ring_plan(OUTPUTS, inputs, gate > 0), 1 << (inputs - 1).bit_length()
     assert plan is not None

@@ -175,7 +175,7 @@ def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
 ATTENTION_HELPERS = (
     "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
     "scale_values", "merge_shares", "prepared", "in_runs", "partner_of", "angles",
-    "norm_weights", "load_heads", "turned", "store_scaled", "store_newest",
+    "norm_weights", "load_heads", "turned", "store_scaled", "store_newest", "slot_of", "load_pairs",
 )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
         "TILE_QUERIES": 128 if many else 16, "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128,
         "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "K_SCALES": 0, "V_SCALES": 0,
         "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
-        "K_NARROW": kv_dtype == "fp8e4nv", "V_NARROW": kv_dtype == "fp8e4nv", **changes,
+        "K_NARROW": kv_dtype == "fp8e4nv", "V_NARROW": kv_dtype == "fp8e4nv", "PAIRED": kv_dtype == "fp8e4nv", **changes,
     }  # fmt: skip
     names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
@@ -247,26 +247,30 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
 
 
 @pytest.mark.usefixtures("attention_helpers")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_decode_attention_keeps_its_numbers_in_registers(head_dim: int, tmp_path: Path) -> None:
-    """In every class of rows: none is spilled to memory, where a launch may have only so many registers."""
+@pytest.mark.parametrize(("head_dim", "narrow"), [(64, False), (128, False), (256, False), (128, True)])
+def test_decode_attention_keeps_its_numbers_in_registers(head_dim: int, narrow: bool, tmp_path: Path) -> None:
+    """In every class of rows: none is spilled to memory, where a launch may have only so many registers. Eight-bit floats
+    are converted two at a time, and no byte is loaded by itself."""
     names = list(inspect.signature(getattr(attention_decode.decode_kernel, "fn", attention_decode.decode_kernel)).parameters)
-    types = attention_types(names, "bf16", "bf16")
+    types = attention_types(names, "bf16", "fp8e4nv" if narrow else "bf16")
     aligned = [name for name in names if name.endswith(("_ptr", "_stride"))]
+    scale, scales = ("key", 2) if narrow else ("none", 0)
     for pairs in (8, 1024, 8192):
-        keys, values, launch = decode_tiles(torch.bfloat16, head_dim, False, pairs, 132)
+        keys, values, launch = decode_tiles(torch.bfloat16, head_dim, narrow, pairs, 132)
         constants = {
             "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
-            "K_SCALE": "none", "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": False, "MINIMUM_PREFIX": 256,
+            "K_SCALE": scale, "V_SCALE": scale, "HAS_TABLE_ROWS": True, "HAS_PREFIX": False, "MINIMUM_PREFIX": 256,
             "TILE_PREFIX": 64, "TILE_QUERIES": 16, "TILE_KEYS": keys, "TILE_DIM": head_dim, "TILE_GROUP": 4,
             "TILE_SLOTS": max(1, values // (4 * head_dim)), "FRESH": True, "HALF": head_dim // 2, "NORM": False,
-            "K_SCALES": 0, "V_SCALES": 0, "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
-            "K_NARROW": False, "V_NARROW": False,
+            "K_SCALES": scales, "V_SCALES": scales, "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
+            "K_NARROW": narrow, "V_NARROW": narrow, "PAIRED": narrow,
         }  # fmt: skip
         compiled = compiled_for_h100(
             attention_decode, "decode_kernel", types, constants, aligned=aligned, launch_pdl=True, **launch
         )
         assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0, f"{pairs} pairs"
+        if narrow:
+            assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"] and "ld.shared.b8" not in compiled.asm["ptx"]
 
 
 # ── sampling and the small ops of a layer ────────────────────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.gemv import GATES, activated
+from ridgeline.ops.hopper import is_hopper
 from ridgeline.ops.launch import multiprocessors, shared_memory
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
 
@@ -58,11 +59,11 @@ def _gated_gemm_kernel(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _has_copy_engine(device: torch.device) -> bool:
-    """The copy engine, the product of tiles this wide, and the shared memory for them came with compute capability 9."""
+    """The copy engine, products of tiles this wide, and the shared memory for them."""
     if device.type != "cuda":
         return TRITON_INTERPRETED
     needed = (BLOCK_ROWS + 2 * BLOCK_OUTPUTS) * BLOCK_INPUTS * 2 * STAGES + BLOCK_ROWS * BLOCK_OUTPUTS * 2
-    return torch.cuda.get_device_capability(device)[0] == 9 and shared_memory(device) >= needed
+    return is_hopper(device) and shared_memory(device) >= needed
 
 
 def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

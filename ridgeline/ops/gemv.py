@@ -8,6 +8,8 @@ costs no pass of its own: its scale is a factor of the whole row and is applied 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 @triton_kernel()
 def activated(gate, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation behind a product, of sums in float32; ring_gemv.py has the same in its own language."""
+    """The activation behind a product, of sums in float32; for kernels in Gluon too."""
     if GATE == 1:
         gate = gate / (1.0 + tl.exp(-gate))
     elif GATE == 2:                                      # 1 + tanh(z) is 2 sigmoid(2 z)
@@ -103,22 +105,33 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
         up = next_up
 
 
+def one_row(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, norm_offset: float,
+    residual: Tensor | None, gate: str | None,
+) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """(result, x + residual, arguments, constants) for the launch of this kernel, or of ring_gemv.py's."""
+    outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
+    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    new_residual = x if residual is None else torch.empty_like(x)
+    arguments = (
+        x, x if residual is None else residual, weight if norm is None else norm, weight, weight if bias is None else bias,
+        out, new_residual, x.shape[1], outputs, weight.stride(0), eps, norm_offset,
+    )  # fmt: skip
+    constants = {"NORM": norm is not None, "RESIDUAL": residual is not None, "GATE": GATES[gate], "BIAS": bias is not None}
+    return out, new_residual, arguments, constants
+
+
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemvPlan, *, norm: Tensor | None = None, eps: float = 0.0,
     norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one)."""
-    inputs = x.shape[1]
-    outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
-    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    new_residual = x if residual is None else torch.empty_like(x)
-    block_inputs = triton.next_power_of_2(inputs)
-    blocks = triton.cdiv(outputs, plan.block)
-    even = block_inputs == inputs and outputs % plan.block == 0
-    _gemv_kernel[(min(blocks, plan.programs * multiprocessors(x.device)),)](
-        x, x if residual is None else residual, weight if norm is None else norm, weight, weight if bias is None else bias,
-        out, new_residual, inputs, outputs, weight.stride(0), eps, norm_offset,
-        BLOCK=plan.block, BLOCK_INPUTS=block_inputs, EVEN=even, NORM=norm is not None, RESIDUAL=residual is not None,
-        GATE=GATES[gate], BIAS=bias is not None, num_warps=plan.warps, **dependent_launch(x.device),
+    out, new_residual, arguments, constants = one_row(x, weight, bias, norm, eps, norm_offset, residual, gate)
+    block_inputs = triton.next_power_of_2(x.shape[1])
+    even = block_inputs == x.shape[1] and out.shape[1] % plan.block == 0
+    programs = min(triton.cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
+    _gemv_kernel[(programs,)](
+        *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, EVEN=even, num_warps=plan.warps, **constants,
+        **dependent_launch(x.device),
     )  # fmt: skip
     return out, new_residual

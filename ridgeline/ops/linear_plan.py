@@ -1,11 +1,11 @@
 """Which kernel multiplies how many rows by which matrix: a rule in plain Python, for 16 bit numbers.
 
-Derived from sweeps on an H200 over the matrices of an 8B model, checked on those of 1B and 70B models. What they say:
+Derived from sweeps on an H200 over the matrices of an 8B model, checked on those of 1B to 70B models. What they say:
 one row is fastest in programs that stay and walk over the matrix, the more of it on its way the better: that is what the
-memory works on while a kernel waits for the one before it. That holds up to 32 rows, for matrices that take long enough to
-read. Up to 64 rows tiles of 64 outputs win, cut so that every multiprocessor gets the same share in one round; beyond that
-all tiles together read x so often that the library's kernels, whose neighbours share a copy of x, are ahead, unless a gated
-activation can be had with the product. From 81 to 128 rows wide_plan.py comes first.
+memory works on while a kernel waits for the one before it. That holds up to 32 rows, and without a gate from 48 to 64, for
+matrices that take long enough to read. Up to 64 rows tiles of 64 outputs win, cut so that every multiprocessor gets the same
+share in one round; beyond that all tiles together read x so often that the library's kernels, whose neighbours share a copy
+of x, are ahead, unless a gated activation can be had with the product. From 81 to 128 rows wide_plan.py comes first.
 
 Measured and slower, at 128 rows: split inputs whose parts the norm behind the product adds up. The product is as fast as the
 library's (4 parts in tiles of 128 outputs; 8 in tiles of 256 are slower), but the norm takes 2 us longer.
@@ -123,8 +123,9 @@ _RINGS = {
 
 
 # Smaller matrices gain nothing: the 33 MB of a 1B model's largest are read in 8 us, and its step took 0.743 ms without rings and
-# 0.805 with them at one row, 0.888 and 0.905 at two, 1.117 and 1.159 at 32.
-FEWEST_RING_INPUTS, FEWEST_RING_OUTPUTS = 4096, 2560
+# 0.805 with them at one row, 0.888 and 0.905 at two, 1.117 and 1.159 at 32. With 2,560 inputs (a 4B model) they gain 9 % at one
+# row, 5 % at four, 2 % at 64.
+FEWEST_RING_INPUTS, FEWEST_RING_OUTPUTS = 2560, 2560
 
 
 def _worth_a_ring(outputs: int, inputs: int) -> bool:
@@ -143,25 +144,37 @@ def ring_plan(outputs: int, inputs: int, gated: bool = False) -> RingPlan | None
 # multiprocessor, blocks of weights and blocks of x. About as many blocks of x as of weights: it is asked for after the wait, and
 # what there is of the weight by then is multiplied only as fast as x comes.
 _RING_GEMMS = {
-    (8, False): (64, 256, 4, 1, 6, 6), (8, True): (128, 128, 8, 1, 3, 8),
-    (16, False): (64, 256, 4, 1, 5, 6), (16, True): (128, 128, 8, 1, 3, 8),
+    (8, False): (64, 256, 4, 1, 6, 6), (8, True): (64, 128, 4, 2, 3, 4),
+    (16, False): (64, 256, 4, 1, 5, 6), (16, True): (64, 128, 4, 2, 3, 4),
     (32, False): (64, 256, 4, 1, 4, 5), (32, True): (128, 128, 8, 1, 3, 4),
+    (64, False): (64, 128, 4, 1, 7, 7),
 }  # fmt: skip
+# With a gate, where those tiles would be less than three quarters full: the ring then holds what is not there.
+_NARROW_RING_GEMMS = {8: (64, 128, 4, 1, 6, 8), 16: (64, 128, 4, 1, 6, 6), 32: (64, 128, 4, 1, 5, 6)}
+# At 40 rows small_gemm.py is as fast or up to 3 % faster in five of six models; at 48 and 64 the ring is, by 0.3 to 3 %, in all.
+FEWEST_RING_ROWS_OF_64 = 48
 
 
 @functools.cache
 def ring_gemm_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> RingGemmPlan | None:
     """For rows that `plan` has given a GemmPlan, on devices with the shared memory for it; None: that plan stands."""
-    block_rows = next((size for size in (8, 16, 32) if rows <= size), 0)
+    block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 0)
     shape = _RING_GEMMS.get((block_rows, gated))
-    if shape is None or rows < 2 or not _worth_a_ring(outputs, inputs) or outputs >= HEAD_OUTPUTS:
+    if shape is None or 32 < rows < FEWEST_RING_ROWS_OF_64 or not _worth_a_ring(outputs, inputs) or outputs >= HEAD_OUTPUTS:
         return None
+    splits = 1 if gated else even_splits(outputs, inputs)
+    step = _ring_step(shape, outputs, splits)
+    if gated and 4 * step < 3 * shape[0]:
+        shape = _NARROW_RING_GEMMS[block_rows]
+        step = _ring_step(shape, outputs, splits)
     block_outputs, block_inputs, warps, programs, stages, x_stages = shape
     if inputs % block_inputs:
         return None
-    splits = 1 if gated else even_splits(outputs, inputs)
-    step = _even_step(outputs, block_outputs, programs * MULTIPROCESSORS // splits)
     return RingGemmPlan(block_rows, block_outputs, block_inputs, warps, stages, x_stages, programs, splits, step)
+
+
+def _ring_step(shape: tuple[int, ...], outputs: int, splits: int) -> int:
+    return _even_step(outputs, shape[0], shape[3] * MULTIPROCESSORS // splits)
 
 
 def _block_rows(rows: int) -> int:

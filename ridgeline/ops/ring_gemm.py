@@ -16,31 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.gemv import GATES
+from ridgeline.ops.gemv import GATES, activated
+from ridgeline.ops.hopper import (
+    HAS_GLUON,
+    TensorDescriptor,
+    async_copy,
+    copy,
+    fence_async_shared,
+    fetch,
+    gl,
+    group_barrier,
+    is_hopper,
+    mbarrier,
+    wait_for_kernel_before,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
 from ridgeline.ops.linear_plan import RingGemmPlan, ring_gemm_plan, split_inputs
-from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, gluon_kernel, triton
+from ridgeline.ops.registry import gluon_kernel, triton
 from ridgeline.ops.small_gemm import arrivals
-
-if HAS_TRITON and not TRITON_INTERPRETED:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        async_copy,
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # The names changed between the versions of Triton in use, 3.6 and later.
-    copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-    fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-else:
-    gl = async_copy = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
-    TensorDescriptor = copy = fetch = barrier = None
 
 
 @gluon_kernel()
@@ -99,13 +94,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     for stage in gl.static_range(X_STAGES):
         mbarrier.init(filled.index(stage), count=1)
-    if DEPENDENT:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_kernel_before(DEPENDENT)
     for stage in gl.static_range(X_STAGES - 1):
         _fetch_x(x_tiles, x_ring, filled, stage, stage, units, chunks, first)
     row = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, layout))[None, :]
@@ -126,7 +115,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             else:
                 sums, other = warpgroup_mma_wait(0, deps=(sums, other))
             fence_async_shared()
-            barrier()                                    # everybody's copies are there, and the unit before is multiplied
+            group_barrier()                              # everybody's copies are there, and the unit before is multiplied
             x = x_ring.index(x_slot).permute((1, 0))
             if GATE == 0:
                 sums = warpgroup_mma(ring.index(slot), x, sums, is_async=True)
@@ -158,7 +147,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             gl.store(mine + at, sums)
             if GATE != 0:
                 gl.store(mine + SIZE + at, other)
-            barrier()                                    # every thread's part is written before the arrival is
+            group_barrier()                              # every thread's part is written before the arrival is
             arrived = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
             # Whoever is last adds all parts; the others have nothing to add and nothing to write.
             terms = gl.where(arrived == splits - 1, splits, 0)
@@ -178,28 +167,20 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         if GATE != 0:
             if BIAS:
                 other += gl.load(bias_ptr + outputs + output, mask=output < end, other=0.0).to(gl.float32)
-            if GATE == 1:
-                sums = sums / (1.0 + gl.exp(-sums))
-            elif GATE == 2:                              # 1 + tanh(z) is 2 sigmoid(2 z)
-                sums = sums / (1.0 + gl.exp(-1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)))
-            else:
-                sums = 0.5 * sums * (1.0 + gl.erf(sums * 0.7071067811865476))
-            sums *= other
+            sums = activated(sums, GATE) * other
         wanted = (output < end) & (row < written_rows)
         gl.store(out_ptr + row.to(gl.int64) * outputs + output, sums.to(out_ptr.dtype.element_ty), mask=wanted)
     async_copy.wait_group(0)
 
 
-RESERVED = 2048                      # bytes of shared memory that a program needs beside its rings
+RESERVED = 1280                      # bytes of shared memory that a program needs beside its rings: barriers, and the driver's
 
 
 @functools.cache
 def ring_gemm_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> RingGemmPlan | None:
     """The plan where this kernel is to multiply; None: small_gemm.py's."""
-    if not HAS_TRITON or TRITON_INTERPRETED or device.type != "cuda":
-        return None
-    plan = ring_gemm_plan(rows, outputs, inputs, gated)
-    if plan is None or torch.cuda.get_device_capability(device)[0] != 9:     # the matrix unit is that generation's alone
+    plan = ring_gemm_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
+    if plan is None:
         return None
     return plan if plan.programs * (plan.shared_bytes(gated) + RESERVED) <= shared_memory(device) else None
 

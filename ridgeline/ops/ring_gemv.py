@@ -17,19 +17,26 @@ import functools
 import torch
 from torch import Tensor
 
-from ridgeline.ops.gemv import GATES
+from ridgeline.ops.gemv import activated, one_row
+from ridgeline.ops.hopper import HAS_GLUON, async_copy, copy, gl, wait_for_kernel_before
 from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
 from ridgeline.ops.linear_plan import RingPlan, ring_plan
-from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, gluon_kernel, triton
+from ridgeline.ops.registry import gluon_kernel, triton
 
-if HAS_TRITON and not TRITON_INTERPRETED:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-    # The name changed between the versions of Triton in use, 3.6 and later.
-    copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-else:
-    gl = async_copy = copy = None
+@gluon_kernel()
+def _copy_rows(  # type: ignore[no-untyped-def]
+    weight_ptr, ring, slot, block, outputs, weight_stride, row, filled, place, GATE: gl.constexpr
+):  # fmt: skip
+    """Ask for a block of the weight's rows, with a gate for their partners too; nothing behind the last one."""
+    HALVES: gl.constexpr = 1 if GATE == 0 else 2
+    source = weight_ptr + block.to(gl.int64) * weight_stride
+    there = (block + row < outputs)[:, None] & filled[None, :]
+    copy(ring.index(HALVES * slot), source + place, mask=there, eviction_policy="evict_first")
+    if GATE != 0:
+        source += outputs.to(gl.int64) * weight_stride
+        copy(ring.index(HALVES * slot + 1), source + place, mask=there, eviction_policy="evict_first")
+    async_copy.commit_group()
 
 
 @gluon_kernel(do_not_specialize=["outputs"])
@@ -51,7 +58,6 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
     filled = column < inputs
     place = row[:, None] * weight_stride + column[None, :]
-    partner = outputs.to(gl.int64) * weight_stride
     step = gl.num_programs(0) * BLOCK
     first = program * BLOCK
     ring = gl.allocate_shared_memory(
@@ -61,22 +67,10 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
         for stage in gl.static_range(HALVES * STAGES):
             ring.index(stage).store(gl.full([BLOCK, BLOCK_INPUTS], 0, dtype, layout))
     for stage in gl.static_range(STAGES - 1):
-        block = first + stage * step
-        source = weight_ptr + block.to(gl.int64) * weight_stride
-        there = (block + row < outputs)[:, None] & filled[None, :]
-        copy(ring.index(HALVES * stage), source + place, mask=there, eviction_policy="evict_first")
-        if GATE != 0:
-            copy(ring.index(HALVES * stage + 1), source + partner + place, mask=there, eviction_policy="evict_first")
-        async_copy.commit_group()
+        _copy_rows(weight_ptr, ring, stage, first + stage * step, outputs, weight_stride, row, filled, place, GATE)
     if NORM:
         scale = gl.load(norm_ptr + column, mask=filled, other=0.0).to(gl.float32) + norm_offset
-    if DEPENDENT:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_kernel_before(DEPENDENT)
     x = gl.load(x_ptr + column, mask=filled, other=0.0).to(gl.float32)
     if RESIDUAL:
         x += gl.load(residual_ptr + column, mask=filled, other=0.0).to(gl.float32)
@@ -92,12 +86,7 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
     free = STAGES - 1
     for block in range(first, outputs, step):
         following = block + (STAGES - 1) * step
-        source = weight_ptr + following.to(gl.int64) * weight_stride
-        there = (following + row < outputs)[:, None] & filled[None, :]
-        copy(ring.index(HALVES * free), source + place, mask=there, eviction_policy="evict_first")
-        if GATE != 0:
-            copy(ring.index(HALVES * free + 1), source + partner + place, mask=there, eviction_policy="evict_first")
-        async_copy.commit_group()
+        _copy_rows(weight_ptr, ring, free, following, outputs, weight_stride, row, filled, place, GATE)
         async_copy.wait_group(STAGES - 1)
         output = block + row
         weight = ring.index(HALVES * slot).load(layout)
@@ -109,13 +98,7 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
             other = gl.sum(up.to(gl.float32) * x[None, :], axis=1) * factor
             if BIAS:
                 other += gl.load(bias_ptr + outputs + output, mask=output < outputs, other=0.0).to(gl.float32)
-            if GATE == 1:
-                sums = sums / (1.0 + gl.exp(-sums))
-            elif GATE == 2:                              # 1 + tanh(z) is 2 sigmoid(2 z)
-                sums = sums / (1.0 + gl.exp(-1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)))
-            else:
-                sums = 0.5 * sums * (1.0 + gl.erf(sums * 0.7071067811865476))
-            sums *= other
+            sums = activated(sums, GATE) * other
         gl.store(out_ptr + output, sums.to(out_ptr.dtype.element_ty), mask=output < outputs)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         free = gl.where(free == STAGES - 1, 0, free + 1)
@@ -128,9 +111,7 @@ RESERVED = 2048                      # bytes of shared memory that a program nee
 @functools.cache
 def ring_for(outputs: int, inputs: int, gated: bool, device: torch.device) -> RingPlan | None:
     """The plan where this kernel is to multiply; None: gemv.py's."""
-    if not HAS_TRITON or TRITON_INTERPRETED or device.type != "cuda":
-        return None
-    plan = ring_plan(outputs, inputs, gated)
+    plan = ring_plan(outputs, inputs, gated) if HAS_GLUON and device.type == "cuda" else None
     if plan is None:
         return None
     needed = plan.shared_bytes(triton.next_power_of_2(inputs), gated) + plan.programs * RESERVED
@@ -142,17 +123,11 @@ def ring_gemv(
     norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one). 16 bit numbers, the weight contiguous."""
-    inputs = x.shape[1]
-    outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
-    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    new_residual = x if residual is None else torch.empty_like(x)
-    block_inputs = triton.next_power_of_2(inputs)
-    programs = min(triton.cdiv(outputs, plan.block), plan.programs * multiprocessors(x.device))
+    out, new_residual, arguments, constants = one_row(x, weight, bias, norm, eps, norm_offset, residual, gate)
+    block_inputs = triton.next_power_of_2(x.shape[1])
+    programs = min(triton.cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
     _ring_gemv_kernel[(programs,)](
-        x, x if residual is None else residual, weight if norm is None else norm, weight, weight if bias is None else bias,
-        out, new_residual, inputs, outputs, weight.stride(0), eps, norm_offset,
-        BLOCK=plan.block, BLOCK_INPUTS=block_inputs, STAGES=plan.stages, EVEN=block_inputs == inputs,
-        NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None, WARPS=plan.warps,
-        num_warps=plan.warps, **dependent_launch(x.device),
+        *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, STAGES=plan.stages, EVEN=block_inputs == x.shape[1],
+        WARPS=plan.warps, num_warps=plan.warps, **constants, **dependent_launch(x.device),
     )  # fmt: skip
     return out, new_residual

@@ -17,18 +17,26 @@ import functools
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention_tma import HAS_GLUON
-from ridgeline.ops.gemv import GATES
+from ridgeline.ops.gemv import GATES, activated
+from ridgeline.ops.hopper import (
+    HAS_GLUON,
+    TensorDescriptor,
+    fetch,
+    gl,
+    group_barrier,
+    is_hopper,
+    mbarrier,
+    ring_barriers,
+    viewed,
+    wait_for_kernel_before,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
 from ridgeline.ops.registry import gluon_kernel, triton
 from ridgeline.ops.wide_plan import WidePlan, wide_plan
 
 if HAS_GLUON:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from ridgeline.ops.attention_tma import fetch, group_barrier, viewed
 
     @triton.constexpr_function
     def _line_layout(width):  # type: ignore[no-untyped-def]
@@ -36,9 +44,6 @@ if HAS_GLUON:
         registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 1 << bit] for bit in range(5, width.bit_length() - 1)]
         lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
         return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
-
-else:
-    gl = mbarrier = None
 
 BLOCK_INPUTS = 64                    # 128 bytes of a row: the pattern in which tensor cores read shared memory
 # Neighbouring blocks of the same weight rows are asked for together: one at a time, the product behind the norm takes 5 % longer;
@@ -95,13 +100,7 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """One warp: the rows' inputs of all items, once the kernel before this one has written them."""
-    if DEPENDENT:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_kernel_before(DEPENDENT)
     count = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for number in range(_runs(item, blocks, SPLITS, RUN)):
@@ -116,18 +115,6 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
 
 
 # ── the warps that compute ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-@gluon_kernel()
-def _activated(gate, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """As in gemv.py."""
-    if GATE == 1:
-        gate = gate / (1.0 + gl.exp(-gate))
-    elif GATE == 2:                                      # 1 + tanh(z) is 2 sigmoid(2 z)
-        gate = gate / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    else:
-        gate = 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
-    return gate
 
 
 @gluon_kernel()
@@ -154,13 +141,13 @@ def _write(  # type: ignore[no-untyped-def]
     if GATE != 0:
         if BIAS:
             other += gl.load(bias_ptr + outputs + output, mask=live, other=0.0).to(gl.float32)[None, :]
-        result = _activated(result, GATE) * other
+        result = activated(result, GATE) * other
     lines: gl.constexpr = _line_layout(WIDTH)
     row = FIRST + gl.arange(0, 64, gl.SliceLayout(1, lines))
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, lines))
     output = tile * (STEP // HALVES) + place
     wanted = (row < rows)[:, None] & ((place < STEP // HALVES) & (output < outputs))[None, :]
-    target = out_ptr + row.to(gl.int64)[:, None] * outputs + output[None, :]
+    target = out_ptr + row[:, None] * outputs + output[None, :]          # 128 rows: 32 bits are enough
     gl.store(target, gl.convert_layout(result.to(out_ptr.dtype.element_ty), lines), mask=wanted)
 
 
@@ -200,7 +187,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
     live = (column < STEP) & (output < outputs)
     if BIAS:
         total += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
-    target = out_ptr + (FIRST + row).to(gl.int64)[:, None] * outputs + output[None, :]
+    target = out_ptr + (FIRST + row)[:, None] * outputs + output[None, :]
     gl.store(target, total.to(out_ptr.dtype.element_ty), mask=(FIRST + row < rows)[:, None] & live[None, :])
 
 
@@ -253,19 +240,10 @@ def wide_gemm_kernel(  # type: ignore[no-untyped-def]
     in zeros beyond them. An item is one part of one tile; with split inputs every program has one at most. What lies in the
     ring beyond STEP is nobody's, and so are its sums."""
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ring = gl.allocate_shared_memory(x.dtype, [STAGES * (TILE // BOX), BOX, 64], flat)
     row_ring = gl.allocate_shared_memory(x.dtype, [ROW_STAGES * 2, 64, 64], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    row_full = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], barrier)
-    row_empty = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], barrier)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(ROW_STAGES):
-        mbarrier.init(row_full.index(i), count=1)
-        mbarrier.init(row_empty.index(i), count=2)
+    full, empty = ring_barriers(STAGES, 2)
+    row_full, row_empty = ring_barriers(ROW_STAGES, 2)
     gl.warp_specialize([
         (_multiply, (
             ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows,
@@ -279,7 +257,7 @@ def wide_gemm_kernel(  # type: ignore[no-untyped-def]
             weight, ring, full, empty, items, blocks, GATE != 0, STEP, BOX, TILE // BOX, SPLITS, STAGES, RUN,
         )),
         (_fetch_rows, (x, row_ring, row_full, row_empty, items, blocks, SPLITS, ROW_STAGES, RUN, DEPENDENT)),
-    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    ], [4, 1, 1], [232, 40, 40])  # fmt: skip
 
 
 @functools.cache
@@ -288,24 +266,16 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(2 * 9 * MOST_TILES, dtype=torch.int32, device=device)
 
 
-@functools.cache
-def _has_copy_engine(device: torch.device) -> bool:
-    """The copy engine and the instructions of four warps at once came with compute capability 9, and the latter went."""
-    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def prepare(device: torch.device) -> None:
     """Before the first graph is recorded: what is made while recording belongs to that graph."""
-    if _has_copy_engine(device):
+    if HAS_GLUON and is_hopper(device):
         _arrivals(device)
 
 
 @functools.cache
 def wide_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> WidePlan | None:
     """The plan where this kernel is to multiply. With split inputs all programs must run at once."""
-    if not _has_copy_engine(device):
-        return None
-    plan = wide_plan(rows, outputs, inputs, gated)
+    plan = wide_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
     if plan is None or plan.shared_bytes() + (SCRATCH if plan.splits == 1 else PART_SCRATCH) > shared_memory(device):
         return None
     return plan if plan.splits == 1 or -(-outputs // plan.step) * plan.splits <= multiprocessors(device) else None
