@@ -11,6 +11,7 @@ import os
 import sys
 
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
+from ridgeline.head_start import keep_byte_code
 from ridgeline.version import __version__
 
 COMMANDS = {
@@ -87,6 +88,7 @@ def run(argv: list[str]) -> int:
         return 0
     name, rest = find_command(argv)
     place, help = COMMANDS[name]
+    keep_byte_code()
     module = importlib.import_module(place)
     options = importlib.import_module("ridgeline.cli.options")
     parser = options.OptionParser(prog=f"ridgeline {name}", description=help[0].upper() + help[1:] + ".")

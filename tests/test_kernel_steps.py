@@ -97,12 +97,18 @@ def counted(self, compile_kernel):
     finally:
         at_once -= 1
 compile_ahead._Builders._build = counted
-run = registry.triton.JITFunction.run
+run, look_up = registry.triton.JITFunction.run, registry.triton.JITFunction._do_compile
+looked_up = []
+def look_up_counted(kernel, key, *others):
+    looked_up.append(key)
+    return look_up(kernel, key, *others)
+registry.triton.JITFunction._do_compile = look_up_counted
 with CompileAhead(torch.device("cuda", 0)) as ahead:
     with ahead.collecting():
         for width in [*widths, *widths]:
             norm(width)
         assert launches() == 1, "launched while collecting"
+        assert len(looked_up) == len(widths), "a variant was looked for again, while it was being compiled"
         other = threading.Thread(target=norm_elsewhere)
         other.start(), other.join()
         assert launches() == 2, "another thread's launch was taken"
@@ -133,7 +139,8 @@ except KeyError:
 assert registry.triton.JITFunction.run is run
 before = launches()
 norm(16)
-assert launches() == before + 1
+norm(32)
+assert launches() == before + 2, "what a step that failed has collected is compiled when it is launched"
 print("ok")
 """
 

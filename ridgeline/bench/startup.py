@@ -2,8 +2,9 @@
 
 The child imports, starts an engine, answers one request with one token, and prints its own account
 (`ridgeline/startup.py`): phases that sum to the wall clock since the process was started. The parent's clock says the
-same from outside. With `--cold` every start finds an empty Triton cache and compiles its kernels; otherwise the first
-start, which may fill the cache, is not counted. Shapes and engine options may be lists: every combination is started.
+same from outside. With `--cold` every start finds an empty Triton cache and compiles its kernels, and no byte code where that
+is kept in our own cache; otherwise the first start, which may fill both, is not counted. Shapes and engine options may be
+lists: every combination is started.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ridgeline import startup
+from ridgeline import head_start, startup
 from ridgeline.bench import table
 from ridgeline.bench.record import finish, record, write
 from ridgeline.bench.shapes import SHAPES, write_shape
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="models by their shapes, with dummy weights")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--starts", type=int, default=3, help="how many starts are counted")
-    parser.add_argument("--cold", action="store_true", help="an empty Triton cache for every start")
+    parser.add_argument("--cold", action="store_true", help="every start finds our caches empty: it compiles its kernels")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options; a name may come twice")
     table.add_format(parser)
     parser.add_argument("--out", help="also write the record to this file")
@@ -79,7 +80,7 @@ def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[st
     starts = []
     for number in range(args.starts):
         with tempfile.TemporaryDirectory(prefix="ridgeline-cold-") as empty:
-            starts.append(start_once(model, words, {"TRITON_CACHE_DIR": empty} if args.cold else {}))
+            starts.append(start_once(model, words, cold_environment(empty) if args.cold else {}))
         if args.format == "md":
             print(f"start {number + 1}: ready after {starts[-1][READY]:.2f} s, "
                   f"first token after {starts[-1][FIRST_TOKEN]:.2f} s", flush=True)  # fmt: skip
@@ -93,6 +94,11 @@ def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[st
         "first_token_s": figure([each[FIRST_TOKEN] for each in starts], 1, "--starts"),
         "starts": starts, "quality": starts[-1]["quality"], "peak_memory": starts[-1]["peak_memory"],
     }  # fmt: skip
+
+
+def cold_environment(empty: str) -> dict[str, str]:
+    """With which a child finds nothing that an earlier one has kept."""
+    return {"TRITON_CACHE_DIR": empty} | ({"PYTHONPYCACHEPREFIX": empty} if head_start.byte_code_folder() else {})
 
 
 def start_once(model: str, words: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
@@ -115,10 +121,12 @@ def start_once(model: str, words: list[str], environment: dict[str, str] | None 
 
 def main(argv: list[str]) -> None:
     """The child: start, answer with one token, give account."""
+    head_start.begin(gpu="device=cpu" not in argv)
     from ridgeline.bench.device_log import gpu_facts
     from ridgeline.bench.engine import Engine, parse_options, quality_of
     from ridgeline.bench.memory import own_peak
 
+    head_start.imported()
     startup.until_now("process and imports")
     options = parse_options(argv[1:])
     engine = Engine(argv[0], **options)

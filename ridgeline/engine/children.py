@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ridgeline.head_start import byte_code_environment
+
 _NAMES = frozenset(
     "PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR TERM NO_COLOR VIRTUAL_ENV CC CXX LD_LIBRARY_PATH LD_PRELOAD "
     "PYTHONHASHSEED PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PYTHONWARNINGS PYTHONUTF8 "
@@ -31,6 +33,8 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """`python -m module arguments…`; `environment` replaces what a child is told by default."""
     told = child_environment() if environment is None else environment
+    if "PYTHONPYCACHEPREFIX" not in told:
+        told = {**told, **byte_code_environment()}
     command = [sys.executable, "-P", "-m", module, *arguments]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} | popen
     return subprocess.Popen(command, env={**told, "PYTHONPATH": os.pathsep.join(module_path())}, **options)

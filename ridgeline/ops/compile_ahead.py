@@ -102,7 +102,7 @@ class CompileAhead:
     def __init__(self, device: torch.device) -> None:
         possible = registry.HAS_TRITON and not registry.TRITON_INTERPRETED and device.type == "cuda"
         self.active = possible and hasattr(registry.triton, "AsyncCompileMode") and load_launchers_apart()
-        self._waiting: list[Any] = []
+        self._waiting: list[tuple[dict[str, Any], str, Any]] = []    # a kernel's variants, which of them, what it will be
         self._began = time.perf_counter()
         self._compiled = len(registry.COMPILED_AHEAD)
         self._threads = min(platform.cpu_count(), MOST_THREADS)
@@ -114,6 +114,9 @@ class CompileAhead:
     def __exit__(self, *error: object) -> None:
         if self._builders is not None:
             self._builders.close()                       # after an error nobody wants the others
+            for variants, key, kernel in self._waiting:
+                if variants.get(key) is kernel:
+                    del variants[key]                    # whoever launches it compiles it
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -123,26 +126,30 @@ class CompileAhead:
         registry.wait_for_triton_key()
         mode = registry.triton.AsyncCompileMode(self._builders, ignore_errors=True)
         jit_function, here = registry.triton.JITFunction, threading.get_ident()
-        launch = jit_function.run
+        launch, compile_variant = jit_function.run, jit_function._do_compile
 
         def collect(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-            found = launch(kernel, *args, warmup=warmup or threading.get_ident() == here, **kwargs)
-            future = getattr(found, "future", None)
-            if future is not None and future.done():     # to be found faster the next time
-                found.result(ignore_errors=True)
+            return launch(kernel, *args, warmup=warmup or threading.get_ident() == here, **kwargs)
+
+        def remember(kernel: Any, key: str, signature: Any, device: int, *others: Any) -> Any:
+            """A variant is found by its key from now on. Triton 3.6 would hash its source anew at every launch until then."""
+            found = compile_variant(kernel, key, signature, device, *others)
+            if threading.get_ident() == here and found is not None:
+                variants = kernel.device_caches[device][0]
+                variants.setdefault(key, found)
+                self._waiting.append((variants, key, found))
             return found
 
         mode.__enter__()
-        jit_function.run = collect
+        jit_function.run, jit_function._do_compile = collect, remember
         usual = sys.getswitchinterval()
         sys.setswitchinterval(LET_IN)
         try:
             yield
         finally:
             sys.setswitchinterval(usual)
-            jit_function.run = launch
+            jit_function.run, jit_function._do_compile = launch, compile_variant
             self._builders.all_at_once()
-            self._waiting += mode.future_kernels.values()
             mode.raw_futures = []                        # for which leaving the mode would wait
             mode.__exit__(None, None, None)
 
@@ -150,8 +157,10 @@ class CompileAhead:
         """Wait until all are compiled. One that could not be is tried again by whoever launches it."""
         if self._builders is None:
             return
-        for kernel in self._waiting:
-            kernel.result(ignore_errors=True)
+        for variants, key, kernel in self._waiting:
+            made = kernel.result(ignore_errors=True)
+            if made is not None:
+                variants[key] = made
         compiled = len(registry.COMPILED_AHEAD) - self._compiled
         if compiled:
             logger.info(

@@ -24,6 +24,7 @@ from torch import Tensor
 from ridgeline import platform
 from ridgeline.costs import DTYPE_BYTES, Case, Cost
 from ridgeline.errors import ConfigError
+from ridgeline.head_start import hash_triton
 from ridgeline.log import get_logger
 from ridgeline.metrics import HAPPENED
 
@@ -44,17 +45,15 @@ if HAS_TRITON:
 else:
     triton = tl = gluon = None
 
-_hashing: threading.Thread | None = None
 if HAS_TRITON and not TRITON_INTERPRETED:
-    # Names in the cache begin with a hash of Triton's library, 400 MB of it: made here, beside the other imports.
-    _hashing = threading.Thread(target=getattr(triton.runtime.cache, "triton_key", bool), daemon=True)
-    _hashing.start()
+    hash_triton()                                        # a process of our own has begun it before its imports
 
 
 def wait_for_triton_key() -> None:
-    """Before the first look into the cache: or it would be made twice."""
-    if _hashing is not None:
-        _hashing.join()
+    """Before the first look into the cache."""
+    if HAS_TRITON and not TRITON_INTERPRETED:
+        hash_triton().join()
+
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
