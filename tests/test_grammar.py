@@ -22,18 +22,18 @@ import pytest
 from served_model import write_model
 
 from ridgeline import sampling_params
-from ridgeline.bench.grammar import made_up
 from ridgeline.engine import grammar_check
 from ridgeline.engine.grammar_check import GrammarChecker, vocabulary_of
 from ridgeline.engine.ipc import TO_ENGINE, Add
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Overloaded, RequestError
-from ridgeline.grammar import worker
+from ridgeline.grammar import background, worker
 from ridgeline.grammar.cache import ByteLimitedCache
 from ridgeline.grammar.compiler import compile_grammar, make_backend
+from ridgeline.grammar.crew import Crew
 from ridgeline.grammar.frames import Question
-from ridgeline.grammar.matcher import Masks, Matcher, evenly
-from ridgeline.grammar.vocabulary import GrammarVocabulary
+from ridgeline.grammar.matcher import Masks, Matcher
+from ridgeline.grammar.vocabulary import GrammarVocabulary, Pieces
 from ridgeline.messages import Request
 from ridgeline.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 
@@ -186,6 +186,47 @@ def test_a_matcher_that_fails_in_a_batch_fails_alone(vocabulary: GrammarVocabula
     assert all(allowed(filled[row]) == [vocabulary.pieces.index(b"a")] for row in range(8) if row != 3)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_matchers_are_told_together_what_they_would_be_told_alone(
+    vocabulary: GrammarVocabulary, backend: str, threads: int
+) -> None:
+    masks, spelled = Masks(PADDED, threads), vocabulary.pieces.index
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab{2,4}c"), min_tokens=3)
+    made = [matcher(vocabulary, params, backend) for _ in range(9)]
+    for letters in (b"aaaaaaaaa", b"bbbbzbbbb", b"bbbbbbbbb", b"cccccbbbb"):
+        said = [(at, spelled(letters[row : row + 1])) for row, at in enumerate(made) if not at.error]
+        masks.advance(said)
+        assert [at.accept(token) for at, token in said] == [token != spelled(b"z") for _, token in said]
+    assert [bool(at.error) for at in made] == [row == 4 for row in range(9)]
+    assert [at.ended for at in made] == [row < 4 for row in range(9)]
+    assert nexts(masks, made[8]) == sorted([spelled(b"b"), spelled(b"c")])
+    assert not made[4].accept(spelled(b"b")) and "failed on this answer" in made[4].error
+
+
+def test_masks_that_are_filled_ahead_are_those_that_would_be_filled(vocabulary: GrammarVocabulary, backend: str) -> None:
+    """Together with the tokens before them; of answers that end, fail, come or were not told meanwhile, too."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "array", "items": {"type": "integer"}}))
+    spelled = vocabulary.pieces.index
+    at, same = ([matcher(vocabulary, params, backend) for _ in range(20)] for _ in range(2))
+    for ours in (at, same):
+        assert all(each.accept(spelled(b"[")) for each in ours[:17])
+    masks, alone = Masks(PADDED, 2), Masks(PADDED, 1)
+    said = [(number, spelled({3: b"]", 5: b"x"}.get(number, b"7"))) for number in range(17)]
+    told = [each for each in said if each[0] != 7]
+    wanted = [(19 - number, number) for number in range(20) if number != 11]             # 17 to 19 begin only now
+    masks.advance([(at[number], token) for number, token in told], [(row, at[number]) for row, number in wanted], 20)
+    for ours in (at, same):
+        assert [ours[number].accept(token) for number, token in said] == [number != 5 for number, _ in said]
+    stay = [(row, number) for row, number in wanted if number not in (3, 5, 9)]          # 9 has been aborted
+    filled = masks.fill([(row, at[number]) for row, number in stay], 20)
+    for row, number in stay:
+        assert np.array_equal(filled[row], alone.fill([(0, same[number])], 1)[0]), number
+    assert (filled[[19 - 3, 19 - 5, 19 - 9, 19 - 11]] == -1).all()
+    again = masks.fill([(row, at[number]) for row, number in stay[:9]], 20)              # nothing is taken for ahead twice
+    assert (again[[row for row, _ in stay[9:]]] == -1).all()
+    masks.close()
+
+
 def test_a_mask_that_takes_too_long_fails_its_own_request(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +275,19 @@ def test_stop_token_ids_are_held_back_before_min_tokens(vocabulary: GrammarVocab
     assert nexts(masks, at) == sorted([a, b, EOS])
 
 
+def test_texts_that_are_spelled_again_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = Pieces(GrammarVocabulary([b"a", b"b", b"ab", b"abc", b"<end>"], [4], [4]))
+    assert pieces("abcab") == [3, 2] == pieces(b"abcab") and pieces("ba<end>?") == [1, 0]
+    spelled = list[bytes]()
+    monkeypatch.setattr(pieces, "_spell", lambda data: spelled.append(data) or [0])
+    assert pieces("abcab") == [3, 2] and not spelled
+    assert [pieces("aaa"), pieces("aaa"), pieces("a" * 200), pieces("a" * 200)] == [[0]] * 4
+    assert spelled == [b"aaa", b"a" * 200, b"a" * 200]       # long ones are not
+    for number in range(5_000):
+        pieces(f"{number}")
+    assert len(pieces._spelled) <= 4096
+
+
 def test_a_special_token_can_be_named_by_a_grammar(vocabulary: GrammarVocabulary) -> None:
     at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(grammar='start: "a" <|im_start|> "b"')))
     masks = Masks(PADDED)
@@ -273,22 +327,15 @@ def test_vocabularies_without_an_end_are_refused(tokenizer: Tokenizer) -> None:
         vocabulary_of(tokenizer, PADDED, frozenset())
 
 
-def test_threads_get_stretches_that_take_equally_long(vocabulary: GrammarVocabulary) -> None:
-    """Families stay together; those with dear masks stand beside those without. Which are dear, the masks say."""
-    params = SamplingParams(structured_outputs=StructuredOutputs(regex="[a-z]{1,9}"))
-    at = [matcher(vocabulary, params) for _ in range(8)]
-    for number, each in enumerate(at):
-        each.family, each.dear = number // 2, number in (2, 3, 7)
-    assert [row for row, _ in evenly(list(enumerate(at)))] == [2, 3, 0, 1, 6, 7, 4, 5]
-    assert sorted(row for row, _ in evenly(list(enumerate(at))[:5])) == [0, 1, 2, 3, 4] and evenly([]) == []
-
-
-def test_a_mask_that_allows_some_of_everything_is_a_dear_one() -> None:
-    vocabulary = made_up(30_000)
-    for regex, dear in (("yes|no", False), (".{1,4}", True), ("(?s:.*)", False)):
-        at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex=regex)))
-        Masks(len(vocabulary.pieces)).fill([(0, at)], 1)
-        assert at.dear == dear, regex
+def test_a_family_has_one_thread_and_keeps_it() -> None:
+    crew = Crew(3)
+    first = crew.deal([10, 10, 11, 12, 12, 12, 13])
+    assert first[:2] == [first[0]] * 2 and first[3:6] == [first[3]] * 3
+    assert {first[0], first[2], first[3]} == {0, 1, 2} and first[6] == first[2]      # which had the fewest
+    assert crew.deal([12, 10, 13]) == [first[3], first[0], first[6]]                 # and keep it
+    crew._whose.update(dict.fromkeys(range(10_000, 12_000), 0))
+    assert sorted(crew.deal([1, 2, 3])) == [0, 1, 2] and len(crew._whose) == 3       # what is gone is forgotten
+    crew.close()
 
 
 def test_an_engine_takes_the_front_ends_word_for_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,10 +478,10 @@ def test_the_compiler_steps_back(checker: GrammarChecker) -> None:
     checker.check(StructuredOutputs(regex="steps?back"))
     assert checker._compiler is not None
     child = checker._compiler._process.pid
-    assert os.getpriority(os.PRIO_PROCESS, child) == worker.NICE
+    assert os.getpriority(os.PRIO_PROCESS, child) == background.NICE
     group = Path(f"/proc/{child}/autogroup")
     if group.exists() and Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1":
-        assert group.read_text().endswith(f"nice {worker.NICE}\n")
+        assert group.read_text().endswith(f"nice {background.NICE}\n")
 
 
 def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
@@ -466,6 +513,38 @@ def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
         checker.check(StructuredOutputs(regex="d"))
     answering("")
     checker.check(StructuredOutputs(regex="d"))          # at once
+    checker.close()
+
+
+def test_new_grammars_are_paced_while_others_generate(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes when the share is used up waits for its turn, or is refused for now if that takes too long; not when nobody
+    generates, and not what is known already."""
+    checker = GrammarChecker(tokenizer)
+    spent = 0.0
+
+    def answer(*given: Any) -> bytes:
+        return msgspec.msgpack.encode(("good", "", spent))
+
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    monkeypatch.setattr(checker._compiler, "ask", answer)
+    checker._allowance = grammar_check._Allowance(0.1, 0.02)
+
+    def seconds(text: str, others: bool = True) -> float:
+        began = time.monotonic()
+        checker.check_soon(StructuredOutputs(regex=text), lambda: others).result(10)
+        return time.monotonic() - began
+
+    spent = 0.05
+    assert seconds("b") < 0.15                           # out of what was saved: 0.03 s are missing now, a tenth of 0.3
+    assert 0.2 < seconds("c") < 0.9
+    spent = 5.0
+    assert seconds("d", others=False) < 0.15
+    assert 0.5 < seconds("e") < 1.9                      # however much one has taken, its turn comes
+    assert seconds("e") < 0.15
+    monkeypatch.setattr(grammar_check, "_TURN_SECONDS", 0.3)
+    with pytest.raises(Overloaded, match="too many new grammars come while others generate"):
+        seconds("f")
     checker.close()
 
 

@@ -24,7 +24,8 @@ from ridgeline import LLM, RequestOutput, SamplingParams
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.core import EngineCore
 from ridgeline.errors import BadRequest, RequestError
-from ridgeline.grammar.matcher import Matcher
+from ridgeline.grammar.crew import Crew, Order
+from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
 from ridgeline.runner.runner import Runner
 from ridgeline.sampling_params import StructuredOutputs
@@ -145,8 +146,8 @@ def test_many_answers_to_one_grammar_compile_it_often_enough_for_threads(llm: LL
     outputs = llm.generate(["Hello"] * 20, [asks(seed, regex=regex) for seed in range(20)], use_tqdm=False)
     assert all(re.fullmatch(regex, output.outputs[0].text) for output in outputs)
     compiled = llm.core.grammars.cache.get(StructuredOutputs(regex=regex).key)
-    assert compiled is not None and len(compiled) == 5   # for four answers each, at most twice for a thread
-    assert len({id(prototype) for prototype in compiled._prototypes}) == 5
+    assert compiled is not None and len(compiled) == 3   # once for each thread, which is less than for four answers
+    assert len({id(prototype) for prototype in compiled._prototypes}) == 3
     alone = llm.generate("Hello", asks(7, regex=regex), use_tqdm=False)
     assert answers(alone) == answers(outputs[7:8])
 
@@ -252,6 +253,26 @@ def test_a_step_with_masks_is_sampled_from_its_logits(llm: LLM, monkeypatch: pyt
     assert all(greedy) and masks[-1] is None
 
 
+def test_answers_do_not_depend_on_how_many_threads_follow_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [asks(seed, json=SCHEMA) if seed % 4 else SamplingParams(seed=seed, max_tokens=9) for seed in range(16)]
+    prompts = ["Hello"] * 16
+    expected = answers(llm.generate(prompts, params, use_tqdm=False))
+    done = dict[str, int]()
+    carry_out = Crew.carry_out
+
+    def counted(self: Crew, orders: list[Order]) -> None:
+        for order in orders:
+            done["said"] = done.get("said", 0) + len(order.said)
+            done["rows"] = done.get("rows", 0) + len(order.rows)
+        carry_out(self, orders)
+
+    monkeypatch.setattr(Crew, "carry_out", counted)
+    monkeypatch.setattr(llm.core.grammars, "_masks", Masks(llm.core.config.model.vocab_size, 3))
+    assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
+    assert done["said"] > 50 and done["rows"] > 50
+    llm.core.grammars.masks.close()
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +287,7 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
     params = [asks(seed, json=SCHEMA) for seed in range(6)]
     expected = answers(llm.generate(["Hello"] * 6, params, use_tqdm=False))
     calls = {"accept": 0, "mask": 0}
-    accept, hold_back = Matcher.accept, Matcher.hold_back
+    accept, held = Matcher.accept, Matcher.held.__get__
 
     def poisoned(self: Matcher, what: str) -> None:
         if self._matcher is poison:
@@ -278,9 +299,9 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
         poisoned(self, "accept")
         return accept(self, token)
 
-    def spoiled_mask(self: Matcher, masks: np.ndarray, row: int) -> None:
-        hold_back(self, masks, row)
+    def spoiled_mask(self: Matcher) -> list[tuple[int, int]]:
         poisoned(self, "mask")
+        return held(self)
 
     made: list[Any] = []
     set_matchers = llm.core.scheduler.set_matchers
@@ -294,7 +315,7 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
 
     poison: Any = None
     monkeypatch.setattr(Matcher, "accept", spoiled_accept)
-    monkeypatch.setattr(Matcher, "hold_back", spoiled_mask)
+    monkeypatch.setattr(Matcher, "held", property(spoiled_mask))
     monkeypatch.setattr(llm.core.scheduler, "set_matchers", noticed)
     outputs = llm.generate(["Hello"] * 6, params, use_tqdm=False)
     failed = outputs[2].outputs[0]
@@ -339,8 +360,11 @@ def test_what_nobody_waits_for_is_not_compiled(llm: LLM, monkeypatch: pytest.Mon
         return matchers(request)
 
     monkeypatch.setattr(core.grammars, "_matchers", slowly)
-    for name in ("begun", "left", "stays"):
+    for name in ("gone", "begun", "left", "stays"):
         core.add(Request(name, [1, 2], asks(regex=f"{name}[0-9]")))
+    core.abort("gone")                                   # before there was a step: it came and left with one reading
+    assert len(core.grammars._arrived) == 3
+    assert not core.step()
     wait_until(lambda: compiled == ["begun"], 10)
     core.abort("begun")
     core.abort("left")

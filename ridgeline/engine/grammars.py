@@ -6,9 +6,7 @@ the engine needs, is loaded when the first grammar arrives, in the same thread.
 
 from __future__ import annotations
 
-import os
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ridgeline.errors import RidgelineError, one_line
+from ridgeline.grammar.background import thread_steps_back
 from ridgeline.grammar.cache import ByteLimitedCache
 from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.log import get_logger
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 64 * 2**20
 ENOUGH = 4                           # answers at once for each time that a grammar is compiled …
-COPIES_PER_THREAD = 2                # … up to so many times for each thread that fills masks …
-COPIES_SECONDS = 0.2                 # … and as often as takes no longer than this
+COPIES_SECONDS = 0.2                 # … up to once for each thread that fills masks, and as takes no longer than this
 logger = get_logger("grammars")
 
 Outcome = tuple[Request, dict[int, "Matcher"], str]      # a matcher for each answer, or why there is none
@@ -45,8 +43,8 @@ class Compiled:
     """A grammar from which matchers are copied.
 
     llguidance's copies share what they have learnt, and a lock on it: threads that fill the masks of one grammar's answers
-    would wait for each other. So a grammar with many answers at once is compiled again, more often than there are threads,
-    and new answers go to the copy that has the fewest.
+    would wait for each other. So a grammar with many answers at once is compiled again, once for each thread (grammar/crew),
+    and new answers go to the copy that has the fewest. More copies would learn more slowly.
     """
 
     def __init__(self, make: Callable[[], LibraryMatcher], most: int) -> None:
@@ -82,12 +80,6 @@ class Compiled:
         return made
 
 
-def _step_back() -> None:
-    """Steps come first: on Linux a thread has a priority of its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
 class Grammars:
     """`room` makes the buffers that masks are filled into."""
 
@@ -106,6 +98,7 @@ class Grammars:
         self._num_pending = 0
         self._waiting: dict[str, Request] = {}           # by their ids, those that the thread has not begun
         self._lock = threading.Lock()                    # on these
+        self._arrived: list[Request] = []                # of them, those that the thread has not been given
         self._masks: Masks | None = None
 
     @property
@@ -115,22 +108,32 @@ class Grammars:
 
     def prepare(self, request: Request) -> None:
         """Make matchers for its answers; they come with take(). Copies of what is there take microseconds: they are made at
-        once, so that requests that come together also begin together."""
+        once, so that requests that come together also begin together. Others are compiled from the next take() on: by then
+        everything that has arrived has been read, and who has left again is forgotten."""
         self._num_pending += 1
-        if self._is_there(request):
-            self._prepare(request)
+        compiled = self._compiled_for(request)
+        if compiled is not None:
+            self._outcomes.put((request, self._start(compiled, request), ""))
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_step_back)
         with self._lock:
             self._waiting[request.request_id] = request
-        self._thread.submit(self._prepare_waiting, request)
+        self._arrived.append(request)
+
+    def begin(self) -> None:
+        """With what has arrived, unless it has left."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=thread_steps_back)
+        for request in self._arrived:
+            if self._waiting.get(request.request_id) is request:
+                self._thread.submit(self._prepare_waiting, request)
+        self._arrived.clear()
 
     def forget(self, request_id: str) -> None:
         """Nobody wants it any more: it is not compiled, unless it has been begun."""
         with self._lock:
             if self._waiting.pop(request_id, None) is not None:
                 self._num_pending -= 1
+        self._arrived = [request for request in self._arrived if request.request_id != request_id]
 
     def _prepare_waiting(self, request: Request) -> None:
         with self._lock:
@@ -139,13 +142,23 @@ class Grammars:
             del self._waiting[request.request_id]
         self._prepare(request)
 
-    def _is_there(self, request: Request) -> bool:
+    def _compiled_for(self, request: Request) -> Compiled | None:
+        """What needs only to be copied for it."""
         asked = request.params.structured_outputs
         compiled = self.cache.get(asked.key) if asked is not None and self._backend is not None else None
-        return compiled is not None and not request.resumed and compiled.has_room(request.params.n)
+        if compiled is None or request.resumed or not compiled.has_room(request.params.n):
+            return None
+        return compiled
+
+    def _start(self, compiled: Compiled, request: Request) -> dict[int, Matcher]:
+        assert self._vocabulary is not None
+        end_ids = self._vocabulary.end_ids
+        return {index: compiled.start(request.params, end_ids) for index in range(request.params.n)}
 
     def take(self, wait_seconds: float = 0.0) -> list[Outcome]:
         """What is there; with a time to wait, as soon as something is."""
+        if self._arrived:
+            self.begin()
         outcomes: list[Outcome] = []
         while self._num_pending:
             try:
@@ -174,6 +187,8 @@ class Grammars:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._masks is not None:
+            self._masks.close()
 
     def _prepare(self, request: Request) -> None:
         try:
@@ -196,11 +211,10 @@ class Grammars:
         backend, compiled = self._backend, self.cache.get(asked.key)
         if compiled is None:
             threads = num_threads()
-            most = 1 if threads == 1 or self._name == "xgrammar" else COPIES_PER_THREAD * threads    # these share no lock
+            most = 1 if self._name == "xgrammar" else threads            # whose matchers share no lock
             compiled = Compiled(lambda: compile_grammar(backend, asked), most)
-        matchers = {}
-        for index in range(request.params.n):
-            matcher = matchers[index] = compiled.start(request.params, self._vocabulary.end_ids)
+        matchers = self._start(compiled, request)
+        for index, matcher in matchers.items():
             for token in (request.resumed or {}).get(index, []):
                 matcher.accept(token)
         self.cache.put(asked.key, compiled, len(compiled) * compiled_bytes(asked, compiled.first))

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "max_grammar_size": 250_000, "verbose_errors": False}
 # Between the parts of JSON: enough to indent, too little for a model to lose itself in, as small ones do.
 _BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"
+# Tokens are looked up by what they are made of: where a text has room for so many characters, all tokens of the kind are allowed
+# without a look at each. 16: hardly a token is longer, so that texts of bounded length are dear only close to their end.
+_PLAIN = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (10, 16, 30)), f"{_PLAIN}+"]
 _FIXED_BYTES = 64 * 1024             # of memory for a compiled grammar …
 _BYTES_PER_BYTE = 256                # … and for each byte of its text: measured, for schemas that branch widely
 _ERROR_CHARACTERS = 200
@@ -43,7 +47,7 @@ def make_backend(name: str, vocabulary: GrammarVocabulary) -> LLTokenizer | XGra
 
 def make_tokenizer(vocabulary: GrammarVocabulary) -> LLTokenizer:
     wrapped: Any = Pieces(vocabulary)                    # by shape: the class it names is made of another tokenizer
-    return LLTokenizer(wrapped, eos_token=vocabulary.end_ids)
+    return LLTokenizer(wrapped, eos_token=vocabulary.end_ids, slices=_SLICES)
 
 
 def compile_grammar(backend: LLTokenizer | XGrammar, asked: StructuredOutputs) -> LibraryMatcher:

@@ -23,6 +23,7 @@ class Answer(msgspec.Struct, array_like=True):
 
     verdict: Literal["good", "refused", "late", "busy", "memory"]
     reason: str = ""                 # why it is refused
+    spent: float = 0.0               # seconds of a processor
 
 
 def write_frame(stream: IO[bytes], data: bytes) -> None:

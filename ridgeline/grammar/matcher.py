@@ -10,15 +10,15 @@ ask: there is nothing valid to add.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 
+from ridgeline.grammar.crew import Crew, Order
 from ridgeline.grammar.interface import LibraryMatcher
 from ridgeline.sampling_params import SamplingParams
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 Room = Callable[[tuple[int, int], type[np.int32]], np.ndarray]
 _ALONE = 4                           # so few rows are done one after the other: less than waking threads for them
-_MAX_THREADS = 12                    # at most three quarters of the cores; to wake more takes longer than they save
-_SAMPLED = 32                        # every so many words of a mask have one bit looked at, to see how much it allows
+_MAX_THREADS = 8                     # at most half the cores; to wake more takes longer than they save
 _FAILED = "the grammar of structured_outputs failed on this answer: "
 SLOW_SECONDS = 0.25                  # a mask that takes longer holds everybody up: its request fails
 
@@ -36,22 +35,26 @@ SLOW_SECONDS = 0.25                  # a mask that takes longer holds everybody 
 class Matcher:
     """One answer's place in its grammar."""
 
-    __slots__ = ("__weakref__", "_early", "_late", "_matcher", "_min_tokens", "_num_tokens", "dear", "error", "family")
+    __slots__ = (
+        "__weakref__", "_early", "_late", "_matcher", "_min_tokens", "_num_tokens", "_told", "error", "family",
+    )  # fmt: skip
 
     def __init__(self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
         self._matcher = compiled.deep_copy()
         self.family = id(compiled)                       # copies of the same one share a lock inside the library
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
+        self._told = False                               # of its newest token already, with others (`Masks.advance`)
         # The ids that are held back before min_tokens, and behind: (word of the mask, bit).
         self._early = _bits({*end_ids, *params.stop_token_ids}) if params.min_tokens else []
         self._late = _bits(end_ids) if params.ignore_eos else []
-        self.dear = False                                # its next mask may take many times as long as others'
         self.error = ""                                  # why it can say nothing more of this answer
 
     def accept(self, token: int) -> bool:
         """The answer goes on with this token. False: it may not, and `error` says why."""
-        if not self.error:
+        if self._told:
+            self._told = False
+        elif not self.error:
             self._num_tokens += 1
             try:
                 if not self._matcher.consume_token(token):
@@ -68,20 +71,21 @@ class Matcher:
     def fail(self, reason: str) -> None:
         self.error = _FAILED + " ".join(reason.replace("<non-verbose/>", "").split())[:200]
 
-    def hold_back(self, masks: np.ndarray, row: int) -> None:
-        """Take out of its mask the ends that are not wanted yet, if that leaves anything.
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """The ends that are not wanted yet: (word of the mask, bit)."""
+        return self._early if self._num_tokens < self._min_tokens else self._late
 
-        Few masks allow an end, and this is on the path of every token: one that allows none is only looked at.
-        """
-        bits = self._early if self._num_tokens < self._min_tokens else self._late
-        held = [(word, bit) for word, bit in bits if masks.item(row, word) & bit]
-        if held:
-            mask = masks[row].view(np.uint32)
-            for word, bit in held:
-                mask[word] &= ~np.uint32(bit)
-            if not mask.any():
-                for word, bit in held:
-                    mask[word] |= np.uint32(bit)
+
+def _hold_back(mask: np.ndarray, held: list[tuple[int, int]]) -> None:
+    """Take these out of a mask, if that leaves anything."""
+    words = mask.view(np.uint32)
+    before = [words[word] for word, _ in held]
+    for word, bit in held:
+        words[word] &= ~np.uint32(bit)
+    if not words.any():
+        for (word, _), value in zip(held, before, strict=True):
+            words[word] |= value
 
 
 def _bits(ids: Iterable[int]) -> list[tuple[int, int]]:
@@ -90,22 +94,7 @@ def _bits(ids: Iterable[int]) -> list[tuple[int, int]]:
 
 def num_threads() -> int:
     """That fill masks at once."""
-    return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) * 3 // 4))
-
-
-def evenly(wanted: Sequence[tuple[int, Matcher]]) -> list[tuple[int, Matcher]]:
-    """In an order in which equal stretches take equally long.
-
-    Threads take stretches of the list. Matchers of one family share a lock, so they stay together; families with dear masks
-    stand beside families without.
-    """
-    families: dict[int, list[tuple[int, Matcher]]] = {}
-    for row in wanted:
-        families.setdefault(row[1].family, []).append(row)
-    ordered = sorted(families.values(), key=lambda rows: sum(matcher.dear for _, matcher in rows))
-    half = len(ordered) // 2
-    pairs = itertools.zip_longest(reversed(ordered[half:]), ordered[:half], fillvalue=())
-    return [row for dear, cheap in pairs for row in (*dear, *cheap)]
+    return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
 
 
 class Masks:
@@ -118,43 +107,109 @@ class Masks:
         self._room = room                                # makes the buffer: where the device can read it, if it must
         self._buffer = np.empty((0, self._words), np.int32)
         self._threads = num_threads() if threads is None else threads
-        self._executor: LLExecutor | None = None
+        self._crew: Crew | None = None
         self._others: BatchFiller | None = None          # for matchers of the other library, once there are some
         self._look_for_slow = False
+        self._ahead: dict[Matcher, int] = {}             # rows that advance() has filled, for the next fill()
+
+    def advance(self, said: Sequence[tuple[Matcher, int]], wanted: Sequence[tuple[int, Matcher]] = (), num_rows: int = 0) -> None:
+        """Tell matchers what their answers have just said, and fill the rows that those of them want next, all in one go.
+
+        `accept` of the same token then only says what came of it, and fill() of the same rows finds them there. Whatever is
+        not done here is done there: there may be too little for threads.
+        """
+        if len(said) <= _ALONE or self._threads <= 1 or self._look_for_slow:
+            return
+        started = time.perf_counter()
+        told = [each for each in said if not each[0].error and isinstance(each[0]._matcher, LLMatcher)]
+        orders, whose = self._orders([matcher for matcher, _ in told])
+        for (matcher, token), hand in zip(told, whose, strict=True):
+            orders[hand].said.append((matcher._matcher, token))
+            matcher._told = True
+            matcher._num_tokens += 1
+        masks = self._rows(num_rows)
+        if len(wanted) < num_rows:
+            masks.fill(-1)
+        hands = dict(zip((matcher for matcher, _ in told), whose, strict=True))
+        self._ahead = {matcher: row for row, matcher in wanted if matcher in hands}
+        for matcher, row in self._ahead.items():
+            orders[hands[matcher]].rows.append((matcher._matcher, row))
+        self._carry_out(orders, masks)
+        answers = [iter(order.good) for order in orders]
+        for (matcher, _), hand in zip(told, whose, strict=True):
+            if orders[hand].error is not None or not next(answers[hand]):
+                matcher.fail(str(orders[hand].error or matcher._matcher.get_error()))
+        spent = time.perf_counter() - started
+        self._look_for_slow = spent > SLOW_SECONDS       # together they were slow: next time, see who it is
+        self.seconds += spent
 
     def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray:
         """`wanted` are (row of the mask, matcher); the other rows, and those of matchers that fail, allow everything.
 
         What it returns is valid until the next call.
         """
+        ahead, self._ahead = self._ahead, {}
+        masks = self._rows(num_rows)
+        missing = [each for each in wanted if ahead.get(each[1]) != each[0]] if ahead else wanted
+        started = time.perf_counter()
+        if ahead:
+            for row in {*ahead.values()}.difference(row for row, _ in wanted):       # of answers that have ended meanwhile
+                masks[row] = -1
+        elif len(wanted) < num_rows:
+            masks.fill(-1)
+        if len(missing) <= _ALONE or self._threads <= 1 or self._look_for_slow:
+            self._one_by_one(missing, masks)
+        else:
+            self._at_once(missing, masks)
+        self._look_at(wanted, masks)
+        spent = time.perf_counter() - started
+        if not ahead:
+            self._look_for_slow = spent > SLOW_SECONDS
+        self.seconds += spent
+        self.filled += len(wanted)
+        return masks
+
+    def _rows(self, num_rows: int) -> np.ndarray:
         if len(self._buffer) < num_rows:
             self._buffer = self._room((max(num_rows, 2 * len(self._buffer)), self._words), np.int32)
-        masks = self._buffer[:num_rows]
-        if len(wanted) < num_rows:
-            masks.fill(-1)
-        started = time.perf_counter()
-        if len(wanted) <= _ALONE or self._threads <= 1 or self._look_for_slow:
-            self._one_by_one(wanted, masks)
-        else:
-            self._at_once(wanted, masks)
-        # What allows some of everything has been looked for in most of the vocabulary: in texts of bounded length, near
-        # their end. The next one will be, too.
-        sampled = masks[:, ::_SAMPLED] & 1
-        num_allowed, most = sampled.sum(axis=1), sampled.shape[1]
-        dear = ((num_allowed > 0.05 * most) & (num_allowed < 0.97 * most)).tolist()
+        return self._buffer[:num_rows]
+
+    def _orders(self, matchers: Sequence[Matcher]) -> tuple[list[Order], list[int]]:
+        """Empty ones, and whose each matcher is."""
+        if self._crew is None:
+            self._crew = Crew(self._threads)
+        return self._crew.new_orders(), self._crew.deal([matcher.family for matcher in matchers])
+
+    def _carry_out(self, orders: list[Order], masks: np.ndarray) -> None:
+        assert self._crew is not None
+        for order in orders:
+            order.address, order.row_bytes, order.num_rows = masks.ctypes.data, 4 * self._words, len(masks)
+        self._crew.carry_out(orders)
+
+    def close(self) -> None:
+        """Its threads end."""
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+
+    def _look_at(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
+        """At what was filled: who failed, and which of the ends that a mask allows are not wanted yet.
+
+        This is on the path of every token, and few masks allow an end: columns are looked at, not rows.
+        """
+        columns: dict[int, list[int]] = {}
         for row, matcher in wanted:
             if not matcher.error and matcher._matcher.is_error():
                 matcher.fail(matcher._matcher.get_error())
             if matcher.error:
                 masks[row] = -1
-            else:
-                matcher.dear = dear[row]
-                matcher.hold_back(masks, row)
-        spent = time.perf_counter() - started
-        self._look_for_slow = spent > SLOW_SECONDS       # together they were slow: next time, see who it is
-        self.seconds += spent
-        self.filled += len(wanted)
-        return masks
+                continue
+            for word, bit in matcher.held:
+                if word not in columns:
+                    columns[word] = masks[:, word].tolist()
+                if columns[word][row] & bit:
+                    _hold_back(masks[row], matcher.held)
+                    break
 
     def _one_by_one(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
         for row, matcher in wanted:
@@ -174,14 +229,19 @@ class Masks:
         self._others.fill(listed, masks)
 
     def _at_once(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
-        if self._executor is None:
-            self._executor = LLExecutor(self._threads)
-        listed = [(matcher._matcher, row) for row, matcher in evenly(wanted)]
-        guided = [(library, row) for library, row in listed if isinstance(library, LLMatcher)]
-        others: Any = [each for each in listed if not isinstance(each[0], LLMatcher)] if len(guided) < len(listed) else []
+        guided = [each for each in wanted if isinstance(each[1]._matcher, LLMatcher)]
+        others: Any = []
+        if len(guided) < len(wanted):
+            others = [(matcher._matcher, row) for row, matcher in wanted if not isinstance(matcher._matcher, LLMatcher)]
         try:
             if guided:
-                self._executor.unsafe_compute_mask_ptr(guided, masks.ctypes.data, 4 * self._words, len(masks))
+                orders, whose = self._orders([matcher for _, matcher in guided])
+                for (row, matcher), hand in zip(guided, whose, strict=True):
+                    orders[hand].rows.append((matcher._matcher, row))
+                self._carry_out(orders, masks)
+                for order in orders:
+                    if order.error is not None:
+                        raise order.error
             if others:
                 self._fill_others(others, masks)
         except Exception:                                # it does not say whose fault it is

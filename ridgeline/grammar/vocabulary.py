@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_REMEMBERED = 4096                   # texts whose tokens are …
+_REMEMBERED_BYTES = 128              # … unless they are longer
+
 
 @dataclass(slots=True)
 class GrammarVocabulary:
@@ -42,10 +45,23 @@ class Pieces:
         special = frozenset(vocabulary.special_ids)
         self._ids = {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
         self._longest = max(map(len, self._ids), default=0)
+        self._spelled: dict[bytes, list[int]] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Any tokens that spell the text. Masks come from bytes alone; this is used for forced text, which is not asked for."""
+        """Tokens that spell the text, each as long as can be. Asked for where a grammar leaves one text only, such as the rest
+        of a property's name: by every thread that fills masks, under the interpreter's lock, and for the same few texts again
+        and again. So those are remembered."""
         data = text.encode() if isinstance(text, str) else text
+        found = self._spelled.get(data)
+        if found is None:
+            found = self._spell(data)
+            if len(data) <= _REMEMBERED_BYTES:
+                if len(self._spelled) >= _REMEMBERED:
+                    self._spelled = {}
+                self._spelled[data] = found
+        return found
+
+    def _spell(self, data: bytes) -> list[int]:
         found: list[int] = []
         start = 0
         while start < len(data):

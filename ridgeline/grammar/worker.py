@@ -15,13 +15,13 @@ import resource
 import signal
 import sys
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from ridgeline.errors import BadRequest
+from ridgeline.grammar.background import process_steps_back
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
 from ridgeline.grammar.vocabulary import GrammarVocabulary
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ridgeline.grammar.xgrammar_backend import XGrammar
 
 MEMORY_BYTES = 2**30                 # beyond what the vocabulary takes
-NICE = 10                            # a tenth of what whoever generates gets; all, where nobody does
 FAIR_SHARE = 0.25                    # of the time that a grammar may take, on a processor: less is not its own fault
 
 
@@ -67,11 +66,14 @@ def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
     with os.fdopen(source, "rb") as pipe:
         written = pipe.read()
     _, status, used = os.wait4(child, 0)
+    spent = used.ru_utime + used.ru_stime
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-        return Answer("late" if used.ru_utime + used.ru_stime >= FAIR_SHARE * question.seconds else "busy")
+        return Answer("late" if spent >= FAIR_SHARE * question.seconds else "busy", spent=spent)
     if status:
-        return Answer("memory")                          # the libraries end the process that they run out of it in
-    return msgspec.msgpack.decode(written, type=Answer)
+        return Answer("memory", spent=spent)             # the libraries end the process that they run out of it in
+    answer = msgspec.msgpack.decode(written, type=Answer)
+    answer.spent = spent
+    return answer
 
 
 def _compile(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
@@ -91,16 +93,8 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, taken + MEMORY_BYTES))
 
 
-def _step_back() -> None:
-    """Whoever generates comes first. Where Linux groups processes by session, and this one has a session of its own, a nice
-    value counts only inside the group, and the group's own is what others notice."""
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)
-    with suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(NICE))
-
-
 def main() -> int:
-    _step_back()
+    process_steps_back()
     frame = read_frame(sys.stdin.buffer)
     if frame is not None:
         serve(sys.argv[1], msgspec.msgpack.decode(frame, type=GrammarVocabulary))

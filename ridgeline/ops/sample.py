@@ -34,6 +34,7 @@ from torch import Tensor
 from ridgeline.costs import GREEDY_CASES, MASK_CASES, SAMPLE_CASES, greedy_cost, mask_cost, sample_cost
 from ridgeline.ops import sample_triton
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
+from ridgeline.ops.sample_triton import Choices
 
 # How each row of a batch chooses. 0 turns temperature (greedy), top_k and min_p off, 1 turns top_p and typical_p off.
 CHOICE = np.dtype([
@@ -130,10 +131,13 @@ def apply_penalties(
 
 # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def sample_reference(logits: Tensor, how: np.ndarray, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample_reference(
+    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None
+) -> tuple[Tensor, Tensor]:
     """Tokens int64 [S], and which rows failed: those with a NaN, an infinity, or nothing left to choose from.
 
-    A failed row's token is 0. Nothing about it reaches another row. `mask`: see apply_mask.
+    A failed row's token is 0. Nothing about it reaches another row. `mask`: see apply_mask. `choices` is what `send_choices`
+    made of `how`, and changes nothing.
     """
     if mask is not None:
         kept = torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
@@ -410,7 +414,18 @@ def takes_masks(logits: Tensor, how: np.ndarray, mask: Tensor) -> bool:
     return mask.dtype == torch.int32 and mask.stride(1) == 1 and not (filtered & (how["temperature"] > 0)).any()
 
 
-def sample_on_gpu(logits: Tensor, how: np.ndarray, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def send_choices(how: np.ndarray, device: torch.device, dtype: torch.dtype, vocab: int) -> Choices | None:
+    """`how` on its way to the device, for `sample` of logits of this type: the host can do that while it waits for a mask.
+    None: there is nothing to send."""
+    random = how["temperature"] > 0
+    if not random.any() or (random & (how["typical_p"] < 1)).any():
+        return None
+    return Choices.of(how, device) if sample.choose(Site(device.type, dtype, vocab)).name == "triton" else None
+
+
+def sample_on_gpu(
+    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None
+) -> tuple[Tensor, Tensor]:
     """As defined, without waiting for the device; only typical_p, which needs a sort, takes the long way. A mask goes only
     with rows without filters (`takes_masks`)."""
     tokens = torch.empty(len(how), dtype=torch.int64, device=logits.device)
@@ -420,9 +435,8 @@ def sample_on_gpu(logits: Tensor, how: np.ndarray, mask: Tensor | None = None) -
     if some_typical:
         others = how.copy()
         others["temperature"][typical] = 0
-    choices = None                       # the best ones need nothing from the host
-    if (how["temperature"] > 0).any():
-        choices = sample_triton.Choices.of(others if some_typical else how, logits.device)
+    if choices is None and (how["temperature"] > 0).any():               # the best ones need nothing from the host
+        choices = Choices.of(others if some_typical else how, logits.device)
     sample_triton.draw(logits, choices, tokens, failed, mask=mask)
     if some_typical:
         place = to_device(np.flatnonzero(typical), logits.device)

@@ -76,19 +76,34 @@ def pinned_array(shape: tuple[int, int], on_gpu: bool) -> np.ndarray:
     return torch.empty(shape, dtype=torch.int32, pin_memory=True).numpy() if on_gpu else np.empty(shape, np.int32)
 
 
+class _Beside:
+    """A stream beside the one that computes, and room on the device for what goes there again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._there = torch.cuda.Event()
+        self._room = torch.empty(0, dtype=torch.int32, device=device)
+
+    def send(self, array: np.ndarray) -> Tensor:
+        if self._room.numel() < array.size:
+            torch.cuda.synchronize(self._device)         # the old room may be in use
+            self._room = torch.empty(array.size, dtype=torch.int32, device=self._device)
+        sent = self._room[: array.size].view(array.shape)
+        with torch.cuda.stream(self._stream):
+            sent.copy_(torch.from_numpy(array), non_blocking=True)
+            self._there.record()
+        torch.cuda.current_stream(self._device).wait_event(self._there)
+        return sent
+
+
 def send_beside(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device, sent while the device computes what was launched before: what is launched from now on waits
-    for it. The array must stay as it is until the step that was launched last has been read."""
-    if device.type != "cuda":
-        return torch.from_numpy(array)
-    with torch.cuda.stream(_beside(device)):
-        sent = torch.from_numpy(array).pin_memory().to(device, non_blocking=True)       # pinned already: not copied
-    here = torch.cuda.current_stream(device)
-    here.wait_stream(_beside(device))
-    sent.record_stream(here)
-    return sent
+    """The int32 array on the device, sent while the device computes what was launched before: what is launched from now on
+    waits for it. The array must stay as it is until the step that was launched last has been read, and what was sent before
+    is gone: whoever read it must have been collected."""
+    return torch.from_numpy(array) if device.type != "cuda" else _beside(device).send(array)
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _beside(device: torch.device) -> _Beside:
+    return _Beside(device)

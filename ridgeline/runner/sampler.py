@@ -20,7 +20,18 @@ from torch import Tensor
 
 from ridgeline.costs import KNOWN_IDS, edited_rows
 from ridgeline.messages import RowAdded
-from ridgeline.ops.sample import CHOICE, apply_mask, apply_penalties, keep_only, reserve, sample, takes_masks, to_device
+from ridgeline.ops.sample import (
+    CHOICE,
+    Choices,
+    apply_mask,
+    apply_penalties,
+    keep_only,
+    reserve,
+    sample,
+    send_choices,
+    takes_masks,
+    to_device,
+)  # fmt: skip
 
 GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best id, but for overflow
 
@@ -38,6 +49,19 @@ _EDIT = np.dtype([
 class Sampled:
     tokens: Tensor                   # int64 [S], on the device
     failed: Tensor                   # bool [S]: the logits held a NaN or an infinity, or no id was left to choose
+
+
+@dataclass(slots=True)
+class Prepared:
+    """How rows will choose in their next step: all of it that depends neither on logits nor on masks."""
+
+    rows: np.ndarray                 # int64
+    how: np.ndarray                  # CHOICE, of these rows …
+    edit: np.ndarray                 # … and _EDIT
+    too_early: np.ndarray            # bool: they may not end yet
+    edited: np.ndarray               # bool: something changes their logits
+    only_masked: bool                # … and a grammar's mask is all that does
+    choices: Choices | None          # on the device already
 
 
 class _RowLists:
@@ -86,9 +110,11 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos_token_ids = [token for token in eos_token_ids if 0 <= token < vocab_size]
         self._device = torch.device(device)
+        self._dtype = logits_dtype
         self._choice = np.zeros(max_rows, CHOICE)
         self._edit = np.zeros(max_rows, _EDIT)
         self._plain = np.zeros(max_rows, np.bool_)           # rows that have taken their best id from the first on
+        self._constrained = np.zeros(max_rows, np.bool_)     # rows with a grammar
         self._place = np.full(max_rows, -1)                  # row -> place in the batch, while one is sampled
         self._allowed, self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(4))
         # For rows that look back, the prompt's distinct ids and then the answer, and how often each is in the answer. A
@@ -134,7 +160,7 @@ class Sampler:
         remembers = flags[3] or any(len(word) > 1 for word in added.bad_words_token_ids)
         num_known = self._remember(row, added, penalized=flags[3]) if remembers else 0
         # With a grammar, masks also keep an answer from ending early: they alone know whether it can go on.
-        constrained = params.structured_outputs is not None
+        constrained = self._constrained[row] = params.structured_outputs is not None
         min_tokens = 0 if constrained else params.min_tokens
         edited = constrained or any(flags)
         self._edit[row] = (edited, *flags, min_tokens, *penalties, remembers, num_known)
@@ -173,20 +199,36 @@ class Sampler:
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def sample(self, logits: Tensor, rows: np.ndarray, masks: Tensor | None = None) -> Sampled:
-        """One token for each of the (distinct) rows, from logits [S, V], which are left as they are.
+    def prepare(self, rows: np.ndarray) -> Prepared | None:
+        """For (distinct) rows that will be sampled next. With a grammar among them this is worth doing before their masks are
+        there, while the device computes: else None, and `sample` does it."""
+        return self._prepare(rows) if self._constrained[rows].any() else None
 
-        `masks` are the ids a grammar allows, bool [S, V] or packed int32 [S, ceil(V / 32)] with the lowest id in the
-        lowest bit. They count for rows with structured_outputs.
-        """
+    def _prepare(self, rows: np.ndarray) -> Prepared:
         rows = rows.astype(np.int64)
         how, edit = self._choice[rows], self._edit[rows]
         too_early = how["index"] < edit["min_tokens"]
+        changed = too_early | edit["allowed"] | edit["bad_words"] | edit["biased"] | edit["penalized"]
         edited = edit["edited"] | too_early
+        only_masked = bool(edited.any()) and not changed.any()
+        choices = send_choices(how, self._device, self._dtype, self._vocab_size) if only_masked else None
+        return Prepared(rows, how, edit, too_early, edited, only_masked, choices)
+
+    def sample(
+        self, logits: Tensor, rows: np.ndarray, masks: Tensor | None = None, prepared: Prepared | None = None
+    ) -> Sampled:
+        """One token for each of the (distinct) rows, from logits [S, V], which are left as they are.
+
+        `masks` are the ids a grammar allows, bool [S, V] or packed int32 [S, ceil(V / 32)] with the lowest id in the
+        lowest bit. They count for rows with structured_outputs. `prepared`: what `prepare` has made of these rows.
+        """
+        ready = prepared or self._prepare(rows)
+        rows, how, edit, too_early, edited = ready.rows, ready.how, ready.edit, ready.too_early, ready.edited
         if not edited.any():
             tokens, failed = sample(logits, how)
-        elif masks is not None and self._only_masked(edit, too_early) and takes_masks(logits, how, masks):
-            tokens, failed = sample(logits, how, masks)      # rows without a grammar have masks that allow everything
+        elif masks is not None and ready.only_masked and takes_masks(logits, how, masks):
+            # Rows without a grammar have masks that allow everything.
+            tokens, failed = sample(logits, how, masks, ready.choices)
         else:
             who = np.flatnonzero(edited)
             if len(who) < len(rows):
@@ -225,10 +267,6 @@ class Sampler:
     def said_greedily(self, rows: np.ndarray) -> None:
         """Somebody else has chosen the best id for each of the rows, for which `all_greedy` holds."""
         self._choice["index"][rows] += 1
-
-    def _only_masked(self, edit: np.ndarray, too_early: np.ndarray) -> bool:
-        """Is a grammar's mask all that changes anybody's logits?"""
-        return not (too_early | edit["allowed"] | edit["bad_words"] | edit["biased"] | edit["penalized"]).any()
 
     def _edit_logits(
         self, logits: Tensor, rows: np.ndarray, how: np.ndarray, edit: np.ndarray, too_early: np.ndarray
