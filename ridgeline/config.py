@@ -70,7 +70,7 @@ class SchedulerOptions:
     )
     async_scheduling: bool | None = option(None, "plan a step while the one before it runs")
     step_time_ms: float | None = option(
-        None, "prompt chunks are cut so that a step in which others decode takes about this long; 0: never", low=0
+        None, "prompt chunks are cut so that a step for whose end others wait takes about this long; 0: never", low=0
     )
 
 

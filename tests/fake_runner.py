@@ -147,6 +147,13 @@ class FakeRunner:
         self._steps.append(self._submitted)
         self._submitted = None
 
+    def start_over(self) -> bool:
+        """Rows and the step that could not be launched are forgotten; whoever goes on is added again."""
+        assert not self._steps, "steps that ran are collected first"
+        self._submitted = None
+        self.rows.clear()
+        return True
+
     def collect(self) -> StepResult:
         step = self._steps.popleft()
         self._check(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,35 @@ def test_a_bad_request_kills_nothing(tmp_path: Path) -> None:
         core.add(Request("a", [10**6], SamplingParams()))
     core.add(request("b"))
     assert core.step()[0].request_id == "b"
+
+
+def test_young_garbage_is_looked_for_while_a_long_step_runs_and_nowhere_else(tmp_path: Path) -> None:
+    options = EngineConfig.of(
+        model=str(directory(tmp_path, config=LLAMA | {"max_position_embeddings": 4096})), num_gpu_blocks_override=300,
+        max_num_seqs=2, max_model_len=4096, max_num_batched_tokens=2048,
+    )  # fmt: skip
+    config = resolve(options, DeviceFacts("cpu", 2**28, ("float32",)))
+    events: list[str] = []
+
+    class Told(FakeRunner):
+        def submit(self, plan: StepPlan) -> None:
+            super().submit(plan)
+            events.append(f"launched {plan.total_tokens}")
+
+        def close(self) -> None:
+            pass
+
+    core = EngineCore(config, Told(config.groups, config.num_blocks))
+    core.add(Request("a", [5] * 3000, SamplingParams(max_tokens=3, ignore_eos=True)))
+    noted = lambda phase, info: events.append(f"collected {info['generation']}") if phase == "stop" else None   # noqa: E731
+    gc.collect()
+    gc.callbacks.append(noted)
+    gc.disable()                                         # between steps nothing is collected by itself
+    try:
+        while core.has_work:
+            core.step()
+    finally:
+        gc.callbacks.remove(noted)
+        gc.enable()
+    assert events == ["launched 2048", "collected 1", "launched 952", "launched 1", "launched 1"]
+    core.close()

@@ -50,7 +50,7 @@ class Chunks:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def prompt_tokens(self, num_decodes: int, budget: int) -> int:
+    def prompt_tokens(self, num_decodes: int, num_prompts: int, budget: int) -> int:
         return self.size - num_decodes
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
@@ -107,18 +107,19 @@ def test_the_time_model_sizes_chunks() -> None:
 
 def test_measured_steps_keep_to_their_time() -> None:
     model = MeasuredStepTime(0.050)
-    assert model.prompt_tokens(8, 8192) == 8192, "nothing is known yet"
+    assert model.prompt_tokens(8, 1, 8192) == 8192, "nothing is known yet"
     for _ in range(20):
         model.observe(8, 0, 0.010)
         model.observe(8, 2000, 0.010 + 2000 * 20e-6)
-    assert model.prompt_tokens(8, 8192) == 1984          # 40 ms at 20 µs a token, in whole tiles
-    assert model.prompt_tokens(0, 8192) == 8192, "nobody waits"
+    assert model.prompt_tokens(8, 1, 8192) == 1984          # 40 ms at 20 µs a token, in whole tiles
+    assert model.prompt_tokens(0, 1, 8192) == 8192, "nobody waits"
+    assert model.prompt_tokens(0, 2, 8192) == 2496, "the first of two prompts does not wait for all of the second"
     model.observe(8, 0, 3.0)
     model.observe(8, 2000, 3.0)
-    assert model.prompt_tokens(8, 8192) == 1984, "one step that was held up does not count"
+    assert model.prompt_tokens(8, 1, 8192) == 1984, "one step that was held up does not count"
     for _ in range(40):
         model.observe(8, 0, 0.060)
-    assert model.prompt_tokens(8, 8192) == 576, "prompts always get a share"
+    assert model.prompt_tokens(8, 1, 8192) == 576, "prompts always get a share"
 
 
 def test_rows_are_a_budget_too() -> None:

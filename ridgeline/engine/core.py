@@ -19,6 +19,7 @@ from ridgeline.diagnose.steps import StepRecorder
 from ridgeline.engine.executor import Executor, make_executor
 from ridgeline.engine.grammar_check import vocabulary_of
 from ridgeline.engine.grammars import Grammars
+from ridgeline.engine.thrift import Thrift
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.vocabulary import GrammarVocabulary
@@ -26,6 +27,7 @@ from ridgeline.log import get_logger
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.resolve import ResolvedConfig, resolve
 from ridgeline.runner.fetch import pinned_array
+from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.worker import device_facts
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -34,6 +36,8 @@ from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel
 logger = get_logger("engine")
 
 _GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a grammar before others get a turn
+_LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
+_NO_MEMORY = "the device has no memory for this request, not even in the smallest steps"
 
 
 class EngineCore:
@@ -44,6 +48,8 @@ class EngineCore:
         self.grammars = make_grammars(config)
         self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
+        self._launching = False                          # the device is being told what to do
+        self._thrift: Thrift | None = None               # while steps are smaller than they may be, for want of memory
 
     @classmethod
     def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
@@ -73,15 +79,25 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> list[TokenDelta]:
-        """One step. When it fails, scheduler and device no longer agree: the engine is dead, and says so from then on.
+        """One step. When it fails, scheduler and device no longer agree: the engine is dead, and says so from then on. Only one
+        that does not fit into memory is forgotten by both, and made smaller.
 
-        Garbage is collected between steps, never inside one: there it would stand between two launches.
+        Garbage is collected between steps or while a long one is under way, never where it would stand between two launches.
         """
         self._check_alive()
         collects = gc.isenabled()
         gc.disable()
+        deltas: list[TokenDelta] = []
         try:
-            return self._step()
+            try:
+                self._step(deltas)
+                return deltas
+            except Exception as error:
+                if not (self._launching and is_out_of_memory(error)):
+                    raise
+                reason = one_line(error)                 # the error itself holds on to all that was computed
+            self._start_over(reason, deltas)
+            return deltas
         except BaseException as error:
             self._dead = one_line(error)
             raise
@@ -89,51 +105,89 @@ class EngineCore:
             if collects:
                 gc.enable()
 
-    def _step(self) -> list[TokenDelta]:
+    def _step(self, deltas: list[TokenDelta]) -> None:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
-        deltas = self._take_grammars() if self.grammars.num_pending else []
+        if self.grammars.num_pending:
+            self._take_grammars(deltas)
         plan = self.scheduler.schedule()
         if len(plan.rows):
             self.recorder.planned(plan)
+            self._launching = True
             self.executor.submit(plan)
             if self.scheduler.num_constrained:
-                deltas += self._sample_constrained()
+                self._sample_constrained(deltas)
             else:
                 self.executor.sample()
+            self._launching = False
+            if plan.total_tokens >= _LONG_STEP:
+                gc.collect(1)                            # what prompts leave behind would hold up a short step otherwise
+            if self._thrift is not None:
+                self._spend(self._thrift)
             if self.scheduler.num_in_flight <= self.config.depth:
-                return deltas
+                return
         elif not self.scheduler.num_in_flight:
-            return deltas + self._take_grammars(_GRAMMAR_SECONDS)
-        return deltas + self._take_in()
+            self._take_grammars(deltas, _GRAMMAR_SECONDS)
+            if self._thrift is not None:
+                self._thrift.forget()                    # a prompt that is computed whole may have no room in small steps
+                self._spend(self._thrift)
+            return
+        deltas += self._take_in()
 
-    def _take_in(self) -> list[TokenDelta]:
-        """The oldest step in flight."""
+    def _start_over(self, reason: str, deltas: list[TokenDelta]) -> None:
+        """The newest step did not fit into memory. Whoever runs begins again, with what is computed and cached already, in
+        smaller steps; answers are the same. Whoever does not fit into the smallest, twice, fails."""
+        self._launching = False
+        while self.scheduler.num_in_flight > 1:
+            deltas += self._take_in()
+        if not self.executor.start_over():
+            raise EngineDead(reason)
+        plan = self.recorder.dropped()
+        sequences = self.scheduler.start_over()
+        if self._thrift is None:
+            self._thrift = Thrift(self.scheduler.limits.max_step_tokens)
+        least = 1 if self.scheduler.limits.chunked_prefill else int(plan.num_tokens.max())
+        if self._thrift.ran_out(plan.total_tokens, least):
+            deltas += [self.scheduler.fail(each, _NO_MEMORY) for each in sequences]
+        self.scheduler.step_tokens = most = self._thrift.tokens
+        logger.warning("a step of %d tokens did not fit into memory; next, at most %d: %s", plan.total_tokens, most, reason)
+
+    def _spend(self, thrift: Thrift) -> None:
+        """Steps may grow again."""
+        if thrift.went_well():
+            self._thrift = None
+        self.scheduler.step_tokens = thrift.tokens
+
+    def _take_in(self, masks: bool = False) -> list[TokenDelta]:
+        """The oldest step in flight. `masks`: those of the newest, which has just followed it, are wanted next."""
         result = self.executor.collect()
+        if self.grammars.has_masks:
+            wanted, num_sampled = self.scheduler.constrained() if masks else ([], 0)
+            self.grammars.masks.advance(self.scheduler.said(result), wanted, num_sampled)
         deltas = self.scheduler.update(result)
         self.recorder.took(result, self.scheduler.num_waiting, self.scheduler.has_work)
         return deltas
 
-    def _sample_constrained(self) -> list[TokenDelta]:
+    def _sample_constrained(self, deltas: list[TokenDelta]) -> None:
         """Sample the newest step, some of whose rows have a grammar: what they may say depends on what they said last.
 
         So the steps before it are taken in first, and masks are filled while its forward pass runs.
         """
-        deltas: list[TokenDelta] = []
-        while self.scheduler.num_in_flight > 1:
-            deltas += self._take_in()
+        self._launching = False
+        while (num_in_flight := self.scheduler.num_in_flight) > 1:
+            deltas += self._take_in(masks=num_in_flight == 2)
         wanted, num_sampled = self.scheduler.constrained()
-        self.executor.sample(self.grammars.masks.fill(wanted, num_sampled) if wanted else None)
-        return deltas + self.scheduler.fail_constrained()
+        masks = self.grammars.masks.fill(wanted, num_sampled) if wanted else None
+        self._launching = True
+        self.executor.sample(masks)
+        deltas += self.scheduler.fail_constrained()
 
-    def _take_grammars(self, wait_seconds: float = 0.0) -> list[TokenDelta]:
+    def _take_grammars(self, deltas: list[TokenDelta], wait_seconds: float = 0.0) -> None:
         """Requests whose grammar is compiled may run from now on; those whose is none end here."""
-        deltas: list[TokenDelta] = []
         for request, matchers, error in self.grammars.take(wait_seconds):
             if error:
                 deltas += self.scheduler.fail_request(request, error)
             else:
                 self.scheduler.set_matchers(request, matchers)
-        return deltas
 
     def prepare(self) -> bool:
         """Use a moment without work to make later steps faster. False: nothing is left to do."""

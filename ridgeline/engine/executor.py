@@ -41,6 +41,9 @@ class Executor(Protocol):
 
     def prepare(self) -> bool: ...
 
+    def start_over(self) -> bool:
+        """Forget all rows and the step that could not be launched. False: that cannot be done here."""
+
     def close(self) -> None: ...
 
 
@@ -53,6 +56,7 @@ class LocalExecutor:
         self.sample = self.runner.sample
         self.collect = self.runner.collect
         self.prepare = self.runner.forward.prepare
+        self.start_over = self.runner.start_over
 
     def close(self) -> None:
         """Nothing outlives the process."""
@@ -199,6 +203,9 @@ class TensorParallelExecutor:
 
     def prepare(self) -> bool:
         return False                                     # every rank would have to, in step
+
+    def start_over(self) -> bool:
+        return False                                     # the others wait for this one, in the middle of a layer
 
     def close(self) -> None:
         self._end()

@@ -23,7 +23,7 @@ from ridgeline.runner.fetch import Fetched, Landing, send_beside
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.rows import EVERY_HIDDEN, TOKEN, DeviceRows
-from ridgeline.runner.sampler import Sampler
+from ridgeline.runner.sampler import Prepared, Sampler
 
 _PROMPT_LOGPROB_ROWS = 256           # prompt positions whose logits exist at once: bounds the scratch
 _LOGPROBS = np.int8(Want.LOGPROBS)
@@ -57,6 +57,7 @@ class _Step:
     shared: int                      # KV positions that are read once for several rows
     replayed: bool
     waited: float                    # seconds for other ranks: at its begin so far, later its own
+    prepared: Prepared | None = None # how its rows choose, where that is done before their masks are there
     prompt_logprobs: dict[int, Fetched] = field(default_factory=dict)
     hidden: dict[int, Fetched] = field(default_factory=dict)
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
@@ -108,6 +109,8 @@ class Runner:
         step = _Step(
             plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays, waited
         )
+        if computed.logits is not None:
+            step.prepared = self._sampler.prepare(work.rows)
         if starts is not None and computed.hidden is not None:
             step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
             step.hidden = self._pooled(plan, starts, computed.hidden)
@@ -124,6 +127,16 @@ class Runner:
             self._sampler.remove_row(row)
             self._num_logprobs.pop(row, None)
             self._num_prompt_logprobs.pop(row, None)
+
+    def start_over(self) -> bool:
+        """Forget every row, and the step that could not be launched; those before it have been collected. Rows that go on are
+        added again. Memory that is kept for nobody goes back to the device."""
+        self._steps.clear()
+        self._work = None
+        self.remove(np.arange(self.rows.max_rows))
+        if self.rows.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return True
 
     def _apply(self, plan: StepPlan) -> None:
         self.remove(plan.removed)
@@ -193,7 +206,7 @@ class Runner:
                 logits = logits.index_select(0, batch.device_picks)
                 sample_rows = sample_rows.index_select(0, batch.device_picks)
             allowed = None if masks is None else send_beside(masks, logits.device)
-            sampled = self._sampler.sample(logits, rows, allowed)
+            sampled = self._sampler.sample(logits, rows, allowed, step.prepared)
             tokens = self._comm.broadcast(sampled.tokens)
             self.rows.last_token.index_copy_(0, sample_rows, tokens)
             step.sampled = Fetched(tokens, sampled.failed)

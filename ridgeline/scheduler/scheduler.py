@@ -65,6 +65,7 @@ class SchedulerCounters:
     chunks: int = 0                  # partial prefills
     joins: int = 0                   # sequences admitted in the place of one that had left, while others were running
     preemptions: int = 0
+    out_of_memory: int = 0           # steps that did not fit into memory, and were forgotten
     late_tokens: int = 0             # sampled after a stop, dropped
     finished: int = 0
     held_slots: int = 0              # KV slots held, and of these the ones in use, summed over steps: paging's waste
@@ -125,6 +126,7 @@ class Scheduler:
         self._eos = eos_token_ids
         self.admission: Admission = admission or ContinuousBatching()
         self.finds_prefixes = True
+        self.step_tokens: int | None = None                              # fewer than the limit, for a while after memory ran out
         self._time_model = time_model or NoTimeModel()
         self._use_priorities = use_priorities
         self._seed = seed
@@ -223,6 +225,17 @@ class Scheduler:
         listed = [(place, sequence.matcher) for place, sequence in flight.constrained if not sequence.finished]
         return [(place, matcher) for place, matcher in listed if matcher is not None], int(flight.sampled.sum())
 
+    def said(self, result: StepResult) -> list[tuple[Matcher, int]]:
+        """What answers with a grammar go on with after the oldest step in flight: update() will tell their matchers."""
+        flight = self._flights[0]
+        if not flight.constrained or result.failed:
+            return []
+        tokens = result.tokens[flight.sampled, 0].tolist()
+        return [
+            (sequence.matcher, tokens[place]) for place, sequence in flight.constrained
+            if sequence.matcher is not None and not sequence.finished and tokens[place] not in sequence.stop_ids
+        ]  # fmt: skip
+
     def fail_constrained(self) -> list[TokenDelta]:
         """End those of them whose matcher has failed meanwhile."""
         listed = [sequence for _, sequence in self._flights[-1].constrained if not sequence.finished]
@@ -280,7 +293,7 @@ class Scheduler:
         table, size = self._rows, self.manager.block_size
         rows = table.ranked()
         if not len(rows):
-            return rows, rows, self._budget(0), False
+            return rows, rows, self._budget(0, self.num_waiting), False
         need = table.known[rows] - table.computed[rows]
         # A row at its limit has all it may have; its last token needs no KV.
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
@@ -289,7 +302,7 @@ class Scheduler:
         prefill = need > 1
         num_prefill = int(np.count_nonzero(prefill))
         num_decodes = len(rows) - num_prefill
-        tokens, budget = need, self._budget(num_decodes)
+        tokens, budget = need, self._budget(num_decodes, num_prefill + self.num_waiting)
         whole = num_prefill == 0 and num_decodes <= budget
         if not whole:
             order = np.argsort(prefill, kind="stable")
@@ -317,10 +330,10 @@ class Scheduler:
                 self._publish(int(rows[place]), int(tokens[place]))
         return rows, tokens, budget - int(tokens.sum()), short
 
-    def _budget(self, num_decodes: int) -> int:
+    def _budget(self, num_decodes: int, num_prompts: int) -> int:
         """Tokens of a step in which so many decode: all it may have, or as many prompt tokens as the time allows."""
-        most = self.limits.max_step_tokens
-        return min(most, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, most)))
+        most = min(self.limits.max_step_tokens, self.step_tokens or self.limits.max_step_tokens)
+        return min(most, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, num_prompts, most)))
 
     def _publish(self, row: int, num_tokens: int) -> None:
         """The row computes so many prompt tokens in the step being planned: what gets full can be shared at once.
@@ -554,6 +567,20 @@ class Scheduler:
         counters.held_slots += table.num_held * self.manager.block_size
         counters.used_slots += table.num_used
         return plan
+
+    def start_over(self) -> list[Sequence]:
+        """The newest step could not be launched: forget it. All others have been taken in. Whoever runs waits again, as after a
+        preemption; the device, too, forgets its rows. Returns the sequences that step was for."""
+        (flight,) = self._flights
+        for sequence, samples in zip(flight.sequences, flight.sampled.tolist(), strict=True):
+            sequence.num_promised -= samples
+        for sequence in self._rows.running():                    # with the step in flight: what it was to compute is distrusted
+            self._preempt(sequence)
+        self._flights.clear()
+        self.manager.pool.retired(flight.step)
+        self._delta, self._steady = _Delta(), None
+        self.counters.out_of_memory += 1
+        return [sequence for sequence in flight.sequences if not sequence.finished]
 
     # -- results -------------------------------------------------------------------------------------------------------
 

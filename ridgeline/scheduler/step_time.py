@@ -1,4 +1,4 @@
-"""How long a step takes, learned from the steps that were: what prompts may take of a step in which others decode.
+"""How long a step takes, learned from the steps that were: what prompts may take of a step for whose end others wait.
 
 A step's time is close to a line: what the decodes alone take, and so much more for each prompt token beside them. Both
 numbers are medians of the last steps, so they follow the model, the machine and the load, and no single step that was
@@ -17,8 +17,8 @@ _ROUND = 64                          # matrix products like whole tiles
 
 
 class StepTimeModel(Protocol):
-    def prompt_tokens(self, num_decodes: int, budget: int) -> int:
-        """Most prompt tokens that a step with that many decodes may compute."""
+    def prompt_tokens(self, num_decodes: int, num_prompts: int, budget: int) -> int:
+        """Most prompt tokens that a step with that many decodes may compute, while so many prompts are not through."""
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step that took so long."""
@@ -27,7 +27,7 @@ class StepTimeModel(Protocol):
 class NoTimeModel:
     """The off version: prompts may fill the token budget."""
 
-    def prompt_tokens(self, num_decodes: int, budget: int) -> int:
+    def prompt_tokens(self, num_decodes: int, num_prompts: int, budget: int) -> int:
         return budget
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
@@ -40,11 +40,12 @@ class MeasuredStepTime:
         self._decode: deque[float] = deque(maxlen=_REMEMBERED)       # seconds of the last steps without prompts
         self._per_token: deque[float] = deque(maxlen=_REMEMBERED)    # seconds that each prompt token added
 
-    def prompt_tokens(self, num_decodes: int, budget: int) -> int:
-        """Nobody decodes, or nothing is known yet: nobody waits, or it will be known after this step."""
-        if num_decodes == 0 or not self._per_token:
+    def prompt_tokens(self, num_decodes: int, num_prompts: int, budget: int) -> int:
+        """One prompt and nobody else, or nothing known yet: nobody waits, or it will be known after this step. Of several
+        prompts those that are through wait for the end of the step as decodes do."""
+        if (num_decodes == 0 and num_prompts <= 1) or not self._per_token:
             return budget
-        rest = max(self._target - _median(self._decode), _SHARE * self._target)
+        rest = max(self._target - (_median(self._decode) if num_decodes else 0.0), _SHARE * self._target)
         fit = int(rest / _median(self._per_token))
         return max(_FEWEST, fit - fit % _ROUND)
 

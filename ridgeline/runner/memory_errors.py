@@ -1,0 +1,16 @@
+"""Which errors say that a step did not fit into memory, and nothing worse. Knows what torch and the driver raise."""
+
+from __future__ import annotations
+
+import torch
+
+# Where there is no type for it: torch's allocator on a CPU, the driver, and libraries that allocate by themselves. Any other
+# error of a device leaves it in a state that nothing can be said of.
+_WORDS = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """What was launched before it is sound, and so is the device: the same can be tried again with less."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
