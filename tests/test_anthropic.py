@@ -387,3 +387,30 @@ def test_whoever_stops_reading_frees_the_engine(url: str) -> None:
         return bool(health["requests"] == 0 and health["free_blocks"] == health["num_blocks"])
 
     wait_until(idle)
+
+
+def test_the_list_of_models_has_anthropics_shape_and_so_have_its_refusals(strict: ScriptedServer) -> None:
+    client = anthropic.Anthropic(base_url=strict.url, api_key="wrong", max_retries=0, timeout=20)
+    for ask in (lambda: client.models.list(), lambda: client.models.retrieve(NAME), lambda: client.get("/v1/x", cast_to=object)):
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            ask()
+        assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        assert caught.value.request_id == caught.value.response.headers["x-request-id"]
+    client = anthropic.Anthropic(base_url=strict.url, api_key="sesame", max_retries=0, timeout=20)
+    assert [model.id for model in client.models.list()] == [NAME]
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.get("/v1/files", cast_to=object)
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+
+def test_an_answer_may_be_asked_to_be_longer_than_there_is_room_for(
+    server: ScriptedServer, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who must name a length knows nothing of the prompt's; that the context was the limit is told."""
+    monkeypatch.setattr(server.llm, "script", lambda prompt: "so " * 400)
+    for most, reason in ((32_000, "model_context_window_exceeded"), (100, "max_tokens")):
+        whole = client.messages.create(model=NAME, max_tokens=most, messages=MESSAGES)
+        with client.messages.stream(model=NAME, max_tokens=most, messages=MESSAGES) as stream:
+            streamed = stream.get_final_message()
+        assert whole.stop_reason == streamed.stop_reason == reason
+        assert whole.usage.output_tokens == streamed.usage.output_tokens == min(most, 512 - 23)

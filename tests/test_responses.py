@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,9 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import write_model
 
 from ridgeline.errors import RequestError
+from ridgeline.server.keys import Keys
+from ridgeline.server.limits import ServerOptions
+from ridgeline.server.response_store import KEPT_SECONDS, ResponseStore
 
 NAME = "tiny"
 TEXT = "Good day to you"
@@ -100,7 +104,8 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("body", "words"), [
-    ({"previous_response_id": "resp_1"}, "previous_response_id: no response is stored here; send the whole conversation"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id: there is no response 'resp_1' here, or no longer; send"),
+    ({"conversation": "conv_1"}, "conversation is not supported"),
     ({"background": True}, "background is not supported"),
     ({"truncation": "auto"}, "truncation must be 'disabled'"),
     ({"include": ["file_search_call.results"]}, "include: 'file_search_call.results' is not supported"),
@@ -125,8 +130,111 @@ def test_another_models_name(client: openai.OpenAI) -> None:
         client.responses.create(model="other", input="x")
 
 
-def test_nothing_is_stored(server: ScriptedServer) -> None:
-    assert httpx.get(f"{server.url}/v1/responses/resp_1").status_code == 404
+# -- stored responses --------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on_from_an_earlier_response(server: ScriptedServer, client: openai.OpenAI) -> None:
+    """Each turn sends what is new; the prompt is the whole conversation, without the instructions of earlier turns."""
+    server.llm.script = lambda prompt: "One."
+    first = client.responses.create(model=NAME, input="Count.", instructions="Be brief")
+    assert first.store is True and first.previous_response_id is None  # type: ignore[attr-defined]
+    server.llm.script = lambda prompt: "Two."
+    with client.responses.stream(model=NAME, input="On.", previous_response_id=first.id) as stream:
+        second = stream.get_final_response()
+    server.llm.script = lambda prompt: "Three."
+    items: list[Any] = [{"role": "user", "content": "And on."}]
+    third = client.responses.create(model=NAME, input=items, previous_response_id=second.id, store=False)
+    turns = ["user\nCount.", "assistant\nOne.", "user\nOn.", "assistant\nTwo.", "user\nAnd on."]
+    assert server.llm.prompts[-1] == "".join(f"<|im_start|>{turn}<|im_end|>" for turn in turns) + "<|im_start|>assistant\n"
+    assert third.previous_response_id == second.id and third.model_dump()["store"] is False
+    counted = client.responses.input_tokens.count(model=NAME, input=items, previous_response_id=second.id)
+    assert third.usage is not None and counted.input_tokens == third.usage.input_tokens
+    # Two answers to one response are two conversations.
+    client.responses.create(model=NAME, input="Stop.", previous_response_id=first.id)
+    assert "Two" not in server.llm.prompts[-1] and "One." in server.llm.prompts[-1]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=NAME, input="x", previous_response_id=third.id)    # which was not to be stored
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_a_call_and_its_output_in_two_responses(server: ScriptedServer, client: openai.OpenAI) -> None:
+    server.llm.script = lambda prompt: '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    tools: list[Any] = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}]
+    first = client.responses.create(model=NAME, input="Weather?", tools=tools)
+    call = first.output[-1]
+    assert call.type == "function_call"
+    server.llm.script = lambda prompt: "Sunny."
+    output: list[Any] = [{"type": "function_call_output", "call_id": call.call_id, "output": "sun"}]
+    client.responses.create(model=NAME, input=output, tools=tools, previous_response_id=first.id)
+    assert '"city": "Rome"' in server.llm.prompts[-1] and "<tool_response>\nsun" in server.llm.prompts[-1]
+
+
+def test_a_response_is_fetched_listed_and_deleted(server: ScriptedServer, client: openai.OpenAI) -> None:
+    server.llm.script = lambda prompt: TEXT
+    made = client.responses.create(model=NAME, input=[{"role": "user", "content": each} for each in "abc"])
+    assert client.responses.retrieve(made.id) == made
+    newest, *rest = client.responses.input_items.list(made.id, limit=2)
+    assert newest.content == "c" and [item.content for item in rest] == ["b", "a"]       # type: ignore[union-attr]
+    oldest = next(iter(client.responses.input_items.list(made.id, order="asc")))
+    assert oldest.content == "a" and oldest.id                                           # type: ignore[union-attr]
+    client.responses.delete(made.id)
+    for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError) as caught:
+            ask(made.id)
+        assert caught.value.code == "response_not_found"
+    for query in ("stream=true", "include=file_search_call.results", "starting_after=3"):
+        assert httpx.get(f"{server.url}/v1/responses/{made.id}?{query}").status_code == 400
+    for query in ("limit=0", "limit=1000", "limit=x", "order=up", "after=msg_1", "before=x"):
+        kept = client.responses.create(model=NAME, input="x").id
+        assert httpx.get(f"{server.url}/v1/responses/{kept}/input_items?{query}").status_code == 400, query
+
+
+def test_a_response_belongs_to_its_key(tmp_path: Path) -> None:
+    with ScriptedServer(write_model(tmp_path / NAME), lambda prompt: TEXT, keys=Keys(["one", "two"])) as server:
+        one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
+        made = one.responses.create(model=NAME, input="Hello")
+        assert one.responses.retrieve(made.id).output_text == TEXT
+        for ask in (two.responses.retrieve, two.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                ask(made.id)
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            two.responses.create(model=NAME, input="x", previous_response_id=made.id)
+        one.responses.delete(made.id)
+
+
+def test_nothing_is_stored_where_that_is_switched_off(tmp_path: Path) -> None:
+    options = ServerOptions(port=0, max_stored_responses=0)
+    with ScriptedServer(write_model(tmp_path / NAME), lambda prompt: TEXT, server=options) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        made = client.responses.create(model=NAME, input="Hello", store=True)
+        assert made.model_dump()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(made.id)
+        with pytest.raises(openai.BadRequestError, match="no response is stored here"):
+            client.responses.create(model=NAME, input="x", previous_response_id=made.id)
+
+
+def test_what_is_stored_is_bounded_in_number_bytes_and_time() -> None:
+    now = [0.0]
+    store = ResponseStore(10, 100_000, lambda: now[0])
+    for number in range(1_000):
+        store.put(str(number), 0, b"x" * (number % 37), b"[]", b"[]")
+        assert len(store) <= 10
+    assert store.get("999", 0) is not None and store.get("989", 0) is None
+    store.put("large", 0, b"x" * 95_000, b"[]", b"[]")
+    assert len(store) < 10 and store.num_bytes <= 100_000 and store.get("large", 0) is not None
+    store.put("too large", 0, b"x" * 100_000, b"[]", b"[]")
+    assert store.get("too large", 0) is None and store.get("large", 0) is not None
+    assert store.get("large", 1) is None and not store.delete("large", 1)
+    now[0] = KEPT_SECONDS / 2
+    store.put("later", 3, b"", b"[]", b"[]")
+    now[0] = KEPT_SECONDS
+    assert store.get("large", 0) is None and store.get("later", 3) is not None and len(store) == 1
+    assert store.delete("later", 3) and not store.delete("later", 3)
+    assert len(store) == store.num_bytes == 0
+    off = ResponseStore(0, 100)
+    off.put("a", 0, b"", b"[]", b"[]")
+    assert not off.is_on and not len(off)
 
 
 def test_a_failure_before_and_in_a_stream(server: ScriptedServer, client: openai.OpenAI) -> None:

@@ -285,14 +285,15 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
     ("completions", {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "empty"),
     ("completions", {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens", "max_tokens"),
-    ("completions", {"prompt": "a", "best_of": 2}, "best_of", "best_of"),
+    ("completions", {"prompt": "a", "best_of": 2, "stream": True}, "best_of", "best_of"),
     ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
     ("completions", {"prompt": "a", "priority": 1}, "priority", "--scheduling-policy"),
     ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ("completions", {"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "usage", "stream_options"),
     ("completions", {"prompt": "a", "tempereture": 1}, "tempereture", "did you mean 'temperature'"),
     ("completions", {"prompt": "a", "messages": []}, "messages", "unknown field"),
-    ("completions", {}, None, "prompt"),
+    ("completions", {}, "prompt", "missing required field prompt"),
+    ("completions", {"prompt": "ab", "max_tokens": CONTEXT - 1}, "max_tokens", f"{CONTEXT - 1} tokens beside the 2 of the"),
     ("completions", {"prompt": "a", "seed": 2**63}, "seed", "seed"),
     ("chat/completions", {"messages": []}, "messages", "at least one"),
     ("chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, "messages", "system, developer"),
@@ -304,7 +305,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat/completions", CHAT | {"response_format": {"type": "yaml"}}, "response_format", "json_schema"),
     ("chat/completions", CHAT | {"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
     ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs", "logprobs"),
-    ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
+    ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ("chat/completions", CHAT | {"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differ"),
     ("chat/completions", CHAT | {"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": True}}, None, "'tokenize' is reserved"),
@@ -413,7 +414,7 @@ def test_paths_that_are_not_there(url: str, method: str, path: str, status: int)
 
 
 def test_a_full_queue_refuses_at_once(url: str) -> None:
-    endless = {"prompt": "ab", "n": QUEUE, "max_tokens": CONTEXT, "ignore_eos": True, "stream": True}
+    endless = {"prompt": "ab", "n": QUEUE, "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as stream:
         lines = stream.iter_lines()                      # held: without it the client would hang up
         assert next(lines).startswith("data: ")
@@ -431,7 +432,7 @@ def test_a_full_queue_refuses_at_once(url: str) -> None:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_client_that_leaves_has_its_request_aborted(url: str, stream: bool, n: int) -> None:
-    body = {"prompt": "ab", "n": n, "max_tokens": CONTEXT, "ignore_eos": True, "stream": stream}
+    body = {"prompt": "ab", "n": n, "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": stream}
     with closing(send(url, "/v1/completions", json.dumps(body).encode())):
         wait_until(lambda: httpx.get(f"{url}/health").json()["running"] == n)
     left = time.monotonic()
@@ -461,7 +462,7 @@ def test_many_clients_at_once(url: str) -> None:
 
 
 def test_an_unread_stream_does_not_hold_up_others(url: str) -> None:
-    body = {"prompt": "ab", "max_tokens": CONTEXT, "ignore_eos": True, "stream": True}
+    body = {"prompt": "ab", "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": True}
     with closing(send(url, "/v1/completions", json.dumps(body).encode())):
         wait_until(lambda: httpx.get(f"{url}/health").json()["running"] == 1)
         assert post(url, "completions", {"prompt": "a"}).status_code == 200
@@ -515,7 +516,7 @@ def assert_gone(family: list[psutil.Process], folders: set[Path]) -> None:
 
 
 def events_of(url: str, got: list[str], begun: threading.Event) -> None:
-    body = {"prompt": "ab", "max_tokens": CONTEXT, "ignore_eos": True, "stream": True}
+    body = {"prompt": "ab", "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
         for line in stream.iter_lines():
             got.append(line)

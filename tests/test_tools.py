@@ -16,6 +16,7 @@ from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 from ridgeline.server import tool_parser as parsers
+from ridgeline.server.closed_schema import closed
 from ridgeline.server.limits import ServerOptions
 from ridgeline.server.reasoning_parser import MessageParser, ReasoningParser
 from ridgeline.server.text_machine import CallArguments, CallStart, Content, Reasoning
@@ -36,10 +37,10 @@ Message = tuple[str, str, list[tuple[str, str]]]         # content, reasoning, c
 Make = Callable[[], MessageParser]
 
 
-def read(make: Make, pieces: Iterable[str]) -> Message:
+def read(make: Make, pieces: Iterable[str], cut: bool = False) -> Message:
     """The message as a client adds it up; every call begins once, with its name, in order."""
     parser = make()
-    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish(cut)
     content, reasoning, calls = "", "", list[list[str]]()
     for event in events:
         match event:
@@ -149,15 +150,62 @@ ALPHABET = [
     text=st.one_of(
         st.lists(st.sampled_from(ALPHABET), max_size=25).map("".join), st.sampled_from([case[2] for case in CASES])
     ),
+    cut=st.booleans(),
     data=st.data(),
 )
-@example(make=HERMES, text='<tool_call>{"name": "f", "arguments": {"a": "\\u00', data=None)
-def test_any_chunking_gives_the_same_message(make: Make, text: str, data: Any) -> None:
-    whole = read(make, [text])
-    assert read(make, text) == whole
+@example(make=HERMES, text='<tool_call>{"name": "f", "arguments": {"a": "\\u00', cut=False, data=None)
+def test_any_chunking_gives_the_same_message(make: Make, text: str, cut: bool, data: Any) -> None:
+    whole = read(make, [text], cut)
+    assert read(make, text, cut) == whole
     if data is not None:
         cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-        assert read(make, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+        assert read(make, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)], cut) == whole
+
+
+REQUIRED = maker(parsers.RequiredParser)
+WHOLE = {                                                # two calls, which may be cut anywhere
+    "hermes": (HERMES, 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": [1, "x"]}}\n</tool_call>\n'
+               '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'),
+    "llama": (LLAMA, '{"name": "f", "parameters": {"a": [1, "x"]}}; {"name": "get_weather", "parameters": {}}'),
+    "llama, tagged": (LLAMA, 'Let me see. <|python_tag|>{"name": "f", "parameters": {"a": [1, "x"]}}; '
+                      '{"name": "get_weather", "parameters": {}}'),
+    "mistral": (MISTRAL, 'Let me see.[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1, "x"]}}, '
+                '{"name": "get_weather", "arguments": {}}]'),
+    "mistral, by name": (MISTRAL, 'Let me see.[TOOL_CALLS]f[ARGS]{"a": [1, "x"]}[TOOL_CALLS]get_weather[ARGS]{}'),
+    "pythonic": (PYTHONIC, '[f(a=[1, "x"]), get_weather()]'),
+    "list": (LIST, '[{"name": "f", "parameters": {"a": [1, "x"]}}, {"name": "get_weather", "parameters": {}}]'),
+    "required": (REQUIRED, '[{"name": "f", "parameters": {"a": [1, "x"]}}, {"name": "get_weather", "parameters": {}}]'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_a_call_that_is_cut_anywhere_is_no_content(form: str) -> None:
+    """What there is of it is told as a call; the first character of a mark alone, or of a list, may be text."""
+    make, text = WHOLE[form]
+    said, _, whole = read(make, [text])
+    assert len(whole) == 2
+    some = 0
+    for place in range(len(text)):
+        content, _, calls = read(make, [text[:place]], cut=True)
+        assert read(make, text[:place], cut=True) == (content, "", calls)
+        assert said.startswith(content.rstrip("<[{ \n")), (text[:place], content)
+        if form == "required":
+            assert not content
+        for got, expected in zip(calls, whole, strict=False):
+            assert got[0] == expected[0] and expected[1].startswith(got[1]), (text[:place], calls)
+        some += bool(calls)
+    assert some > len(text) / 3
+
+
+def test_what_is_cut_and_no_call_is_content() -> None:
+    for make in (HERMES, LLAMA, MISTRAL, PYTHONIC, LIST):
+        for text in ('{"name": "Ann", "age', "[1, 2", "if a <", "a [b", '{"title": "f", "par', "[get_out(", "<b> and [c]", "   "):
+            assert read(make, [text], cut=True) == (text, "", []), (make, text)
+    assert read(HERMES, ["Hm <tool_c"], cut=True) == ("Hm ", "", [])
+    assert read(THINKING, ["<think>so </thi"], cut=True) == ("", "so", [])
+    assert read(THINKING, ["<thi"], cut=True) == ("", "", [])
+    assert read(REQUIRED, ["["], cut=True) == read(LIST, ['[{"name": "get_w'], cut=True) == ("", "", [])
+    assert read(PYTHONIC, ["[get_weather(city='Par"], cut=True) == ("", "", [("get_weather", "")])
 
 
 JSON = st.recursive(
@@ -435,7 +483,9 @@ def test_reasoning_may_end_with_a_special_token(inside: bool) -> None:
         ({"properties": {"a": {}}, "const": {"a": 1, "b": 2}}, None),
         ({"properties": {"a": {"$ref": "#/$defs/X", "required": ["b"]}}, "$defs": {"X": {"properties": {"c": {}}}}}, None),
         ({"properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, None),
-        ({"properties": {"a": {"oneOf": [{"properties": {"x": {}}}, {"properties": {"y": {}}}]}}}, None),
+        ({"properties": {"a": {"oneOf": [{"$ref": "#/$defs/X"}, {"$ref": "#/$defs/Y"}]}},
+          "$defs": {"X": {"properties": {"x": {}}}, "Y": {"properties": {"y": {}}}}}, None),
+        ({"properties": {"a": {"oneOf": [{"properties": {"x": {}}}, {"properties": {"y": {}}}]}}}, True),    # the outer one is
         ({"properties": {"a": {"not": {"properties": {"x": {}}}}}}, None),
     ],
 )  # fmt: skip
@@ -453,6 +503,55 @@ def test_objects_inside_arguments_are_closed_too() -> None:
     shut = inner | {"additionalProperties": False}
     assert made["properties"] == {"a": shut, "b": {"items": shut}, "c": {"anyOf": [shut, {"type": "null"}]}}
     assert made["$defs"]["D"] == shut and given["$defs"]["D"] == inner
+
+
+def thing(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+NUMBER: dict[str, Any] = {"type": "integer"}
+CIRCLE, SQUARE = thing(kind={"const": "circle"}, r=NUMBER), thing(kind={"const": "square"}, a=NUMBER)
+
+
+@pytest.mark.parametrize("branches", [
+    [CIRCLE, SQUARE],                                    # told apart by a value
+    [CIRCLE, {"type": "string"}, {"type": ["number", "null"]}],
+    [thing(x=NUMBER), thing(y=NUMBER)],                  # each needs what the other has not
+    [thing(kind={"enum": ["a", "b"]}), thing(kind={"enum": ["c"]}, x=NUMBER)],
+    [{"const": 1}, {"const": True}, {"const": "1"}],
+    [{"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/square", "description": "four sides"}],
+])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_one_of_several_is_closed_where_they_are_apart(branches: list[Any], depth: int) -> None:
+    """However deep it is: no branch takes properties that it does not list, and the grammar can be followed."""
+    schema: dict[str, Any] = {"oneOf": branches}
+    for _ in range(depth):
+        schema = thing(inner={"type": "array", "items": schema})
+    schema["$defs"] = {"circle": CIRCLE, "square": SQUARE}
+    made = closed(schema)
+    text = json.dumps(made)
+    assert "oneOf" not in text and text.count('"type": "object"') == text.count('"additionalProperties": false')
+    llguidance = pytest.importorskip("llguidance")
+    assert llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_json_schema(text)) == ""
+
+
+@pytest.mark.parametrize("branches", [
+    [thing(x=NUMBER), thing(x=NUMBER, y=NUMBER)],        # an answer with both fits both, as given, and so neither
+    [NUMBER, {"type": "number"}],
+    [thing(x=NUMBER), {"type": "object", "properties": {"y": NUMBER}}],
+    [thing(x=NUMBER), thing(y=NUMBER) | {"additionalProperties": True}],
+    [CIRCLE, {"description": "anything"}],
+    [{"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/nothing"}],
+])
+def test_one_of_several_that_overlap_is_left_to_whoever_can_keep_to_it(branches: list[Any]) -> None:
+    schema = thing(inner={"oneOf": branches}) | {"$defs": {"circle": CIRCLE}}
+    assert closed(schema)["properties"]["inner"] == {"oneOf": branches}
+
+
+def test_a_discriminator_says_that_branches_are_apart() -> None:
+    optional = {"type": "object", "properties": {"kind": {"const": "circle", "default": "circle"}}}
+    schema = {"oneOf": [optional, SQUARE], "discriminator": {"propertyName": "kind"}}
+    assert closed(schema) == {"anyOf": [each | {"additionalProperties": False} for each in (optional, SQUARE)]}
 
 
 def test_a_function_without_parameters_has_no_arguments() -> None:
@@ -473,4 +572,4 @@ def test_tools_that_could_not_be_read_are_refused() -> None:
     with pytest.raises(BadRequest, match="--tool-call-parser"):
         reading(use, SamplingParams(), ServerOptions(), vocabulary)
     assert reading(use, SamplingParams(), ServerOptions(tool_call_parser="hermes"), vocabulary).format == "hermes"
-    assert reading(tool_use([tool()], "required", True), SamplingParams(), ServerOptions(), vocabulary).format == "list"
+    assert reading(tool_use([tool()], "required", True), SamplingParams(), ServerOptions(), vocabulary).format == "required"

@@ -187,12 +187,14 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         arrived: float = 0.0,
+        must_fit: str = "",
     ) -> AnswerStream:
         """Send prompts to the engine. BadRequest when one cannot run, Overloaded when there is no room; then none does.
 
         Without `sampling_params` the model's own defaults count.
         The first prompt goes by `request_id`, further ones by `request_id`-1, -2 and so on. `arrived` is when its client
-        had sent it all, by time.monotonic(); 0: now.
+        had sent it all, by time.monotonic(); 0: now. An answer ends at the latest where the context does; with `must_fit`, the
+        name of the field that says how long it may be, one that has no room for that is refused instead.
         """
         arrived = arrived or time.monotonic()
         await self.start()
@@ -204,10 +206,11 @@ class AsyncLLM:
         caller = CALLER.get()
 
         def make() -> list[tuple[Request, bytes, RequestState]]:
-            return [self._make(prompt, params, priority, cache_salt, caller) for prompt in prompts]
+            return [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]
 
         if params.structured_outputs is not None and self._frontend is not None and self._frontend.grammars is not None:
-            await asyncio.wrap_future(self._frontend.grammars.check_soon(params.structured_outputs))
+            checked = self._frontend.grammars.check_soon(params.structured_outputs, lambda: self.num_open > 0)
+            await asyncio.wrap_future(checked)
         made = await asyncio.to_thread(make) if is_long(prompts, params) else make()
         # From here to the end nothing waits: the names that are free now are still free when they are taken.
         names = [request_id and (f"{request_id}-{place}" if place else request_id) for place in range(len(made))]
@@ -243,11 +246,10 @@ class AsyncLLM:
         tokenizer = self.get_tokenizer()
 
         def render() -> list[int]:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template
-            )
-            self._limits.check_text(text)
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return tokenizer.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=add_generation_prompt, add_special_tokens=add_special_tokens,
+                check=self._limits.check_text, **template,
+            )  # fmt: skip
 
         # A thread costs several switches, of 5 ms each when this one is busy; a short chat takes a tenth of that.
         return render() if not template.get("tools") and is_brief(messages) else await asyncio.to_thread(render)
@@ -340,13 +342,15 @@ class AsyncLLM:
         return self.load.wait(self.ready.max_num_seqs) if self.ready is not None else None
 
     def _make(
-        self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str, caller: Caller
+        self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str, caller: Caller, must_fit: str
     ) -> tuple[Request, bytes, RequestState]:
         """(request, its frame for the engine, state here). Whatever can be wrong with a request is found here, before any other
         part of it exists."""
         assert self._frontend is not None
         request, state = self._frontend.request(prompt, params, priority=priority, cache_salt=cache_salt)
         self._limits.check_length(len(request.prompt_token_ids))
+        if must_fit:
+            self._limits.check_answer(len(request.prompt_token_ids), params.max_tokens, must_fit)
         if caller.cache_salt:
             request.cache_salt = f"{caller.cache_salt}:{request.cache_salt}"
         request.prefix_caching = caller.prefix_caching

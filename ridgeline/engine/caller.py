@@ -17,6 +17,7 @@ class Caller:
     ends: float | None = None            # by time.monotonic(): what is not answered by then is given up
     cache_salt: str = ""                 # callers with different ones never share cached blocks
     prefix_caching: bool = True          # False: what was computed for others is computed again
+    key: int = 0                         # which of the API keys it came with; 0: there are none
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039 (it cannot change)

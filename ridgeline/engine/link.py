@@ -1,6 +1,6 @@
 """The engine's end of the sockets to its front end, and the knowledge whether that one lives.
 
-Knows frames and one process id; what the messages mean is engine/process's. No torch.
+Knows frames and one process id; what the messages mean is engine/loop's. No torch.
 """
 
 from __future__ import annotations

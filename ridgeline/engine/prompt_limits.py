@@ -1,4 +1,5 @@
-"""How long a prompt may be, checked before work is spent on it, and which work is long enough to leave the event loop.
+"""How long a prompt and its answer may be, checked before work is spent on it, and which work is long enough to leave the event
+loop.
 
 Knows texts and counts; no tokenizer, no engine.
 """
@@ -41,6 +42,14 @@ class PromptLimits:
             raise PromptTooLong(
                 f"the prompt is too long: {tokens} tokens > {self.max_model_len - 1} maximum, which leaves one for the answer; "
                 + self._context
+            )
+
+    def check_answer(self, tokens: int, max_tokens: int | None, name: str) -> None:
+        """Whether so many tokens have room behind the prompt; `name`: of the field that asks for them."""
+        if max_tokens is not None and tokens + max_tokens > self.max_model_len:
+            raise PromptTooLong(
+                f"{name} is too large: {max_tokens} tokens beside the {tokens} of the prompt; {self._context}; leave it out "
+                f"for as many as there is room for ({self.max_model_len - tokens})"
             )
 
     @property

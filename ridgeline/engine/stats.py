@@ -133,6 +133,7 @@ class StatsKeeper:
             "padding": counters.padded_tokens,
             "rejected": counters.rejected_tokens,
             "late": counters.late_tokens,
+            "out_of_memory": counters.out_of_memory,
             "held_slots": counters.held_slots,
             "used_slots": counters.used_slots,
             "prefix_queries": cache.asked_tokens,

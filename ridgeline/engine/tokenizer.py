@@ -7,13 +7,14 @@ This file knows neither requests nor streams (engine/text), nor how a chat templ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import tokenizers
 
 from ridgeline.engine.chat_template import ChatTemplate
+from ridgeline.engine.quoting import Quoted, Special
 from ridgeline.engine.vocabulary import Vocabulary
 from ridgeline.engine.vocabulary_gguf import gguf_vocabulary
 from ridgeline.engine.vocabulary_hf import directory_vocabulary
@@ -52,6 +53,8 @@ class Tokenizer:
         self._prefix_ids = vocabulary.prefix_ids
         self._suffix_ids = vocabulary.suffix_ids
         self._chat = ChatTemplate(vocabulary.chat_templates, vocabulary.special_tokens)
+        added = vocabulary.core.get_added_tokens_decoder().values()
+        self._special = Special(token.content for token in added if token.special)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -211,24 +214,40 @@ class Tokenizer:
         tokenize: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        check: Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> list[int] | str:
-        """The prompt of a conversation. The template writes its own special tokens, so none are added.
+        """The prompt of a conversation. The template writes its own special tokens, so none are added unless asked for; what
+        messages, tools and variables have that is spelt like one is ordinary text (engine/quoting).
 
         Variables of the template come as keywords, or, where a client chose their names, as `chat_template_kwargs`.
-        `chat_template` is the text of one to use instead of the model's own.
+        `chat_template` is the text of one to use instead of the model's own. `check` may refuse the text before it is
+        tokenised.
         """
         chat = self._chat
         if chat_template is not None:
             chat = ChatTemplate({"default": chat_template}, chat.special_tokens)
+        variables = {**(chat_template_kwargs or {}), **kwargs}
+        quoted: Quoted | None = None
+        if self._special.are_in([messages, tools, variables]):
+            quoted = self._special.quoted()
+            messages, tools, variables = quoted.hide(messages), quoted.hide(tools), quoted.hide(variables)
         text = chat.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables={**(chat_template_kwargs or {}), **kwargs},
+            variables=variables,
         )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        if check is not None:
+            check(text)
+        if not tokenize:
+            return text if quoted is None else quoted.shown(text)
+        if quoted is None:
+            return self.encode(text, add_special_tokens)
+        ids = [id for part, plain in quoted.parts(text) for id in self.encode(part, False, parse_special=not plain)]
+        return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
 
 def _not_text(text: Any) -> BadRequest:

@@ -385,7 +385,7 @@ class MessagesWriter(ChatWriter):
         return [named_event(event) for event in events]
 
     def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
-        reason, sequence = self._stop(*self._ended_by)
+        reason, sequence = self._stop(*self._ended_by, len(outputs[0].outputs[0].token_ids))
         usage = msgspec.to_builtins(Usage.of(outputs[0]))
         ended: dict[str, Any] = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": usage}
         if self._edits is not UNSET:
@@ -413,13 +413,15 @@ class MessagesWriter(ChatWriter):
         for call in getattr(message, "tool_calls", None) or []:
             arguments = _arguments(call.function.arguments)
             blocks.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments})
-        reason, sequence = self._stop(choice.finish_reason, output.outputs[0].stop_reason)
+        reason, sequence = self._stop(choice.finish_reason, output.outputs[0].stop_reason, len(output.outputs[0].token_ids))
         reply = MessageReply(self._id, self._model, blocks, Usage.of(output), reason, sequence)
         reply.context_management = self._edits
         return _encode(reply)
 
-    def _stop(self, finish: str | None, stop: int | str | None) -> tuple[str, str | None]:
+    def _stop(self, finish: str | None, stop: int | str | None, tokens: int) -> tuple[str, str | None]:
         """(stop_reason, stop_sequence)."""
+        if finish == "length" and tokens < (self._params.max_tokens or 0):
+            return "model_context_window_exceeded", None
         if finish == "stop" and isinstance(stop, str) and stop in self._params.stop:
             return "stop_sequence", stop
         return {"length": "max_tokens", "tool_calls": "tool_use"}.get(finish or "", "end_turn"), None

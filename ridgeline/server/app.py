@@ -24,14 +24,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ridgeline.engine.answer_stream import AnswerStream, Batch
-from ridgeline.engine.caller import expect_first_token
+from ridgeline.engine.caller import CALLER, expect_first_token
 from ridgeline.engine.frontend import Prompt
 from ridgeline.errors import BadRequest, RidgelineError
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server import anthropic, dashboard, metrics, openapi, responses, roofline
 from ridgeline.server.body import parse_body
+from ridgeline.server.completions import middle_marks
+from ridgeline.server.dialects import ANTHROPIC, CHAT, RESPONSES, Dialect
 from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
-from ridgeline.server.error_bodies import anthropic_body, responses_body
+from ridgeline.server.error_bodies import anthropic_body, is_anthropic
 from ridgeline.server.failures import describe, http_error
 from ridgeline.server.generation import FIT
 from ridgeline.server.hosts import Scope
@@ -45,7 +47,10 @@ from ridgeline.server.protocol import (
     Writer,
     parse,
 )
+from ridgeline.server.score import score
 from ridgeline.server.service import Service, WrongMediaType
+from ridgeline.server.stored_responses import Continued
+from ridgeline.server.stored_responses import routes as stored_routes
 from ridgeline.server.stream import (
     DIRECT,
     ClientGone,
@@ -76,39 +81,6 @@ class Job:
     writer: Writer
     headers: Headers
 
-
-class Dialect:
-    """How an endpoint tells errors and events, where it is not OpenAI's way for chat."""
-
-    framed = False                   # the writer's events are whole, with a name each
-
-    def error(self, status: int, body: bytes) -> bytes:
-        """The body of an error, from what `describe` wrote."""
-        return body
-
-    def error_event(self, writer: Any, status: int, body: bytes) -> bytes:
-        """The same as the last event of a stream."""
-        return body
-
-
-class NamedEvents(Dialect):
-    framed = True
-
-    def error_event(self, writer: Any, status: int, body: bytes) -> bytes:
-        return bytes(writer.error_event(status, body))
-
-
-class ResponsesDialect(NamedEvents):
-    def error(self, status: int, body: bytes) -> bytes:
-        return responses_body(body)
-
-
-class AnthropicDialect(NamedEvents):
-    def error(self, status: int, body: bytes) -> bytes:
-        return anthropic_body(status, body)
-
-
-CHAT, RESPONSES, ANTHROPIC = Dialect(), ResponsesDialect(), AnthropicDialect()
 
 T = TypeVar("T")
 
@@ -164,13 +136,24 @@ async def prepare_completion(service: Service, body: bytes) -> Job:
     request_id = f"cmpl-{secrets.token_hex(12)}"
     writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
     prompts: list[Prompt] = list(request.prompts())
-    if request.add_special_tokens is False:
+    if request.suffix:
+        prompts = [await around_gap(service, each, request.suffix) for each in prompts]
+    elif request.add_special_tokens is False:
         prompts = [
             {"prompt": each, "prompt_token_ids": await service.llm.text_tokens(each, False)} if isinstance(each, str) else each
             for each in prompts
         ]
     fit(service, request, params)
     return Job(request, params, prompts, writer, [(b"x-request-id", request_id.encode())])
+
+
+async def around_gap(service: Service, prompt: Prompt, suffix: str) -> Prompt:
+    """A prompt whose answer is what stands between it and `suffix`."""
+    if not isinstance(prompt, str):
+        raise BadRequest("suffix needs a prompt of text")
+    begin, hole, end = middle_marks(service.llm.get_tokenizer())
+    before, behind = await service.llm.text_tokens(prompt, False), await service.llm.text_tokens(suffix, False)
+    return {"prompt": prompt, "prompt_token_ids": [begin, *before, hole, *behind, end]}
 
 
 def fit(service: Service, request: GenerationRequest, params: SamplingParams) -> None:
@@ -214,17 +197,20 @@ async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
 
 
 async def prepare_response(service: Service, body: bytes) -> Job:
-    def work() -> tuple[responses.ResponsesRequest, ChatRequest, SamplingParams]:
+    def work() -> tuple[Continued, ChatRequest, SamplingParams]:
         asked = parse_body(responses.ResponsesRequest, body)
-        return asked, *as_chat(service, asked)
+        continued = Continued(asked, service.stored, CALLER.get().key)
+        return continued, *as_chat(service, continued)
 
-    asked, request, params = await away_if_long(body, work)
-    return await chat_job(service, request, params, "resp_", partial(responses.ResponsesWriter, asked))
+    continued, request, params = await away_if_long(body, work)
+    writer = partial(responses.ResponsesWriter, continued.asked, continued.keep)
+    return await chat_job(service, request, params, "resp_", writer)
 
 
 async def count_input(service: Service, body: bytes) -> responses.InputTokens:
     def work() -> ChatRequest:
-        return as_chat(service, parse_body(responses.ResponsesRequest, body))[0]
+        asked = parse_body(responses.ResponsesRequest, body)
+        return as_chat(service, Continued(asked, service.stored, CALLER.get().key))[0]
 
     request = await away_if_long(body, work)
     return responses.InputTokens(len(await prompt_tokens(service, request)))
@@ -336,7 +322,7 @@ class Generation(Endpoint):
             with job.request.naming_its_grammar():
                 stream = await self._service.llm.stream(
                     job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
-                    arrived=metrics.arrived(),
+                    arrived=metrics.arrived(), must_fit="" if self._dialect.clips else job.request.length_field,
                 )  # fmt: skip
             try:
                 if job.request.stream:
@@ -469,7 +455,9 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/messages/count_tokens", Question(service, count_tokens, ANTHROPIC), methods=["POST"]),
             Route("/v1/responses", Generation(service, prepare_response, RESPONSES), methods=["POST"]),
             Route("/v1/responses/input_tokens", Question(service, count_input, RESPONSES), methods=["POST"]),
+            *stored_routes(service),
             Route("/v1/embeddings", Question(service, embed), methods=["POST"]),
+            Route("/v1/score", Question(service, score), methods=["POST"]),
             Route("/tokenize", Question(service, tokenize), methods=["POST"]),
             Route("/detokenize", Question(service, detokenize), methods=["POST"]),
             Route("/tokenizer_info", tokenizer_info),
@@ -493,8 +481,7 @@ def make_app(service: Service) -> Starlette:
 
 
 def is_for_anthropic(request: Request) -> bool:
-    """Of paths that OpenAI's and Anthropic's clients both ask: only the latter send this header, and always."""
-    return "anthropic-version" in request.headers
+    return is_anthropic(request.scope["path"], request.scope["headers"])
 
 
 def json_response(content: Any, status: int = 200) -> Response:

@@ -53,5 +53,5 @@ def readable(message: str, kind: Any) -> str:
         close = difflib.get_close_matches(name, kind.__struct_fields__, 1) if not where else []
         inside = f" in {where}" if where else ""
         return f"unknown field {name!r}{inside}" + (f"; did you mean {close[0]!r}?" if close else "")
-    words = _PLACE.sub("", message).replace("`", "")
+    words = _PLACE.sub("", message).replace("`", "").replace("Object missing", "missing")
     return f"{where}: {words[0].lower()}{words[1:]}" if where else words

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import SamplingParams, StructuredOutputs, shown
+from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.generation import (
     GenerationRequest,
     Usage,
@@ -137,10 +137,16 @@ class ChatRequest(GenerationRequest, kw_only=True):
             raise BadRequest("max_tokens and max_completion_tokens differ; give one")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise BadRequest(f"top_logprobs must be an integer between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}")
         most = limits.pop() if limits else defaults.get("max_tokens")
         params = self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
         params.structured_outputs = self._language()
         return params
+
+    @property
+    def length_field(self) -> str:
+        return super().length_field if self.max_completion_tokens is None else "max_completion_tokens"
 
     def _language(self) -> StructuredOutputs | None:
         """What the answer is held to: calls where they are demanded, else what was asked for; with tools, either."""
@@ -330,7 +336,7 @@ class ChatWriter(Writer):
         else:
             events = parser.feed(delta.text)
             if finish:
-                events += parser.finish()
+                events += parser.finish(cut=finish == "length")
             deltas = list(self._deltas(events))
             finish = self._finish(finish, parser)
         told = bool(finish or delta.logprobs or (self._wants_token_ids and delta.token_ids))
@@ -390,7 +396,7 @@ class ChatWriter(Writer):
         if parser is None:
             message = AssistantMessage(answer.text)
         else:
-            message = self._message(parser.feed(answer.text) + parser.finish())
+            message = self._message(parser.feed(answer.text) + parser.finish(cut=answer.finish_reason == "length"))
             finish = self._finish(finish, parser)
         if self._echoed:
             message.content = self._echoed + (message.content or "")

@@ -3,19 +3,25 @@
 JSON Schema lets every object have more properties than it lists unless it says `additionalProperties: false`. Who writes the
 schema of an answer or of a function's arguments seldom means that; a small model adds properties until its tokens are used
 up, and callers do not know what to do with them. All that a closed schema lets through the given one lets through too.
+
+`oneOf` is the one part where less can become more: what fits one closed branch may fit two open ones, and so none. Where that
+cannot be (`_apart`), it is the same as `anyOf`, which grammars know how to follow, and is written so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
+
+_MOST_REFERENCES = 8                 # that lead to one another
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The same where objects that list their properties and do not speak of others have no others. A schema in which one
     part could say what another leaves open stays as it is."""
     try:
-        return dict(_closed(schema))
+        return dict(_closed(schema, schema))
     except (_Mixed, RecursionError):
         return dict(schema)
 
@@ -31,24 +37,125 @@ _MIXING = frozenset({
 _BESIDE = frozenset({"anyOf", "oneOf", "$ref", "const", "enum"})     # that mix where properties stand beside them
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     listed = schema.get("properties")
     if _MIXING & schema.keys() or (_BESIDE & schema.keys() and {"properties", "required"} & schema.keys()):
         raise _Mixed
-    if "oneOf" in schema and "discriminator" not in schema:
-        raise _Mixed                                     # what fits one closed branch may fit two open ones, and so none
     made = dict(schema)
+    if isinstance(schema.get("oneOf"), list):
+        branches = made.pop("oneOf")
+        if "anyOf" in schema or not _is_choice(schema, branches, root):
+            if _refers(branches):
+                raise _Mixed                             # what they refer to would be closed for them, too
+            return schema
+        made["anyOf"] = [_closed(each, root) for each in branches]
+        made.pop("discriminator", None)
+        schema = {name: value for name, value in schema.items() if name != "oneOf"}
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-            made[key] = {name: _closed(each) for name, each in value.items()}
-        elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
-            made[key] = [_closed(each) for each in value]
+            made[key] = {name: _closed(each, root) for name, each in value.items()}
+        elif key in ("anyOf", "prefixItems") and isinstance(value, list):
+            made[key] = [_closed(each, root) for each in value]
         elif key in ("items", "additionalProperties"):
-            made[key] = _closed(value)
-    needed = schema.get("required") or []
-    if isinstance(listed, Mapping) and "additionalProperties" not in schema and isinstance(needed, list):
-        if all(isinstance(name, str) and name in listed for name in needed):
-            made["additionalProperties"] = False
+            made[key] = _closed(value, root)
+    if isinstance(listed, Mapping) and _gets_closed(schema):
+        made["additionalProperties"] = False
     return made
+
+
+def _gets_closed(schema: Mapping[str, Any]) -> bool:
+    listed, needed = schema.get("properties"), schema.get("required") or []
+    if not isinstance(listed, Mapping) or "additionalProperties" in schema or not isinstance(needed, list):
+        return False
+    return all(isinstance(name, str) and name in listed for name in needed)
+
+
+# -- oneOf -------------------------------------------------------------------------------------------------------------
+
+
+def _is_choice(schema: Mapping[str, Any], branches: list[Any], root: Mapping[str, Any]) -> bool:
+    """Whether nothing that fits one of the branches, closed, fits another."""
+    if "discriminator" in schema:
+        return True                                      # it says so itself
+    found = [_resolved(branch, root) for branch in branches]
+    plain = [branch for branch in found if branch is not None]
+    return len(plain) == len(found) and all(_apart(one, other) for one, other in combinations(plain, 2))
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a schema refers to, if it is one and is known; a reference with anything but words beside it is not."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return None
+        if "$ref" not in schema:
+            return schema
+        path = schema["$ref"]
+        if schema.keys() - {"$ref", "description", "title"} or not isinstance(path, str) or not path.startswith("#/"):
+            return None
+        schema = root
+        for name in path[2:].split("/"):
+            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+    return None
+
+
+def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if _kinds(one) is not None and _kinds(other) is not None and not _overlap(_kinds(one), _kinds(other)):
+        return True
+    if _differ(one, other):
+        return True
+    if _kinds(one) != {"object"} or _kinds(other) != {"object"}:
+        return False
+    first, second = _properties(one), _properties(other)
+    needed, wanted = set(one.get("required") or []), set(other.get("required") or [])
+    if any(_differ(first.get(name), second.get(name)) for name in needed & wanted):
+        return True
+    # Each has to have what the other, closed, cannot have.
+    return _is_closed(one) and _is_closed(other) and not wanted <= first.keys() and not needed <= second.keys()
+
+
+def _is_closed(schema: Mapping[str, Any]) -> bool:
+    return schema.get("additionalProperties") is False or _gets_closed(schema)
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    listed = schema.get("properties")
+    return listed if isinstance(listed, Mapping) else {}
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str] | None:
+    """The types it allows, as far as it says so."""
+    given = schema.get("type")
+    return {given} if isinstance(given, str) else set(map(str, given)) if isinstance(given, list) else None
+
+
+def _overlap(one: set[str] | None, other: set[str] | None) -> bool:
+    whole, others = set(one or ()), set(other or ())
+    for each in (whole, others):
+        if "number" in each:
+            each.add("integer")
+    return bool(whole & others)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether both list their values, and none is in both lists."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return False
+    first, second = _values(one), _values(other)
+    if first is None or second is None:
+        return False
+    return not any(a == b and isinstance(a, bool) == isinstance(b, bool) for a in first for b in second)
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def _refers(schema: Any) -> bool:
+    if isinstance(schema, Mapping):
+        return "$ref" in schema or any(map(_refers, schema.values()))
+    return isinstance(schema, list) and any(map(_refers, schema))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.text import TextStream
+from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.generation import GenerationRequest, Integer, Usage, Writer, finite, prompt_logprobs, ranked
@@ -19,15 +20,19 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | Integer | list[Integer]]
     logprobs: int | None = None
     best_of: int | None = None
-
-    suffix: Any = None
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {"suffix": ("",)}
+    suffix: str | None = None
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise Unsupported("best_of is supported only where it equals n: leave it out")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise BadRequest(f"best_of must be at least n, which is {self.n or 1}; got {self.best_of}")
+        if self.chooses and self.stream:
+            raise BadRequest("best_of above n cannot be streamed: which answers are the best is known when all have ended")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more answers are made than are told."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
 
     @property
     def prompt_only(self) -> bool:
@@ -36,7 +41,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         most = self.max_tokens if self.max_tokens is not None else defaults.get("max_tokens", 16)
-        params = self.sampling(1 if self.prompt_only else most, self.logprobs, defaults)
+        more: dict[str, Any] = {"n": self.best_of} if self.chooses else {}
+        logprobs = 0 if self.chooses and self.logprobs is None else self.logprobs
+        params = self.sampling(1 if self.prompt_only else most, logprobs, defaults, **more)
         if self.echo and self.logprobs is not None:
             params.prompt_logprobs = max(self.logprobs, params.prompt_logprobs or 0)
         params.structured_outputs = self.structured()
@@ -52,6 +59,22 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         if kinds not in ({str}, {list}):
             raise BadRequest("prompt must be a text, a list of texts, a list of token ids or a list of such lists")
         return self.prompt  # type: ignore[return-value]
+
+
+# How models that can fill in the middle are asked to: before the text, between it and what follows, and at the end.
+_MIDDLE = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)  # fmt: skip
+
+
+def middle_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """The tokens around a gap; Unsupported where the model has none."""
+    for marks in _MIDDLE:
+        first, second, third = map(tokenizer.token_id, marks)
+        if first is not None and second is not None and third is not None:
+            return first, second, third
+    raise Unsupported("suffix needs a model with tokens for filling in the middle, which this one has not; leave it out")
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -79,6 +102,8 @@ class CompletionWriter(Writer):
     def __init__(self, request: CompletionRequest, *args: Any) -> None:
         super().__init__(request, *args)
         self._echo = bool(request.echo)
+        self._most = request.n or 1
+        self._wants_logprobs = request.logprobs is not None
         self._prompt_only = request.prompt_only
 
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
@@ -108,9 +133,16 @@ class CompletionWriter(Writer):
     def _text_choice(self, index: int, text: str) -> CompletionChoice | None:
         return None if self._prompt_only else CompletionChoice(index, text)
 
+    def _told_of(self, output: RequestOutput) -> list[CompletionOutput]:
+        """Of more answers than are asked for, the ones whose tokens were the likeliest on average."""
+        if len(output.outputs) <= self._most:
+            return output.outputs
+        best = sorted(output.outputs, key=lambda each: -(each.cumulative_logprob or 0.0) / max(1, len(each.token_ids)))
+        return best[: self._most]
+
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> CompletionChoice:
         text, logprobs, finish, stop = answer.text, None, answer.finish_reason, answer.stop_reason
-        if answer.logprobs is not None:
+        if answer.logprobs is not None and self._wants_logprobs:
             logprobs = self._logprobs(output, answer.token_ids, answer.logprobs, answer.text_offsets)
         if self._prompt_only:
             text, logprobs, finish, stop = "", logprobs and CompletionLogprobs(), "length", None

@@ -1,13 +1,13 @@
 """Errors as clients expect them: OpenAI's shape, and Anthropic's on the paths of Anthropic's API.
 
 Whoever refuses a request before an endpoint has it (the protocol, the gate, the guard of names, the routes) knows its path
-and no more: `body_for` picks the shape by that. Knows statuses and words; what went wrong is for others to say.
+and its headers: `body_for` picks the shape by those. Knows statuses and words; what went wrong is for others to say.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 _encode = msgspec.json.Encoder().encode
 
 ANTHROPIC_PATH = "/v1/messages"
+VERSION = b"anthropic-version"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "request_too_large", 414: "invalid_request_error",
@@ -45,7 +46,10 @@ def error_body(
 
 # Fields that have other names there than in chat; our messages begin with the name.
 _ANTHROPIC_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
-_RESPONSES_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "response_format": "text.format"}
+_RESPONSES_NAMES = {
+    "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "logprobs": "top_logprobs",
+    "response_format": "text.format",
+}  # fmt: skip
 _NAME = re.compile(r"([a-z_]+)(?:\.json_schema)?")
 
 
@@ -71,10 +75,11 @@ def anthropic_body(status: int, openai_body: bytes) -> bytes:
     return _encode(AnthropicError(AnthropicDetail(kind, message, told.get("details", UNSET))))
 
 
-def is_anthropic(path: str) -> bool:
-    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+def is_anthropic(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Paths that OpenAI's and Anthropic's clients both ask are told apart by a header: only the latter send it, and always."""
+    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/") or any(name == VERSION for name, _ in headers)
 
 
-def body_for(path: str, status: int, openai_body: bytes) -> bytes:
-    """An error that was written for OpenAI's clients, for those that ask on `path`."""
-    return anthropic_body(status, openai_body) if is_anthropic(path) else openai_body
+def body_for(path: str, headers: Iterable[tuple[bytes, bytes]], status: int, openai_body: bytes) -> bytes:
+    """An error that was written for OpenAI's clients, for whoever asks on `path` with these headers."""
+    return anthropic_body(status, openai_body) if is_anthropic(path, headers) else openai_body

@@ -17,7 +17,7 @@ from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, RequestError
 from ridgeline.log import get_logger
 from ridgeline.server.error_bodies import body_for, error_body
 from ridgeline.server.protocol import param_of
-from ridgeline.server.service import STOPPED, ModelNotFound, Unavailable, WrongMediaType
+from ridgeline.server.service import STOPPED, ModelNotFound, NotStored, PreviousNotStored, Unavailable, WrongMediaType
 from ridgeline.server.stream import Headers
 
 logger = get_logger("server")
@@ -30,6 +30,11 @@ def describe(error: Exception) -> tuple[int, bytes, Headers]:
     match error:
         case ModelNotFound():
             return 404, error_body(message, "invalid_request_error", "model", "model_not_found"), []
+        case NotStored():
+            return 404, error_body(message, "invalid_request_error", code="response_not_found"), []
+        case PreviousNotStored():
+            field, code = "previous_response_id", "previous_response_not_found"
+            return 400, error_body(message, "invalid_request_error", field, code), []
         case WrongMediaType():
             return 415, error_body(message, "invalid_request_error"), []
         case Overloaded():
@@ -37,7 +42,7 @@ def describe(error: Exception) -> tuple[int, bytes, Headers]:
         case TimedOut():
             return 504, error_body(message, "timeout_error", code="request_timeout"), []
         case PromptTooLong():
-            return 400, error_body(message, "invalid_request_error", code="context_length_exceeded"), []
+            return 400, error_body(message, "invalid_request_error", param_of(message), "context_length_exceeded"), []
         case BadRequest() | Unsupported():
             details = getattr(error, "details", None)
             return 400, error_body(message, "invalid_request_error", param_of(message), details=details), []
@@ -64,5 +69,5 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:200]} does not exist here"
     body = error_body(message, "invalid_request_error", code="not_found")
-    body = body_for(request.scope["path"], error.status_code, body)
+    body = body_for(request.scope["path"], request.scope["headers"], error.status_code, body)
     return Response(body, error.status_code, media_type="application/json", headers=error.headers)

@@ -45,7 +45,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
-        answer = _Answer(send, _request_id(headers), self._cors(headers), is_anthropic(scope["path"]))
+        answer = _Answer(send, _request_id(headers), self._cors(headers), is_anthropic(scope["path"], headers))
         scope[LOG] = noted = dict[str, Any]()
         try:
             await self._pass(scope, headers, receive, answer.send)
@@ -58,14 +58,14 @@ class Gate:
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
             return
-        salt = ""
+        salt, number = "", None
         # Decided on the path that the routes are found by, and on no other form of it.
         if len(self._keys) and scope["path"] not in OPEN_PATHS:
             number = self._keys.number_of(headers)
             if number is None:
                 message = "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
                 body = error_body(message, "invalid_request_error", code="invalid_api_key")
-                await send_json(send, 401, body_for(scope["path"], 401, body), [(b"www-authenticate", b"Bearer")])
+                await send_json(send, 401, body_for(scope["path"], headers, 401, body), [(b"www-authenticate", b"Bearer")])
                 return
             scope[LOG]["key"] = number
             salt = self._keys.salt_of(number)
@@ -76,11 +76,11 @@ class Gate:
             if seconds is None:
                 message = f"{TTFT_HEADER.decode()} must be milliseconds, a number above 0 and at most {MAX_TTFT_MS:.0f}"
                 body = error_body(message, "invalid_request_error", TTFT_HEADER.decode())
-                await send_json(send, 400, body_for(scope["path"], 400, body))
+                await send_json(send, 400, body_for(scope["path"], headers, 400, body))
                 return
         ends = time.monotonic() + self._timeout if self._timeout else None
         # A connection's requests run in tasks of their own: nobody else sees this value.
-        CALLER.set(Caller(ttft_deadline=seconds, ends=ends, cache_salt=salt))
+        CALLER.set(Caller(ttft_deadline=seconds, ends=ends, cache_salt=salt, key=number or 0))
         await self._app(scope, receive, send)
 
     def _cors(self, headers: Headers) -> Headers:
@@ -91,7 +91,7 @@ class Gate:
         allowed = b"*" if "*" in self._origins else origin.encode("latin-1")
         return [
             (b"access-control-allow-origin", allowed),
-            (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
             (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, " + TTFT_HEADER),
             (b"access-control-expose-headers", b"x-request-id, retry-after"),
             (b"access-control-max-age", b"600"),

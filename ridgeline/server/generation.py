@@ -124,12 +124,19 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true")
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+    @property
+    def length_field(self) -> str:
+        """The field that says how long an answer may be; empty where none does."""
+        return "" if self.max_tokens is None else "max_tokens"
+
+    def sampling(
+        self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any], **other: Any
+    ) -> SamplingParams:
         """What the request says, and the model's defaults for the rest. An answer's grammar is the caller's to add."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.truncate_prompt_tokens not in (None, FIT):
             given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
-        return SamplingParams(**dict(defaults) | given | {"max_tokens": max_tokens, "logprobs": logprobs})
+        return SamplingParams(**dict(defaults) | given | {"max_tokens": max_tokens, "logprobs": logprobs} | other)
 
     def structured(self) -> StructuredOutputs | None:
         """The language that the answer is held to, by whichever name it was asked for."""
@@ -158,14 +165,25 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         try:
             yield
         except BadRequest as error:
-            ours = re.match(r"structured_outputs\.\w+", str(error))
-            if ours is None or self.structured_outputs is not None:
+            message = str(error)
+            ours = re.match(r"structured_outputs\.\w+", message)
+            if "coerce_one_of" in message:               # an option of the library's, which nobody has here
+                message = message.partition(":")[0] + _OVERLAP
+            if ours is None:
                 raise
+            if self.structured_outputs is not None:
+                raise BadRequest(message) from None
             older = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
             name = next((name for name in older if getattr(self, name) is not None), "tools")
             if _response_format(self.response_format) is not None:
                 name = "response_format"
-            raise BadRequest(name + str(error)[ours.end() :]) from None
+            raise BadRequest(name + message[ours.end() :]) from None
+
+
+_OVERLAP = (
+    ": an answer could fit two branches of a oneOf, which cannot be kept to; use anyOf, or tell the branches apart by a "
+    "required property with a const"
+)
 
 
 def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
@@ -338,14 +356,15 @@ class Writer(ABC):
         return [self._event(reply), DONE]
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
-        choices = [
-            self._choice(output, prompt * self._params.n + answer.index, answer)
-            for prompt, output in enumerate(outputs)
-            for answer in output.outputs
-        ]
+        told = [(output, answer) for output in outputs for answer in self._told_of(output)]
+        choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(told)]
         reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
         self._tell_prompt_ids(reply, outputs)
         return encode(reply)
+
+    def _told_of(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The answers to a prompt that a whole reply has."""
+        return output.outputs
 
     def _reply(self, choices: list[Any]) -> Reply:
         return Reply(self._id, self.chunk_object, self._created, self._model, choices)

@@ -38,13 +38,14 @@ class HostGuard:
         host = host_name(given[0]) if len(given) == 1 else None
         if host is None:
             message = "the request needs one Host header with the name or address of this server"
-            await send_json(send, 400, body_for(scope["path"], 400, error_body(message, "invalid_request_error")))
+            body = error_body(message, "invalid_request_error")
+            await send_json(send, 400, body_for(scope["path"], scope["headers"], 400, body))
         elif host in self._known or (self._any_address and _is_address(host)):
             await self._app(scope, receive, send)
         else:
             message = f"this server does not answer to {host[:200]!r}; --allowed-host adds a name to it"
             body = error_body(message, "invalid_request_error", code="unknown_host")
-            await send_json(send, 421, body_for(scope["path"], 421, body))
+            await send_json(send, 421, body_for(scope["path"], scope["headers"], 421, body))
 
 
 def host_name(header: bytes) -> str | None:

@@ -55,6 +55,10 @@ class ServerOptions:
         ("auto", "none", "think"),
     )
     max_body_bytes: int = option(16 * 2**20, "size of a request's body", low=1)
+    max_stored_responses: int = option(
+        1000, "answers of /v1/responses kept in memory for an hour, for previous_response_id; 0: none", low=0
+    )
+    max_stored_bytes: int = option(64 * 2**20, "size of all of them together", low=0)
     drain_timeout: int = option(30, "seconds that running requests get to finish when the server is told to stop", low=0)
     max_engine_restarts: int = option(3, "times that a dead or hung engine is started again within ten minutes", low=0)
     engine_timeout: int = option(
@@ -290,7 +294,7 @@ class LimitedProtocol(HttpToolsProtocol):
         answering = cycle is not None and not cycle.response_complete
         if not (answering and cycle.response_started):
             kind = "overloaded_error" if status == 503 else "invalid_request_error"
-            body = body_for(self._path(), status, error_body(message, kind))
+            body = body_for(self._path(), self.headers or (), status, error_body(message, kind))
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             retry = b"retry-after: 1\r\n" if status == 503 else b""
             self.transport.write(STATUS_LINE[status] + retry + head + body)

@@ -100,6 +100,8 @@ def families(llm: AsyncLLM) -> list[Family]:
     add("counter", "ridgeline:wasted_tokens", "Tokens computed for nothing, by cause.", *wasted)
     add("counter", "ridgeline:useful_tokens", "Tokens computed for the first time.", metrics.counter("useful"))
     add("counter", "ridgeline:steps", "Steps planned.", metrics.counter("steps"))
+    misfits = metrics.counter("out_of_memory")
+    add("counter", "ridgeline:steps_out_of_memory", "Steps that did not fit into memory and were tried again.", misfits)
     add("counter", "ridgeline:kv_slots_held", "KV slots that sequences held, summed over steps.", metrics.counter("held_slots"))
     add("counter", "ridgeline:kv_slots_used", "Of these, the ones with a token.", metrics.counter("used_slots"))
     add("counter", "ridgeline:kv_blocks_evicted", "Cached blocks reused for others.", metrics.counter("evicted_blocks"))

@@ -5,8 +5,9 @@ A table of paths and the types they take and give. How an endpoint works is not 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,8 @@ from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
 from ridgeline.server.error_bodies import AnthropicError
 from ridgeline.server.metrics import Load
 from ridgeline.server.roofline import RooflineReply
+from ridgeline.server.score import ScoreReply, ScoreRequest
+from ridgeline.server.stored_responses import DeletedResponse, InputItems
 from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest, TokenizerInfo
 from ridgeline.version import __version__
 
@@ -76,6 +79,7 @@ class Operation:
     gives: type[Any] | None = None       # None: the answer's body is text or empty
     error: type[Any] = Error
     streams: bool = False                # with `stream: true` the answer is server-sent events
+    deletes: type[Any] | None = None     # what a DELETE of the same path gives, where there is one
 
 
 OPERATIONS = (
@@ -85,11 +89,15 @@ OPERATIONS = (
               responses.ResponseReply, streams=True),
     Operation("/v1/responses/input_tokens", "How many tokens its prompt has", responses.ResponsesRequest,
               responses.InputTokens),
+    Operation("/v1/responses/{id}", "One that is kept, fetched or deleted", gives=responses.ResponseReply,
+              deletes=DeletedResponse),
+    Operation("/v1/responses/{id}/input_items", "What was sent with it", gives=InputItems),
     Operation("/v1/messages", "A conversation, for Anthropic's clients", anthropic.MessagesRequest,
               anthropic.MessageReply, AnthropicError, streams=True),
     Operation("/v1/messages/count_tokens", "How many tokens its prompt has", anthropic.CountRequest,
               anthropic.TokenCount, AnthropicError),
     Operation("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingReply),
+    Operation("/v1/score", "How likely one text is behind another", ScoreRequest, ScoreReply),
     Operation("/tokenize", "A prompt or a conversation as token ids", TokenizeRequest, TokenizeReply),
     Operation("/detokenize", "Token ids as text", DetokenizeRequest, DetokenizeReply),
     Operation("/tokenizer_info", "Its special tokens and chat template", gives=TokenizerInfo),
@@ -110,14 +118,16 @@ OPERATIONS = (
 @cache
 def document() -> dict[str, Any]:
     """OpenAPI 3.1: its schemas are JSON Schema 2020-12, which msgspec writes."""
-    types = {kind for each in OPERATIONS for kind in (each.takes, each.gives, each.error) if kind is not None}
+    types = {
+        kind for each in OPERATIONS for kind in (each.takes, each.gives, each.error, each.deletes) if kind is not None
+    }
     ordered = sorted(types, key=lambda kind: (kind.__module__, kind.__name__))
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
     by_type = dict(zip(ordered, schemas, strict=True))
     return {
         "openapi": "3.1.0",
         "info": {"title": "Ridgeline", "version": __version__},
-        "paths": {each.path: _path(each, by_type) for each in OPERATIONS},
+        "paths": {each.path: _methods(each, by_type) for each in OPERATIONS},
         "components": {
             "schemas": components,
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
@@ -126,7 +136,14 @@ def document() -> dict[str, Any]:
     }
 
 
-def _path(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
+def _methods(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
+    methods = {"get" if operation.takes is None else "post": _written(operation, schemas)}
+    if operation.deletes is not None:
+        methods["delete"] = _written(replace(operation, gives=operation.deletes), schemas)
+    return methods
+
+
+def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
     answer = {JSON: {"schema": schemas[operation.gives]}} if operation.gives is not None else {}
     if operation.streams:
         text = {"type": "string"}                        # an event's data is JSON, but for the last of chat: [DONE]
@@ -138,15 +155,15 @@ def _path(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dic
     }
     if operation.takes is not None:
         written["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[operation.takes]}}}
-    if "{name}" in operation.path:
-        written["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := re.findall(r"{(\w+)}", operation.path):
+        written["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     content = {JSON: {"schema": schemas[operation.error]}}
     written["responses"] |= {
         str(status): {"description": ERRORS[status], "content": content} for status in _statuses(operation)
     }
     if operation.path.startswith("/health") or operation.path == "/ping":
         written["responses"]["503"] = {"description": ERRORS[503]}       # a health that is not, told like one that is
-    return {"get" if operation.takes is None else "post": written}
+    return written
 
 
 def _statuses(operation: Operation) -> Iterable[int]:

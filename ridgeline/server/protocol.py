@@ -33,11 +33,11 @@ def parse(kind: type[T], body: bytes) -> T:
 
 
 def param_of(message: str) -> str | None:
-    """The field an error is about, for `error.param`: our messages begin with it, or quote an unknown one first."""
-    unknown = re.match(r"unknown field '([^']+)'", message)
-    if unknown is not None:
-        return unknown.group(1)
-    first = re.match(r"[a-z_]+", message)
+    """The field an error is about, for `error.param`: our messages begin with it, or with what is wrong with a field as such."""
+    named = re.match(r"unknown field '([^']+)'|missing required field (\w+)", message)
+    if named is not None:
+        return named.group(1) or named.group(2)
+    first = re.match(r"[a-z_]+[12]?", message)
     return _FIELDS.get(first.group()) if first is not None else None
 
 
@@ -45,6 +45,7 @@ _FIELDS = {
     name: name
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest) for name in kind.__struct_fields__
 }  # fmt: skip
+_FIELDS |= {name: name for name in ("text_1", "text_2")}
 _FIELDS["prompt_token_ids"] = "prompt"                   # as the engine calls it
 
 

@@ -30,7 +30,7 @@ class ReasoningParser(Machine):
                 break
             if word != "<think>":
                 self.reasoning_end = 0
-                self._say(held + word)
+                self._say("" if self._is_cut_mark(word) else held + word)
                 yield from self._content()
                 return
             read = len(held) + len(word)
@@ -44,6 +44,8 @@ class ReasoningParser(Machine):
             read += len(word)
             if word == "</think>":
                 break
+            if text == "<" and self._is_cut_mark(word):
+                return
             if not begun:
                 word = word.lstrip(BLANKS)
             if solid := word.rstrip(BLANKS):
@@ -81,9 +83,10 @@ class MessageParser:
             return self._to_calls([Content(text)] if text else [])
         return self._to_calls(self._reasoning.feed(text))
 
-    def finish(self) -> list[Event]:
-        events = self._to_calls(self._reasoning.finish() if self._reasoning is not None else [])
-        return events + (self._calls.finish() if self._calls is not None else [])
+    def finish(self, cut: bool = False) -> list[Event]:
+        """The text is over; `cut`: because it may not be longer, wherever it was."""
+        events = self._to_calls(self._reasoning.finish(cut) if self._reasoning is not None else [])
+        return events + (self._calls.finish(cut) if self._calls is not None else [])
 
     def reasoning_tokens(self, text_offsets: list[int]) -> int:
         """How many of the tokens, which begin there in the text, are reasoning; the marks around it included."""

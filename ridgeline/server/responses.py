@@ -7,7 +7,7 @@ tool or a call means is server/protocol's to know. Structs in, structs and bytes
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -64,7 +64,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: Reasoning | None = None
     store: bool = False
     temperature: float
@@ -80,9 +80,11 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 class ResponsesWriter(ChatWriter):
     """Chat's own chunks and choices as items that are added, filled and done one after another."""
 
-    def __init__(self, asked: ResponsesRequest, *args: Any) -> None:
+    def __init__(self, asked: ResponsesRequest, keep: Callable[[str, bytes], None] | None, *args: Any) -> None:
+        """`keep` is told of the response, by its id, when it is whole; None: nobody keeps it."""
         super().__init__(*args)
         self._asked = asked
+        self._keep = keep
         self._namespaces = asked.namespaces
         self._number = 0                                 # of the next event
         self._items: list[dict[str, Any]] = []
@@ -104,7 +106,13 @@ class ResponsesWriter(ChatWriter):
             items.append(_message(message.content or "", logprobs, status))
         for call in calls:
             items.append(self._call(call.id, call.function.name, call.function.arguments, status))
-        return _encode(self._response(status, output))
+        return self._kept(self._response(status, output))
+
+    def _kept(self, reply: ResponseReply) -> bytes:
+        written = _encode(reply)
+        if self._keep is not None:
+            self._keep(reply.id, written)
+        return written
 
     def _status(self) -> str:
         return "incomplete" if self._ended_by == "length" else "completed"
@@ -125,6 +133,8 @@ class ResponsesWriter(ChatWriter):
             max_output_tokens=asked.max_output_tokens,
             metadata=asked.metadata or {},
             parallel_tool_calls=asked.parallel_tool_calls is not False,
+            previous_response_id=asked.previous_response_id,
+            store=self._keep is not None,
             reasoning=asked.reasoning or Reasoning(),
             temperature=self._params.temperature,
             text=asked.text or TextOptions(format=TextFormat()),
@@ -155,7 +165,9 @@ class ResponsesWriter(ChatWriter):
             yield from self._add("message", _message("", [], "in_progress"))
         yield from self._done()
         status = self._status()
-        yield {"type": f"response.{status}", "response": self._response(status, output)}
+        response = self._response(status, output)
+        self._kept(response)
+        yield {"type": f"response.{status}", "response": response}
 
     def error_event(self, status: int, openai_body: bytes) -> bytes:
         told = msgspec.json.decode(openai_body)["error"]

@@ -1,12 +1,12 @@
 """What may be asked of OpenAI's Responses API: its fields, and its input items and tools as chat has them.
 
-Nothing is stored here, so whatever refers to an earlier response is refused. What a message, a tool or a call means is
-server/protocol's to know; how answers are written is in server/responses. Structs in, plain data out; no ASGI.
+What a message, a tool or a call means is server/protocol's to know; how answers are written is in server/responses, and what is
+kept of them in server/response_store. Structs in, plain data out; no ASGI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.generation import Deadline, refuse
 
 _LOGPROBS = "message.output_text.logprobs"
+KNOWN_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")      # thoughts are told in the clear anyway
 
 T = TypeVar("T")
 
@@ -130,6 +131,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     store: bool | None = None
     truncation: str | None = None
     metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
 
     # vLLM's, as chat has them
     top_k: int | None = None
@@ -157,7 +159,6 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     prompt_cache_options: Any = None
 
     # Known to clients, not done here.
-    previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
     prompt: Any = None
@@ -174,13 +175,11 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     def check(self) -> None:
         """Refuse what is understood and not done."""
-        if self.previous_response_id is not None:
-            raise Unsupported("previous_response_id: no response is stored here; send the whole conversation as input")
         refuse(self, self.REFUSED)
         if self.truncation not in (None, "disabled"):
             raise Unsupported("truncation must be 'disabled' here: input that is too long is an error")
         for entry in self.include or []:
-            if entry not in (_LOGPROBS, "reasoning.encrypted_content"):      # thoughts are told in the clear anyway
+            if entry not in KNOWN_INCLUDES:
                 raise Unsupported(f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is")
 
     @property
@@ -189,11 +188,20 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         spaces = [tool for tool in self.tools or [] if tool.get("type") == "namespace"]
         return {joined(space["name"], tool["name"]): space["name"] for space in spaces for tool in space["tools"]}
 
-    def chat(self) -> dict[str, Any]:
-        """The same as a chat request, as plain data."""
+    def items(self) -> list[dict[str, Any]]:
+        """The input as plain data, a text as the message that it stands for."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
+        listed = [msgspec.to_builtins(item) for item in self.input]
+        return [{"type": "message"} | {name: value for name, value in item.items() if value is not None} for item in listed]
+
+    def chat(self, before: Sequence[InputItem] = ()) -> dict[str, Any]:
+        """The same as a chat request, as plain data; `before`: what the conversation has before the input."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
+        for place, item in enumerate(before):
+            _extend(messages, item, f"previous_response_id.input[{place}]")
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
         else:

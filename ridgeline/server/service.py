@@ -16,6 +16,7 @@ from ridgeline.errors import BadRequest, RequestError, RidgelineError
 from ridgeline.server.keys import Keys
 from ridgeline.server.limits import ServerOptions, Slots
 from ridgeline.server.protocol import GenerationRequest
+from ridgeline.server.response_store import ResponseStore
 from ridgeline.server.tracing import NoTracing
 
 STOPPED = "the engine has stopped"
@@ -36,6 +37,14 @@ class ModelNotFound(RequestError):
     """A request for a model that is not served here (HTTP 404)."""
 
 
+class NotStored(RequestError):
+    """A response that is not kept here (HTTP 404)."""
+
+
+class PreviousNotStored(BadRequest):
+    """A conversation that is to go on from one (HTTP 400); clients know this error by its code and send all of it."""
+
+
 class WrongMediaType(RequestError):
     """A body that does not say it is JSON (HTTP 415). Browsers cannot send JSON to a foreign site unasked."""
 
@@ -52,6 +61,10 @@ class Service:
     tracing: NoTracing = field(default_factory=NoTracing)
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    stored: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stored = ResponseStore(self.options.max_stored_responses, self.options.max_stored_bytes)
 
     def check(self, request: GenerationRequest) -> None:
         """What the request's type alone cannot know."""

@@ -88,6 +88,7 @@ class Machine(ABC):
         self._events: list[Event] = []
         self._back = ""                                  # one character that was read and given back
         self._raw: list[str] | None = None               # everything read, while it is not sure to be a call
+        self._cut = False                                # the text is over, and its writer had not come to an end
         self._steps = self._run()
         self._wanted = next(self._steps)
 
@@ -109,8 +110,9 @@ class Machine(ABC):
             place = end
         return self._take()
 
-    def finish(self) -> list[Event]:
-        """The text is over."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """The text is over; `cut`: because it may not be longer."""
+        self._cut = cut
         try:
             while True:
                 self._steps.send("")
@@ -155,6 +157,10 @@ class Machine(ABC):
             char = yield from self._char()
             if not char or char not in BLANKS:
                 return char
+
+    def _is_cut_mark(self, word: str) -> bool:
+        """Whether `word`, the beginning of a mark and more than its first character, is all there will be of it."""
+        return self._cut and len(word) > 1
 
     def _rest_of(self, word: str) -> Reads[str]:
         """Reads on along `word`, whose first character is read; returns how much of it came, and unreads what differs."""

@@ -5,7 +5,8 @@ of it is ever executed, and no regular expression runs over it.
 
 What does not turn out to be a call comes back as content, from its first character on. A call begins for the client as
 soon as its name is known and its arguments begin; from there on they are passed on as they are written, and text that
-can no longer be part of them is content again. Requests, tokens and HTTP are not known here.
+can no longer be part of them is content again. Where a text is cut in the middle of a call, there is as much of that call as
+was written, its name at least or nothing; none of it is content. Requests, tokens and HTTP are not known here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ridgeline.server.text_machine import BLANKS, CallArguments, CallStart, Cont
 
 MAX_WORD = 512                       # characters of a number, a function's name or a header
 
+_NO_BLANKS = dict.fromkeys(map(ord, BLANKS))
 _CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(32)}    # JSON has them escaped only
 
 
@@ -30,12 +32,15 @@ class CallParser(Machine):
     first `most` are left out.
     """
 
+    head = ""                                            # how a call of that name begins, without blanks, where no mark says so
+
     def __init__(self, names: Collection[str], most: int | None = None) -> None:
         self.count = 0                                   # calls begun
         self._names = names
         self._most = most
         self._held: list[str] = []                       # blanks that are content only if content follows
         self._spoke = False                              # content came after the last call
+        self._named = ""                                 # the function of a call whose arguments have not begun
         super().__init__()
 
     # -- what comes out ------------------------------------------------------------------------------------------------
@@ -55,7 +60,7 @@ class CallParser(Machine):
             self._events.append(Content("".join(self._held)))
 
     def _start(self, name: str) -> int:
-        self._held, self._spoke, self._raw = [], False, None
+        self._held, self._spoke, self._raw, self._named = [], False, None, ""
         index, self.count = self.count, self.count + 1
         if self._most is None or index < self._most:
             self._events.append(CallStart(index, name))
@@ -66,13 +71,19 @@ class CallParser(Machine):
             return lambda text: None
         return lambda text: self._events.append(CallArguments(index, text))
 
-    def _attempt(self, reads: Reads[None]) -> Reads[bool]:
-        """Read calls; whether it worked. What is no call is said as content; needs `_raw` to hold its beginning."""
+    def _attempt(self, reads: Reads[None], sure: bool) -> Reads[bool]:
+        """Read calls; whether it worked. What is no call is said as content; needs `_raw` to hold its beginning. `sure`: what
+        stood before it says that calls follow."""
+        count, self._named = self.count, ""
         try:
             yield from reads
             return True
         except Malformed as error:
-            if self._raw is not None:
+            if self._cut and (sure or self._named or self.count > count or self._begins_a_call()):
+                if self._named:
+                    self._start(self._named)
+                self._held = []
+            elif self._raw is not None:
                 raw, self._raw = "".join(self._raw), None
                 self._content(raw)
             elif error.rest:
@@ -80,6 +91,16 @@ class CallParser(Machine):
             return False
         finally:
             self._raw = None
+
+    def _begins_a_call(self) -> bool:
+        """Whether what there is could only become the head of a call of a known function, or text that looks like one."""
+        raw = "".join(self._raw or []).translate(_NO_BLANKS)
+        return len(raw) > 1 and any((self.head % name).startswith(raw) for name in self._names if self.head)
+
+    def _no_call_follows(self) -> None:
+        """What was read since the last call, which is in `_raw`, belongs to none."""
+        raw, self._raw = "".join(self._raw or []), None
+        self._content("" if self._cut and self.count else raw)
 
     # -- calls as JSON objects -----------------------------------------------------------------------------------------
 
@@ -120,6 +141,7 @@ class CallParser(Machine):
                 name = yield from self._text()
                 if not name or (bare and name not in self._names):
                     raise Malformed
+                self._named = name
             elif key in ("arguments", "parameters") and not has_arguments:
                 has_arguments = True
                 if name is None:
@@ -296,15 +318,17 @@ class HermesParser(CallParser):
                 char = yield from self._char()
                 if char == "/":
                     word = "<" + (yield from self._rest_of("/tool_call>"))
-                    self._content("" if word == "</tool_call>" else word)
+                    self._content("" if word == "</tool_call>" or self._cut else word)
                     continue
                 self._unread(char)
+                if self._cut and not char:
+                    continue
             word = yield from self._rest_of("<tool_call>")
             if word != "<tool_call>":
-                self._content(word)
+                self._content("" if self._is_cut_mark(word) else word)
                 continue
             self._raw = [word]
-            called = yield from self._attempt(self._tagged())
+            called = yield from self._attempt(self._tagged(), sure=True)
         self._end_content()
 
     def _tagged(self) -> Reads[None]:
@@ -317,6 +341,8 @@ class HermesParser(CallParser):
 class LlamaParser(CallParser):
     """{"name": …, "parameters": …} as the whole message, or after <|python_tag|>; several are separated by ";"."""
 
+    head = '{"name":"%s"'
+
     def _run(self) -> Reads[None]:
         yield from self._calls_or_text("", bare=True)
         while text := (yield from self._until("<")):
@@ -327,7 +353,7 @@ class LlamaParser(CallParser):
             if word == "<|python_tag|>":
                 yield from self._calls_or_text(word, bare=False)
             else:
-                self._content(word)
+                self._content("" if self._is_cut_mark(word) else word)
         self._end_content()
 
     def _calls_or_text(self, word: str, bare: bool) -> Reads[None]:
@@ -338,20 +364,20 @@ class LlamaParser(CallParser):
             yield from self._objects(bare=bare)
         else:
             self._unread(char)
-            self._content("".join(self._raw))
-            self._raw = None
+            if self._cut and word:
+                self._raw, self._held = None, []
+            self._no_call_follows()
 
     def _objects(self, bare: bool) -> Reads[None]:
         """Calls, the first one's "{" read and recorded."""
-        while (yield from self._attempt(self._object(bare))):
+        while (yield from self._attempt(self._object(bare), sure=not bare or self.count > 0)):
             self._raw = []
             char = yield from self._solid()
             if char == ";" or char == ",":
                 char = yield from self._solid()
             if char != "{":
                 self._unread(char)
-                self._content("".join(self._raw))
-                self._raw = None
+                self._no_call_follows()
                 return
 
 
@@ -362,10 +388,10 @@ class MistralParser(CallParser):
         while text := (yield from self._until("[")):
             word = (yield from self._rest_of("[TOOL_CALLS]")) if text == "[" else text
             if word != "[TOOL_CALLS]":
-                self._content(word)
+                self._content("" if text == "[" and self._is_cut_mark(word) else word)
                 continue
             self._raw = [word]
-            yield from self._attempt(self._calls())
+            yield from self._attempt(self._calls(), sure=True)
         self._end_content()
 
     def _calls(self) -> Reads[None]:
@@ -377,7 +403,9 @@ class MistralParser(CallParser):
         while char and char != "{" and len(header) < MAX_WORD:
             header += char
             char = yield from self._char()
-        name = header.partition("[")[0].strip()          # a call's id may follow it, and [ARGS]
+        name, more, _ = header.partition("[")            # a call's id may follow it, and [ARGS]
+        name = name.strip()
+        self._named = name if more else ""
         if char != "{" or not name or any(each in BLANKS for each in name):
             raise self._unexpected(char)
         self._unread(char)
@@ -387,18 +415,26 @@ class MistralParser(CallParser):
 class ListParser(CallParser):
     """[{"name": …, "parameters": …}, …] as the whole message: what the schema of `calls_schema` makes a model write."""
 
+    head = '[{"name":"%s"'
+    nothing_else = False                                 # the schema allows calls only, and no other list
+
     def _run(self) -> Reads[None]:
         self._raw = []
         char = yield from self._solid()
         if char == "[":
-            yield from self._attempt(self._list(bare=True))
+            yield from self._attempt(self._list(bare=True), self.nothing_else)
         else:
             self._unread(char)
-            self._content("".join(self._raw))
-            self._raw = None
+            self._no_call_follows()
         while text := (yield from self._until("")):
             self._content(text)
         self._end_content()
+
+
+class RequiredParser(ListParser):
+    """The same, where at least one call is demanded."""
+
+    nothing_else = True
 
 
 class NamedParser(CallParser):
@@ -416,15 +452,16 @@ class NamedParser(CallParser):
 class PythonicParser(CallParser):
     """[f(a=1), g(b="x")] as the whole message. Each call is told when its ")" is read."""
 
+    head = "[%s("
+
     def _run(self) -> Reads[None]:
         self._raw = []
         char = yield from self._solid()
         if char == "[":
-            yield from self._attempt(self._python_list())
+            yield from self._attempt(self._python_list(), sure=False)
         else:
             self._unread(char)
-            self._content("".join(self._raw))
-            self._raw = None
+            self._no_call_follows()
         while text := (yield from self._until("")):
             self._content(text)
         self._end_content()
@@ -438,6 +475,7 @@ class PythonicParser(CallParser):
                 char = yield from self._char()
             if char != "(" or name not in self._names:
                 raise self._unexpected(char)
+            self._named = name
             arguments = json_arguments((yield from self._to_closing()))
             self._begin(name)(arguments)
             self._raw = []

@@ -30,6 +30,7 @@ from ridgeline.server.tool_parser import (
     MistralParser,
     NamedParser,
     PythonicParser,
+    RequiredParser,
 )
 from ridgeline.server.tool_prompt import knows_tools
 
@@ -37,11 +38,11 @@ MAX_TOOLS = 128
 MAX_NAME = 128                       # Anthropic's limit; OpenAI's is 64, but a name here may have its namespace before it
 TAIL_TOKENS = 8                      # at the end of a prompt, among which "<think>" and a line break must be
 
-# Those that a model may write by itself, and two that only a schema makes it write.
+# Those that a model may write by itself, and three that only a schema makes it write.
 FREE = ("hermes", "llama3_json", "mistral", "pythonic")
 FORMATS: dict[str, type[CallParser]] = {
     "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser, "pythonic": PythonicParser,
-    "list": ListParser, "named": NamedParser,
+    "list": ListParser, "required": RequiredParser, "named": NamedParser,
 }  # fmt: skip
 MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]")}
 THINK_MARKS = ("<think>", "</think>")
@@ -328,7 +329,9 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     marks: tuple[str, ...] = THINK_MARKS if made.reasoning else ()
     if use.mode == "named":
         made.format = "named"
-    elif use.mode == "required" or (use.mode == "auto" and asked is not None):
+    elif use.mode == "required":
+        made.format = "required"
+    elif use.mode == "auto" and asked is not None:
         made.format = "list"
     elif use.mode == "auto":
         if form is None:
