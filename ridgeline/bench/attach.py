@@ -227,8 +227,6 @@ def _steps_section(points: Sequence[Mapping[str, Any]], grown: Samples, document
         if name == "ridgeline:slow_steps_total" and value
     }  # fmt: skip
     found["slow_by_cause"] = slow                        # as the engine itself counted: over three times the median
-    if slow:
-        found["slowest"]["causes"] = slow
     for phase, used in document["phases"].items():
         if phase in found["phases"]:
             found["phases"][phase] |= {name: used[name] for name in ("mfu", "hfu", "mbu")}

@@ -113,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
 def read(path: str) -> dict[str, Any]:
     try:
         made = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"{path} is no record: {error}") from None
     if not isinstance(made, dict) or "benchmark" not in made or "figures" not in made:
         raise ConfigError(f"{path} is no record: `bench … --out FILE` writes one")

@@ -24,7 +24,7 @@ from ridgeline.bench.peaks import MachinePeaks, machine_peaks
 from ridgeline.bench.watched import Load, StepLog, drive
 from ridgeline.bench.what_if import Speeds, WhatIf, measured_speeds
 from ridgeline.diagnose import drill
-from ridgeline.diagnose.facts import facts_of
+from ridgeline.diagnose.facts import Facts, facts_of
 from ridgeline.diagnose.live import window_of
 from ridgeline.diagnose.parts import PARTS, part_costs, steps_with
 from ridgeline.diagnose.patterns import find_patterns
@@ -112,9 +112,10 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         lost=1 - kept_part(before.log),
     )  # fmt: skip
     findings = find_patterns(facts)
-    window = whole_window(before)
+    window = with_seen_launches(whole_window(before), facts)
     verdict = judge(window, setting_of(engine, before, kv_usage, preemptions))
-    speeds = speeds_of(before.log, profiled, costs, trace, rates, config.depth > 0)
+    recorded = facts.kernels / max(1, facts.steps) * peaks.launch_s      # one kernel behind the other, without the host
+    speeds = speeds_of(before.log, profiled, costs, trace, rates, config.depth > 0, recorded)
     progress("planning what could be changed")
     what_if = WhatIf(config, load, speeds, engine.model.weight_reads)
     planned = what_if.changes(preemptions)
@@ -181,8 +182,9 @@ def profiler_seconds(plain: StepLog, profiled: StepLog, overhead: float) -> floa
 
 
 def speeds_of(
-    plain: StepLog, profiled: StepLog, costs: ManyCosts, trace: Trace, rates: tuple[float, float], overlap: bool
-) -> Speeds:
+    plain: StepLog, profiled: StepLog, costs: ManyCosts, trace: Trace, rates: tuple[float, float], overlap: bool,
+    recorded: float = 0.0,
+) -> Speeds:  # fmt: skip
     """Own times of the profiled steps, which marks around ops do not lengthen; times of the same steps as they were."""
     steps = len(profiled.times)
     own = {part: np.zeros(steps) for part in PARTS}
@@ -191,7 +193,7 @@ def speeds_of(
             own[work.part][work.step] += seconds * 1e-6 * profiled.times[work.step].kept
     times = plain.times[:steps]
     device = [min(step.device, step.seconds) * step.kept for step in times]
-    return measured_speeds(costs, own, device, [step.host * step.kept for step in times], *rates, overlap)
+    return measured_speeds(costs, own, device, [step.host * step.kept for step in times], *rates, overlap, recorded)
 
 
 def step_points(log: StepLog, model: StepCosts) -> list[dict[str, Any]]:
@@ -225,6 +227,13 @@ def whole_window(run: Run) -> Window:
         window, on_compute=window.on_compute / faster, on_weights=window.on_weights / faster, on_kv=window.on_kv / faster,
         on_activations=window.on_activations / faster,
     )  # fmt: skip
+
+
+def with_seen_launches(window: Window, facts: Facts) -> Window:
+    """On a GPU the gaps between kernels of a step are seen in the trace; what launching should take is only predicted."""
+    if facts.device != "cuda" or not facts.seconds:
+        return window
+    return replace(window, launch=max(window.launch, window.roof + facts.launch / facts.seconds * window.busy))
 
 
 def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int) -> Setting:

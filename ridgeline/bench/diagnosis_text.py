@@ -17,7 +17,7 @@ def text(tree: Mapping[str, Any]) -> str:
         ("ops and kernels", _ops(tree.get("ops"), tree.get("profiler"))),
         ("patterns in the trace", _patterns(tree.get("patterns"))),
         ("verdict", _verdict(tree["verdict"]) if "verdict" in tree else ""),
-        ("what to change, by predicted gain", remedies(tree["remedies"], tree.get("model_of_time"))),
+        ("what to change, by predicted gain", remedies(tree["remedies"], tree.get("model_of_time"), "ops" in tree)),
     ]
     return "\n\n".join(f"── {title} ──\n{body}" for title, body in sections if body)
 
@@ -71,6 +71,9 @@ def _steps(found: Mapping[str, Any]) -> str:
             f"{row['tokens']} tokens in {row['rows']} rows: {row['cause']}"
             for row in slow["steps"][:5]
         ]
+    if found.get("slow_by_cause"):                       # of a server, which sees more causes than its steps tell
+        counted = ", ".join(f"{cause} {count}" for cause, count in found["slow_by_cause"].items())
+        lines.append(f"over three times the median, as the engine counted: {counted}")
     return "\n".join(lines)
 
 
@@ -115,11 +118,14 @@ def _verdict(found: Mapping[str, Any]) -> str:
     )
 
 
-def remedies(found: list[dict[str, Any]], model: Mapping[str, Any] | None = None) -> str:
+def remedies(found: list[dict[str, Any]], model: Mapping[str, Any] | None = None, profiled: bool = True) -> str:
     lines = []
     for number, each in enumerate(found, 1):
         gain = f"{each['gain']:.2f}×" if each["gain"] else "gain unknown"
         lines.append(f"{number}. {each['what']}: {gain} ({each['from']}: {each['why']}); check: {each['trade_off']}")
     if model:
         lines.append(f"(the model of time is off by {model['error']:+.0%} on the workload as it is)")
+    if not lines and not profiled:
+        return ("nothing that shows from outside; its kernels do: start the server with --admin-socket PATH and diagnose it with "
+                "the same option")  # fmt: skip
     return "\n".join(lines) or "nothing that is known here"

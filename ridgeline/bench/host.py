@@ -1,8 +1,9 @@
-"""`ridgeline bench host`: what the host spends per step and per token, without any model.
+"""`ridgeline bench host`: what the host spends per step and per token.
 
 Planning a decode step (schedule), packing it (apply and pack), taking in its result (update) and recording it, at several
-numbers of running requests; and how fast text becomes tokens and tokens text. Where there is a GPU, rows are packed for it, as
-the runner does; nothing computes on it.
+numbers of running requests; what a new request costs; and how fast text becomes tokens and tokens text. Without a model:
+where there is a GPU, rows are packed for it, as the runner does, and nothing computes on it. With `--shape NAME` the steps are
+those of a real engine instead, launches and all (host_engine.py): what `plan --fit --host` wants of a GPU's machine.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 
 from ridgeline import embedded
 from ridgeline.bench.device_log import gpu_facts
+from ridgeline.bench.host_engine import engine_steps
 from ridgeline.bench.peaks import device_kind
 from ridgeline.bench.record import finish, percentiles, record
-from ridgeline.bench.shapes import write_shape
+from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.bench.what_if import PlanOnly
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
@@ -51,26 +53,26 @@ RECORDED = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="numbers of running requests")
-    parser.add_argument("--steps", type=int, default=600, help="decode steps to time")
+    parser.add_argument("--running", type=int, nargs="+", help="running requests (default: 256 1024; of a shape 1 128)")
+    parser.add_argument("--steps", type=int, help="decode steps to time (default: 600; of a shape 200)")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="steps of an engine with this model's shapes and dummy weights")
+    parser.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.steps < REPORT_STEPS or args.steps > ANSWER - 2 * _WARM_STEPS or min(args.running) < 1:
+    running = args.running or ([1, 128] if args.shape else [256, 1024])
+    steps = args.steps if args.steps is not None else 200 if args.shape else 600
+    if steps < REPORT_STEPS or steps > ANSWER - 2 * _WARM_STEPS or min(running) < 1:
         raise ConfigError(f"--steps must be between {REPORT_STEPS} and {ANSWER - 2 * _WARM_STEPS}, and --running above 0; got "
-                          f"{args.steps} and {', '.join(map(str, args.running))}")  # fmt: skip
+                          f"{steps} and {', '.join(map(str, running))}")  # fmt: skip
+    if args.layers is not None and not args.shape:
+        raise ConfigError("--layers goes with --shape NAME")
     device = device_kind({})
-    figures: dict[str, Any] = {}
-    for running in args.running:
-        figures[f"running_{running}"] = times = host_step(running, args.steps, device)
-        print(
-            f"{running:6d} running: plan {times['plan_ms']['median']:.3f} ms "
-            f"+ pack {times['pack_ms']['median']:.3f} ms "
-            f"= {times['plan_and_pack_ms']['median']:.3f} ms, update {times['update_ms']['median']:.3f} ms, "
-            f"record {times['record_ms']['median']:.4f} + {times['report_ms']['median']:.4f} ms ({times['record_share']:.1%})"
-        )
-    for name, times in admissions().items():
+    figures = engine_steps(args.shape, args.layers, running, steps) if args.shape else mocked_steps(running, steps, device)
+    for name, times in figures.items():
+        print(_line(name, times))
+    for name, times in admissions(device).items():
         figures[name] = times
         print(f"  {name.replace('_', ' ')}: {times['add_ms']['median']:.3f} ms to take a request in, "
               f"{times['plan_ms']['median']:.3f} ms to plan it first")  # fmt: skip
@@ -82,8 +84,25 @@ def run(args: argparse.Namespace) -> None:
             f"  tokenise {text['encode_tokens_per_s']:,.0f} tokens/s   "
             f"detokenise, streamed {text['stream_tokens_per_s']:,.0f} tokens/s"
         )
-    workload = {"running": args.running, "steps": args.steps, "prompt": PROMPT, "device": device}
+    workload = {"running": running, "steps": steps, "prompt": PROMPT, "device": device}
+    if args.shape:
+        workload |= {"model": args.shape, "layers": args.layers or SHAPES[args.shape]["num_hidden_layers"]}
     finish(record("host", workload, figures, gpu=gpu_facts() or None), args.out)
+
+
+def _line(name: str, times: dict[str, Any]) -> str:
+    middle = {part: times[f"{part}_ms"]["median"] for part in ("plan", "pack", "update", "record", "host")}
+    said = f"{name.removeprefix('running_'):>6} running: {middle['host']:.3f} ms a step = plan {middle['plan']:.3f} + pack "
+    if "sample_ms" in times:                             # of an engine
+        return said + (f"and launch {middle['pack']:.3f} + sample {times['sample_ms']['median']:.3f} + update "
+                       f"{middle['update']:.3f} + record {middle['record']:.4f}; waits {times['collect_ms']['median']:.3f} "
+                       f"for the device, in {times['step_ms']['median']:.3f}")  # fmt: skip
+    return said + (f"{middle['pack']:.3f} + update {middle['update']:.3f} + record {middle['record']:.4f}, and "
+                   f"{times['report_ms']['median']:.4f} for the report ({times['record_share']:.1%})")  # fmt: skip
+
+
+def mocked_steps(running: list[int], steps: int, device: str) -> dict[str, Any]:
+    return {f"running_{count}": host_step(count, steps, device) for count in running}
 
 
 def host_step(running: int, steps: int, device: str = "cpu") -> dict[str, Any]:
@@ -127,6 +146,7 @@ def host_step(running: int, steps: int, device: str = "cpu") -> dict[str, Any]:
         "update_ms": percentiles(update_ms),
         "record_ms": percentiles(record_ms),
         "report_ms": percentiles(report_ms[1:]),         # per step
+        "host_ms": percentiles([sum(each) for each in zip(together, update_ms, record_ms, strict=True)]),
     }
     recording, step = (
         sum(times[name]["median"] for name in names)
@@ -135,9 +155,23 @@ def host_step(running: int, steps: int, device: str = "cpu") -> dict[str, Any]:
     return times | {"record_share": recording / step}
 
 
-def admissions(requests: int = 64, repeats: int = 9) -> dict[str, dict[str, Any]]:
+class _Packs(PlanOnly):
+    """Answers every plan at once, but packs it for the device first, as the runner does."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        super().__init__()
+        self._rows = rows
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        self._rows.apply(plan)
+        self._rows.pack(plan, None)
+
+
+def admissions(device: str = "cpu", requests: int = 64, repeats: int = 9) -> dict[str, dict[str, Any]]:
     """By prompt, milliseconds of a new request: until it is taken in, as benchmarks hand them to the core, and of its first step,
-    in which its prompt is looked up and given blocks. In turn, so that all of them see the same machine."""
+    in which its prompt is looked up, given blocks and packed. In turn, so that all of them see the same machine."""
     found: dict[str, dict[str, list[float]]] = {name: {"add_ms": [], "plan_ms": []} for name in ADMITTED}
     rng = np.random.default_rng(0)
     longest = max(length for length, _ in ADMITTED.values())
@@ -148,7 +182,9 @@ def admissions(requests: int = 64, repeats: int = 9) -> dict[str, dict[str, Any]
     config = replace(resolve(options, DeviceFacts("cuda", 10**12, ("bfloat16",))), depth=0)
     for repeat in range(repeats + 1):                    # the first warms up
         for name, (length, cached) in ADMITTED.items():
-            core = EngineCore(config, PlanOnly())
+            rows = DeviceRows(config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens,
+                              int(device == "cuda"), torch.device(device), RECORDED.heads)  # fmt: skip
+            core = EngineCore(config, _Packs(rows))
             shared = rng.integers(0, 100_000, length).tolist()
             _add_all(core, [shared])
             core.step()

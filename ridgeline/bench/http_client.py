@@ -155,6 +155,7 @@ class HttpClient:
             if not verify:
                 self._ssl.check_hostname, self._ssl.verify_mode = False, ssl.CERT_NONE
         self.base = parts.path.rstrip("/")
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.base}"      # without a password
         lines = {"host": parts.netloc.rpartition("@")[2], "accept": "*/*", "user-agent": "ridgeline-bench"}
         lines |= {name.lower(): value for name, value in (headers or {}).items()}
         if any("\n" in text or "\r" in text for line in lines.items() for text in line):

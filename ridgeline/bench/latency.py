@@ -5,6 +5,8 @@
     ITL     between two events of an answer, over all answers
     E2EL    last token − start
 
+The token that ends an answer has no text, and servers count it: it came when the stream said that the answer stops.
+
 A request's start is when it was meant to be sent. A client that waits for a slow server before it sends the next request
 would leave out the wait that its users have (coordinated omission); the same latencies from the moment of sending stand
 beside, under `from_send`. Percentiles interpolate linearly, as numpy's do.
@@ -36,6 +38,7 @@ class Outcome:
     sent: float = 0.0                # after waiting for a place under --max-concurrency
     ended: float = 0.0
     events: array[float] = field(default_factory=lambda: array("d"))     # when each event with tokens was read
+    stopped: float = 0.0             # when an ending token was read, which has no text
     tokens_in: int = 0
     cached: int = 0                  # of them, found in the server's prefix cache
     tokens_out: int = 0
@@ -53,13 +56,18 @@ class Outcome:
     def ttft(self, from_send: bool = False) -> float:
         return self.events[0] - self.start(from_send)
 
+    @property
+    def last(self) -> float:
+        """When the last token came."""
+        return max(self.events[-1], self.stopped)
+
     def e2el(self, from_send: bool = False) -> float:
-        return self.events[-1] - self.start(from_send)
+        return self.last - self.start(from_send)
 
     @property
     def tpot(self) -> float | None:
         """None for an answer of one token."""
-        return (self.events[-1] - self.events[0]) / (self.tokens_out - 1) if self.tokens_out > 1 else None
+        return (self.last - self.events[0]) / (self.tokens_out - 1) if self.tokens_out > 1 else None
 
     def gaps(self) -> list[float]:
         return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]

@@ -49,7 +49,7 @@ SCENARIOS = (
 )  # fmt: skip
 # The same faults in the sizes of a GPU, and one that only a GPU has.
 GPU_SCENARIOS = (
-    Scenario("kernel by kernel", "one request, every kernel launched by the host", Load(1, 256, 96),
+    Scenario("kernel by kernel", "one request, every kernel launched by the host", Load(1, 256, 32),
              {"enforce_eager": True, "max_model_len": 512}),
     Scenario("one at a time", "eight requests, one row", Load(8, 256, 32), {"max_num_seqs": 1, "max_model_len": 512}),
     Scenario("the same beginning", "prompts share 1,792 of 2,048 tokens, and each computes them",
@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> None:
     for scenario in chosen:
         found[scenario.name] = follow(model, replace(scenario, options=options | scenario.options), args.repeats)
     print(as_markdown([table_row(name, each) for name, each in found.items()]))
-    workload = {"model": args.shape or args.model or "embedded", "repeats": args.repeats, "threads": torch.get_num_threads(),
-                "note": "the processor was shared: its load stands with each scenario"}  # fmt: skip
+    workload = {"model": args.shape or args.model or "embedded", "repeats": args.repeats, "threads": torch.get_num_threads()}
     finish(record("loop", workload, found, quality_of_all(found), gpu_facts() or None), args.out)
 
 

@@ -258,12 +258,16 @@ def read_rows(path: str, unit: float = 1.0) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     try:
         lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8: {error}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 rows.append(_checked_row(json.loads(line), unit))
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number} is no JSON: {error.msg} at character {error.pos + 1}") from None
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from None
     if not rows:

@@ -88,7 +88,7 @@ def _summary(point: dict[str, Any]) -> dict[str, Any]:
 def _sweep(points: list[dict[str, Any]], workload: dict[str, Any]) -> list[str]:
     """Figures against the rate, or against the number of users; nothing for a single point."""
     rates = [point["setting"]["request_rate"] for point in points]
-    by_rate = all(rate != "inf" for rate in rates)
+    by_rate = all(isinstance(rate, int | float) for rate in rates)
     across = [float(rate) for rate in rates] if by_rate else [point["setting"]["max_concurrency"] or 0 for point in points]
     if len(set(across)) < 2:
         return []

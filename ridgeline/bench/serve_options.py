@@ -12,7 +12,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.bench import arrivals, price, sustain, table
@@ -99,10 +99,12 @@ class Setting:
     input_len: str
     output_len: str
     from_file: bool = False          # lengths, and maybe times, are the file's own
+    paced_by: str = ""               # a ramp or a trace, in the place of a rate
 
     def named(self) -> dict[str, Any]:
+        rate = "inf" if math.isinf(self.rate) else self.rate
         return {
-            "request_rate": "inf" if math.isinf(self.rate) else self.rate, "max_concurrency": self.concurrency or None,
+            "request_rate": self.paced_by or rate, "max_concurrency": self.concurrency or None,
             "input_len": None if self.from_file else self.input_len,
             "output_len": None if self.from_file else self.output_len,
         }  # fmt: skip
@@ -133,6 +135,14 @@ class Plan:
     @property
     def timed_rows(self) -> bool:
         return bool(self.rows) and self.rows[0]["timestamp"] is not None
+
+    @property
+    def pace(self) -> str:
+        """What says when requests are sent, where it is no rate."""
+        if self.ramp is not None:
+            return f"{self.ramp.start:g} to {self.ramp.end:g}"
+        speed = self.args.trace_speed
+        return "" if not self.timed_rows else "trace" if speed == 1 else f"trace × {speed:g}"
 
     def closed(self, setting: Setting) -> bool:
         return bool(setting.concurrency) and math.isinf(setting.rate) and self.ramp is None and not self.timed_rows
@@ -206,6 +216,7 @@ def plan(args: argparse.Namespace) -> Plan:
         raise ConfigError("--prompt-format ids needs completions: a chat has no token ids")
     if made.timed_rows and any(not math.isinf(setting.rate) for setting in made.settings):
         raise ConfigError("a trace has its own times: leave --request-rate out; --trace-speed makes them pass faster")
+    made.settings = [replace(setting, paced_by=made.pace) for setting in made.settings]
     for setting in made.settings:
         made.arrivals(setting)
         parse_length(setting.input_len).widened(args.random_range_ratio)

@@ -43,6 +43,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
     text: str | None = None
     delta: _Delta | None = None
     token_ids: list[int] | None = None
@@ -105,6 +106,8 @@ class Answer:
                 said = True
             if said:                                         # a chat's first event, with nothing but a role, is no token
                 self.outcome.events.append(when - self._clock)
+            elif choice.finish_reason == "stop":             # the token that ends an answer is counted and has no text
+                self.outcome.stopped = when - self._clock
             if self._keep and text:
                 self.parts.append(text)
 
@@ -151,13 +154,14 @@ class Target:
         try:
             reply = await self.client.get("/v1/models")
         except HttpFailure as error:
-            raise EngineDead(f"no server answers there: {error}") from None
+            raise EngineDead(f"no server answers at {self.client.url}: {error}") from None
         if reply.status == 401:
             raise ConfigError("the server wants a key: give --api-key, or set OPENAI_API_KEY")
         if reply.status != 200:
             if self.model:
                 return                                       # not every gateway lists its models
-            raise ConfigError(f"GET /v1/models was answered with status {reply.status}: name the model with --model")
+            raise ConfigError(f"GET {self.client.url}/v1/models was answered with status {reply.status}: is that the server's "
+                              "address? If it does not list its models, name one with --model")  # fmt: skip
         cards = reply.json().get("data") or [{}]
         card = next((card for card in cards if card.get("id") == self.model), cards[0])
         self.model = self.model or str(card.get("id", ""))

@@ -30,6 +30,7 @@ from ridgeline.diagnose.vectorised import ManyCosts, StepCosts
 from ridgeline.engine.core import EngineCore
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import StepPlan, StepResult, Want
+from ridgeline.plan.prediction import fitted
 from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
 from ridgeline.runner.worker import device_facts
 
@@ -72,6 +73,9 @@ class PlanOnly:
     def prepare(self) -> bool:
         return False
 
+    def start_over(self) -> bool:
+        return False                                     # nothing here runs out of memory
+
     def close(self) -> None:
         """There is nothing to end."""
 
@@ -100,6 +104,7 @@ class Speeds:
     beside: float                    # seconds of a step on the device that are no part's: launching, small ops
     host: float                      # seconds of a step in which the device has nothing to do
     overlap: bool = False            # is the host hidden behind the device?
+    recorded: float = 0.0            # what would be left of `beside` in a recorded graph
 
     def price(self, costs: ManyCosts) -> float:
         """Seconds of all these steps."""
@@ -116,7 +121,7 @@ class Speeds:
 
 def measured_speeds(
     costs: ManyCosts, own: Mapping[str, np.ndarray], device: Sequence[float], host: Sequence[float],
-    read_bytes_s: float, flops_s: float, overlap: bool,
+    read_bytes_s: float, flops_s: float, overlap: bool, recorded: float = 0.0,
 ) -> Speeds:  # fmt: skip
     """`own`: by part, seconds in each step, as they are without a profiler; medians, because others use the machine too."""
     least, reading, computing = dict[str, float](), dict[str, float](), dict[str, float]()
@@ -139,7 +144,7 @@ def measured_speeds(
     beside = np.asarray(device) - np.sum([seconds for part, seconds in own.items() if part in PARTS], axis=0)
     return Speeds(
         read_bytes_s, flops_s, least, reading, computing, beside=max(0.0, float(np.median(beside))),
-        host=max(0.0, statistics.median(host)), overlap=overlap,
+        host=max(0.0, statistics.median(host)), overlap=overlap, recorded=recorded,
     )  # fmt: skip
 
 
@@ -154,8 +159,15 @@ def _line(seconds: np.ndarray, floor: np.ndarray) -> tuple[float, float]:
     else:
         grows = min(2.0, low / low_floor)
     if grows * low_floor > low:                          # a line that begins below nothing: all of it grows
-        return 0.0, float(np.median(seconds / floor))
+        return 0.0, _weighted_median(seconds / floor, floor)
     return low - grows * low_floor, grows
+
+
+def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
+    """Half of the weight lies on either side: what a few large steps say counts as much as what many small ones do."""
+    order = np.argsort(values)
+    place = np.searchsorted(np.cumsum(weights[order]), 0.5 * weights.sum())
+    return float(values[order][min(place, len(values) - 1)])
 
 
 # ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,10 +225,20 @@ def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case
                        speeds=lambda speeds: replace(speeds, overlap=True))  # fmt: skip
         if options.execution.enforce_eager:
             yield Case("graphs", "recorded graphs (leave enforce_eager off)", "memory of the graphs",
-                       {"enforce_eager": False}, speeds=lambda speeds: replace(speeds, beside=0.1 * speeds.beside))  # fmt: skip
+                       {"enforce_eager": False},
+                       speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))  # fmt: skip
         if options.cache.kv_cache_dtype == "auto":
             yield Case("kv8", "kv_cache_dtype fp8: half the bytes of the cache", "quality: `ridgeline eval`",
-                       {"kv_cache_dtype": "fp8"}, kv_dtype="fp8")  # fmt: skip
+                       {"kv_cache_dtype": "fp8"}, speeds=_narrow_pages, kv_dtype="fp8")  # fmt: skip
+
+
+def _narrow_pages(speeds: Speeds) -> Speeds:
+    """Kernels that widen pages on the way are slower by the byte and by the FLOP: as much as planning knows (plan/fit.py)."""
+    known = fitted()
+    return replace(
+        speeds, reading={**speeds.reading, "attention": speeds.reading.get("attention", 1.0) / known.narrow_kv_read},
+        computing={**speeds.computing, "attention": speeds.computing.get("attention", 1.0) / known.narrow_kv_compute},
+    )
 
 
 def _good_kernels(speeds: Speeds) -> Speeds:

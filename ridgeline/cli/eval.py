@@ -96,8 +96,9 @@ def _task(args: argparse.Namespace, seed: int) -> Task:
     if args.overlap < 0:
         raise ConfigError(f"--overlap must be at least 0, got {args.overlap}")
     return replace(
-        Task(), text=args.text, slices=tuple(dict.fromkeys(args.slices)), slice_files=files, context=args.context,
-        overlap=args.overlap, tokens=args.tokens, needle=tuple(sorted(set(args.needle))), choices=args.choices, seed=seed,
+        Task(), text=args.text, slices=() if args.slices == ["none"] else tuple(dict.fromkeys(args.slices)),
+        slice_files=files, context=args.context, overlap=args.overlap, tokens=args.tokens,
+        needle=tuple(sorted(set(args.needle))), choices=args.choices, seed=seed,
     )  # fmt: skip
 
 

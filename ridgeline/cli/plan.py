@@ -3,7 +3,7 @@
     ridgeline plan MODEL --gpu NAME [options]       a plan
     ridgeline plan --check RECORD.json …            predicted against measured; exit code 3 beyond 15 %
     ridgeline plan MODEL --gpu NAME --check SERVE.json      the same for a record of `bench serve`
-    ridgeline plan --fit RECORD.json … --host HOST.json             device constants from records
+    ridgeline plan --fit RECORD.json … --host HOST.json --ops OPS.json      device constants from records
     ridgeline plan --check RECORD.json … --into docs/plan.md        the table of that page, again
 """
 
@@ -20,7 +20,7 @@ from ridgeline.bench.sweep import middle
 from ridgeline.bench.workloads import GPU_PRESETS, TIMED
 from ridgeline.errors import ConfigError
 from ridgeline.plan import check, report
-from ridgeline.plan.fit import fit, host_constants, write_fit
+from ridgeline.plan.fit import fit, host_constants, narrow_constants, write_fit
 from ridgeline.plan.hardware import DEVICES, find_device
 from ridgeline.plan.models import CONFIGS, find_model, is_same_model
 from ridgeline.plan.operation import Slo, Traffic
@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--into", metavar="FILE", help="with --check: put that table in the place of the one in this page")
     out.add_argument("--fit", nargs="+", metavar="RECORD", help="fit the device constants on these records")
     out.add_argument("--host", nargs="+", default=[], metavar="RECORD", help="with --fit: records of `bench host`")
+    out.add_argument("--ops", metavar="RECORD", help="with --fit: a record of `bench ops` over attention, for narrow KV")
     out.add_argument("--out", metavar="FILE", help=f"with --fit: where the constants go (default: {FITTED.name} of this package)")
 
 
@@ -205,17 +206,20 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if check.worst(found) <= check.BAR else BEYOND_BAR
 
 
-def _served(path: str) -> tuple[str, list[tuple[str, Any]]] | None:
-    """The server's name for its model, and the points, of a record of `bench serve`; None for another one."""
+def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
+    """The server's name for its model, and the points with their users, of a record of `bench serve`; None for another one."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"{path} is no record: {error}") from None
     if not isinstance(raw, dict) or raw.get("benchmark") != "serve":
         return None
     points = [
         (" ".join(f"{name} {value:g}" for name, value in point["setting"].items() if isinstance(value, int | float)) or "load",
-         middle(point["figures"]))
+         middle(point["figures"]),
+         point["setting"]["max_concurrency"] if point.get("process") == "closed loop" else 0)
         for point in raw["figures"]["points"]
     ]  # fmt: skip
     return str(raw.get("workload", {}).get("model") or ""), points
@@ -224,6 +228,8 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any]]] | None:
 def _fit(args: argparse.Namespace) -> int:
     records = [read_record(path, preset_lengths()) for path in args.fit]
     constants, errors = fit(records, host_constants(*args.host) if args.host else None)
+    if args.ops:
+        constants = replace(constants, **narrow_constants(args.ops, constants.attention_call_s))
     for name, value in constants.values().items():
         print(f"{name:<20}{value:.4g}")
     for each in errors:
@@ -231,7 +237,7 @@ def _fit(args: argparse.Namespace) -> int:
               f"{each['predicted'] * 1e3:>10.3f} ms{each['error']:>+8.1%}")  # fmt: skip
     target = Path(args.out) if args.out else FITTED
     try:
-        write_fit(target, constants, errors, [Path(each).name for each in [*args.fit, *args.host]])
+        write_fit(target, constants, errors, [Path(each).name for each in [*args.fit, *args.host, *filter(None, [args.ops])]])
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     print(f"wrote {target}")

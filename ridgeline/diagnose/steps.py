@@ -128,6 +128,10 @@ class StepRecorder:
         if len(self._notes) >= REMEMBERED:
             self.fold()
 
+    def dropped(self) -> StepPlan:
+        """The newest planned step, which did not run."""
+        return self._plans.pop()
+
     # -- now and then --------------------------------------------------------------------------------------------------
 
     def use(self, peaks: MachinePeaks) -> None:

@@ -122,11 +122,22 @@ def read_trace(document: Mapping[str, Any]) -> Trace:
             found.steps.append(span)
         elif category in MARKS and name.startswith(PHASE):
             found.phases.append(Span(name.removeprefix(PHASE), span.start, span.end))
+    found.steps = _launching(found)
     borders = [step.start for step in found.steps]
     work = _kernels(events, launched, borders) if on_gpu else _marked_ops(events, borders)
     found.work = sorted(work, key=lambda each: each.start)
     found.memory = list(_memory(document.get("traceEvents", ())))
     return found
+
+
+def _launching(trace: Trace) -> list[Span]:
+    """The steps in which something was launched: in others the loop only took in what was still under way, and whoever counts
+    what steps computed does not know of them. All of them, where phases are not marked."""
+    launches = [phase.start for phase in trace.phases if phase.name == "launch"]
+    if not launches:
+        return trace.steps
+    return [step for step in trace.steps
+            if bisect.bisect_left(launches, step.start) < bisect.bisect_right(launches, step.end)]  # fmt: skip
 
 
 def _kernels(events: Iterable[Mapping[str, Any]], launched: Mapping[int, float], borders: Sequence[float]) -> Iterator[Work]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeline.errors import ConfigError
 from ridgeline.plan.operation import Traffic, operate
-from ridgeline.plan.prediction import Setup, decode_seconds, workload_seconds
+from ridgeline.plan.prediction import Setup, closed_loop, decode_seconds, workload_seconds
 from ridgeline.plan.records import MeasuredRow, Record
 
 BAR = 0.15                           # of TPOT and throughput, on what was not fitted
@@ -71,23 +71,32 @@ def _row(record: Record, row: MeasuredRow, fitted: bool) -> list[Checked]:
     return found
 
 
-def check_serve(name: str, points: Sequence[tuple[str, Mapping[str, Any]]], setup: Setup) -> list[Checked]:
-    """Points of a record of `bench serve`, by name: a server with as many requests in flight as there were on average.
+MOST_CACHED = 0.02                   # of the prompts: users whose prompts were in the cache already are not simulated
+
+
+def check_serve(name: str, points: Sequence[tuple[str, Mapping[str, Any], int]], setup: Setup) -> list[Checked]:
+    """Points of a record of `bench serve`, by name: with so many users in a closed loop the requests are planned step by step;
+    else (0) it is a server with as many requests in flight as there were on average.
 
     That is a rate times the time of a request (Little's law); lengths and the hit rate are the measured ones.
     """
     found = []
-    for workload, figures in points:
+    for workload, figures, users in points:
         count = figures["completed"]
         tokens_in, tokens_out = figures["total_input_tokens"], figures["total_output_tokens"]
         if not count or not tokens_in or tokens_out <= count or not figures["tpot_ms"]:
             continue
         traffic = Traffic(round(tokens_in / count), round(tokens_out / count), figures["cached_input_tokens"] / tokens_in)
-        in_flight = figures["request_throughput"] * figures["e2el_ms"]["mean"] / 1e3
-        point = operate(setup, max(1, round(in_flight)), traffic)
+        if users and traffic.hit_rate <= MOST_CACHED:
+            loop = closed_loop(setup, [(traffic.tokens_in, traffic.tokens_out)] * round(count), users)
+            tpot, tok_s = loop.tpot, tokens_out / loop.seconds
+        else:
+            in_flight = figures["request_throughput"] * figures["e2el_ms"]["mean"] / 1e3
+            point = operate(setup, max(1, round(in_flight)), traffic)
+            tpot, tok_s = point.tpot, point.tok_s
         found += [
-            Checked(name, workload, "TPOT", figures["tpot_ms"]["mean"] / 1e3, point.tpot, False),
-            Checked(name, workload, "output tok/s", figures["output_throughput"], point.tok_s, False),
+            Checked(name, workload, "TPOT", figures["tpot_ms"]["mean"] / 1e3, tpot, False),
+            Checked(name, workload, "output tok/s", figures["output_throughput"], tok_s, False),
         ]
     return found
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ridgeline.errors import ConfigError
 from ridgeline.graph_shapes import decode_sizes
-from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, idle_seconds, step_parts, step_seconds
+from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, idle_seconds, paces, step_parts, step_seconds
 from ridgeline.plan.records import MeasuredRow, Record
 from ridgeline.plan.steps import Steps, count_rows, decode_rows, gather, workload_counts
 
@@ -29,8 +29,9 @@ _EXPECTED: dict[str, tuple[float, float]] = {
     "linear_read": (0.87, 0.1), "linear_compute": (0.65, 0.2), "overlap": (4.0, 0.3), "kernel_one_s": (2.5e-6, 0.15),
     "kernel_many_s": (4.5e-6, 0.15), "attention_call_s": (6e-6, 0.5), "attention_read": (0.8, 0.15),
     "attention_compute": (0.6, 0.4), "layer_one_s": (2e-6, 0.7), "layer_many_s": (6e-6, 0.7), "step_s": (20e-6, 0.7),
+    "power_drop": (0.1, 0.5), "power_s": (0.3, 0.3),
     "idle_s": (0.1e-3, 0.5),         # beside taking a request in and planning it, which are counted apart
-    "host": (1.0, 0.5),              # how much longer a new request takes on the records' host than on the one of `bench host`
+    "host": (1.0, 1.0),              # how much longer a new request takes in an engine at work than in `bench host`, by itself
 }  # fmt: skip
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
 _ERROR = 0.02                        # of a measured figure: what the runs of a record differ by
@@ -95,15 +96,20 @@ def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
     names = {"linears and head": ("linears", "head"), "attention": ("attention",), "the rest": ("small", "step")}
 
     def predict(part: str) -> Callable[[Setup], float]:
-        return lambda setup: float(sum(step_parts(setup, steps)[name][0] for name in names[part]))
+        def seconds(setup: Setup) -> float:
+            parts = step_parts(setup, steps, paces(setup, steps, steady=True))
+            return float(sum(parts[name][0] for name in names[part]))
+
+        return seconds
 
     found = [
         Observation(f"{row.workload} {part}", seconds, predict(part), _PART_ERROR)
         for part, seconds in measured.items() if seconds > 0
     ]
     if row.step_seconds is not None:
-        whole = Observation(f"{row.workload} step", row.step_seconds, lambda setup: float(step_seconds(setup, steps)[0]), _ERROR)
-        found.append(whole)
+        found.append(Observation(
+            f"{row.workload} step", row.step_seconds, lambda setup: float(step_seconds(setup, steps, steady=True)[0]), _ERROR
+        ))
     return found
 
 
@@ -118,6 +124,8 @@ def host_constants(*paths: str | Path) -> dict[str, float]:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
             if raw["benchmark"] != "host":
                 raise KeyError(f"it is one of `bench {raw['benchmark']}`")
+            if "model" in raw["workload"] and raw["workload"]["device"] == "cpu":
+                raise ValueError("its steps compute on the host itself; `--shape` wants a GPU, or leave it out")
             found |= _step_constants(raw["figures"]) | _admission_constants(raw["figures"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not a record of `ridgeline bench host` ({type(error).__name__}: {error})") from None
@@ -130,10 +138,7 @@ def _step_constants(figures: dict[str, Any]) -> dict[str, float]:
     rows = sorted(int(name.removeprefix("running_")) for name in figures if name.startswith("running_"))
     if len(rows) < 2:
         return {}
-    few, many = (
-        (figures[f"running_{count}"]["plan_and_pack_ms"]["median"] + figures[f"running_{count}"]["update_ms"]["median"]) / 1e3
-        for count in (rows[0], rows[-1])
-    )
+    few, many = (figures[f"running_{count}"]["host_ms"]["median"] / 1e3 for count in (rows[0], rows[-1]))
     per_row = (many - few) / (rows[-1] - rows[0])
     return {"host_s": few - rows[0] * per_row, "host_row_s": per_row}
 
@@ -154,6 +159,40 @@ def _admission_constants(figures: dict[str, Any]) -> dict[str, float]:
         "host_add_s": add, "host_add_token_s": add_token, "host_request_s": request, "host_token_s": token,
         "host_cached_s": max(0.0, (cached["plan_ms"]["median"] / 1e3 - request) / 2048),
     }  # fmt: skip
+
+
+def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
+    """How much of a wide kernel's speed attention keeps over narrow pages, from a record of `ridgeline bench ops`.
+
+    The same rows over both kinds of pages: decodes, rotated and written in the same kernel, read; prompts compute. `call_s` is
+    what a call takes before either; calls that are little else say nothing, of the others the geometric mean counts.
+    """
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        if raw["benchmark"] != "ops":
+            raise KeyError(f"it is one of `bench {raw['benchmark']}`")
+        ops = ("decode_attention", "paged_attention")
+        rows = {row["case"]: row for row in raw["figures"]["rows"]
+                if row["op"] in ops and row["implementation"] == "triton" and not row["error"]}  # fmt: skip
+        found = {}
+        for name, kind, rate in (("narrow_kv_read", "rows-", "gb_s"), ("narrow_kv_compute", "prefill-", "tflop_s")):
+            pairs = [(rows[f"fp8-{case}"], row) for case, row in rows.items() if case.startswith(kind) and f"fp8-{case}" in rows
+                     and row["microseconds"]["median"] / 1e6 > 4 * call_s]  # fmt: skip
+            if pairs:
+                found[name] = math.exp(np.mean([math.log(_speed(narrow, rate, call_s) / _speed(wide, rate, call_s))
+                                                for narrow, wide in pairs]))  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a record of `ridgeline bench ops` ({type(error).__name__}: {error})") from None
+    if len(found) < 2:
+        raise ConfigError(f"{path} has no attention over wide and over narrow pages: `ridgeline bench ops --op decode_attention "
+                          "paged_attention` on a GPU has")  # fmt: skip
+    return found
+
+
+def _speed(row: dict[str, Any], rate: str, call_s: float) -> float:
+    """What is read or computed in a second of the time beyond a call's own."""
+    seconds = row["microseconds"]["median"] / 1e6
+    return float(row[rate] * seconds / (seconds - call_s))
 
 
 def fit(records: Sequence[Record], host: dict[str, float] | None = None) -> tuple[Constants, list[dict[str, Any]]]:

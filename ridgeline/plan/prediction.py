@@ -4,6 +4,7 @@
     attention   read + compute + calls · its own time: decodes read, prompts and shared prefixes compute, one after the other
     layer       norms, rotation, activation: a time that grows with the rows, and their bytes beyond those that caches hold
     all-reduce  latency + 2 (n − 1)/n · bytes / link
+    clock       a device that has computed for a while is slower than one that begins: its power is limited (`paces`)
     step        the sum, and what the sampler and copies take; beside it the host plans and launches the next one, again ^p
 
 p says how well two things overlap: ∞ would be the roofline's maximum, 1 a sum. The constants are fitted on
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from ridgeline.graph_shapes import decode_sizes
 from ridgeline.plan.hardware import Device
 from ridgeline.plan.models import PlannedModel
 from ridgeline.plan.precision import WEIGHT_FORMATS, compute_format, kv_bytes, weight_bytes
-from ridgeline.plan.steps import Lengths, Row, Steps, count_rows, decode_rows, gather, workload_counts
+from ridgeline.plan.steps import Lengths, Row, Steps, count_rows, decode_rows, gather, workload_counts, workload_spans
 from ridgeline.techniques import turned_off
 
 FITTED = Path(__file__).with_name("fitted.json")
@@ -35,10 +37,6 @@ STEP_TOKENS = 8192                   # token budget of a step; the engine's own 
 MOST_ROWS = 1024                     # the engine's own default of max_num_seqs on a GPU
 # A plain kernel that widens weights on the way reads 3.18 TB/s where one without does 4.10 (H200, one row, fp8).
 NARROW_READ = 3.18 / 4.10
-# Attention over a narrow cache has older kernels than over a wide one, which widen on the way: in the fp8 record of
-# Llama-3.1-8B a traced step of 128 rows at 522 tokens takes 3.05 ms for half of the bytes that a wide one reads in 2.28, and
-# the first tokens of 16 prompts of 8,192 take 1.93 s longer, where attention computes for 0.46 s.
-NARROW_KV_READ, NARROW_KV_COMPUTE = 0.37, 0.19
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,10 @@ class Constants:
     host_request_s: float = 0.0      # … to plan its first step …
     host_token_s: float = 0.0        # … for each token of its prompt, which is looked up and given a place …
     host_cached_s: float = 0.0       # … or, cached, only looked up
+    narrow_kv_read: float = 1.0      # of attention_read, where pages are narrower than 16 bits and are widened on the way …
+    narrow_kv_compute: float = 1.0   # … and of attention_compute: of two kernels of `bench ops`, not of any end-to-end record
+    power_drop: float = 0.0          # of the matrix rate, what a device loses once it has computed for long: power is limited …
+    power_s: float = 0.3             # … and the time in which it does
 
     def values(self) -> dict[str, float]:
         return {field.name: getattr(self, field.name) for field in fields(Constants)}
@@ -149,8 +151,11 @@ _ENGINE_DEFAULTS = {declared.name: declared.default for declared, _, _ in declar
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def step_parts(setup: Setup, steps: Steps) -> dict[str, np.ndarray]:
-    """Seconds of every step, by part. Their sum is the step, but where launching takes longer than computing."""
+def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> dict[str, np.ndarray]:
+    """Seconds of every step, by part. Their sum is the step, but where launching takes longer than computing.
+
+    `pace`: of the matrix rate, what each step has; all of it where the device was idle before.
+    """
     constants, device = setup.used, setup.device
     p = constants.overlap
     format = compute_format(device, setup.weights, setup.dtype)
@@ -161,14 +166,16 @@ def step_parts(setup: Setup, steps: Steps) -> dict[str, np.ndarray]:
     # The head stays wide.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
     rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [wide]) * constants.linear_compute
+    paced = np.broadcast_to(pace, len(steps))
     grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
     layer = constants.layer_one_s + (constants.layer_many_s - constants.layer_one_s) * grown
-    products = _both(steps.product_bytes / reads, steps.product_flops / rates, p)
+    products = _both(steps.product_bytes / reads, steps.product_flops / (rates * paced[:, None]), p)
     products += steps.product_calls * kernel[:, None]
-    reads_kv, computes_kv = (NARROW_KV_READ, NARROW_KV_COMPUTE) if setup.kv != "auto" and device.kind == "cuda" else (1.0, 1.0)
+    narrow_kv = setup.kv != "auto" and device.kind == "cuda"
+    reads_kv, computes_kv = (constants.narrow_kv_read, constants.narrow_kv_compute) if narrow_kv else (1.0, 1.0)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
-    attention += steps.attention_flops / (wide * constants.attention_compute * computes_kv)
+    attention += steps.attention_flops / (wide * constants.attention_compute * computes_kv * paced)
     attention += steps.attention_calls * constants.attention_call_s
     beyond = steps.small_bytes * np.maximum(0, steps.tokens - MANY_ROWS) / np.maximum(steps.tokens, 1)
     link = device.link
@@ -183,8 +190,28 @@ def step_parts(setup: Setup, steps: Steps) -> dict[str, np.ndarray]:
     }
 
 
-def step_seconds(setup: Setup, steps: Steps) -> np.ndarray:
-    device = np.sum(list(step_parts(setup, steps).values()), axis=0)
+def paces(setup: Setup, steps: Steps, steady: bool = False) -> np.ndarray:
+    """Of the matrix rate, what is left to each of these steps in a row, the first on a device that was idle. The power that it
+    draws follows what it computed lately; as it nears the limit, the clock goes down. `steady`: each as if it were one of many
+    like it."""
+    used = setup.used
+    if not used.power_drop:
+        return np.ones(len(steps))
+    seconds = np.sum(list(step_parts(setup, steps).values()), axis=0)
+    wide = setup.device.rate(setup.dtype if setup.dtype in setup.device.flops else setup.device.wide)
+    computing = np.minimum(1.0, steps.product_flops.sum(1) / (wide * used.linear_compute) / np.maximum(seconds, 1e-12))
+    if steady:
+        return 1 - used.power_drop * computing
+    lately, mean = 0.0, np.empty(len(steps))
+    for number, (took, share) in enumerate(zip(seconds.tolist(), computing.tolist(), strict=True)):
+        kept = math.exp(-took / used.power_s)
+        mean[number] = share + (lately - share) * (1 - kept) * used.power_s / max(took, 1e-12)
+        lately = share + (lately - share) * kept
+    return 1 - used.power_drop * mean
+
+
+def step_seconds(setup: Setup, steps: Steps, steady: bool = False) -> np.ndarray:
+    device = np.sum(list(step_parts(setup, steps, paces(setup, steps, steady)).values()), axis=0)
     used = setup.used
     host = used.host_s + used.host_row_s * steps.rows
     host[:-1] += _admission(used, steps)[1:]             # of the next step, which is planned meanwhile
@@ -215,9 +242,9 @@ def _both(read: np.ndarray, compute: np.ndarray, p: float) -> np.ndarray:
 
 
 def rows_seconds(setup: Setup, rows: list[Row], padded_to: int = 0) -> float:
-    """One step of these rows."""
+    """One step of these rows, of many like it."""
     counts = count_rows(setup.shape, rows, padded_to=padded_to)
-    return float(step_seconds(setup, gather(setup.shape, [counts], setup.model))[0])
+    return float(step_seconds(setup, gather(setup.shape, [counts], setup.model), steady=True)[0])
 
 
 # ── what a user sees ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -251,6 +278,23 @@ def proposal_seconds(setup: Setup, batch: int, context: int) -> float:
         return 0.0
     drafter = replace(setup, model=setup.draft_model, drafts=0, draft_model=None, weights=setup.dtype, sparse=False)
     return setup.drafts * decode_seconds(drafter, batch, context)
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """So many users, each of whom asks again when the answer is there."""
+
+    seconds: float                   # until the last answer
+    tpot: float                      # the mean of all answers
+
+
+def closed_loop(setup: Setup, asked: Lengths, users: int, budget: int = STEP_TOKENS) -> ClosedLoop:
+    """Like requests that wait for one of `users` rows; what a server's front end does is beside, in another process."""
+    shape = setup.shape
+    counts, spans = workload_spans(shape, asked, budget, users, graphs=setup.graphs)
+    ends = np.cumsum(step_seconds(setup, gather(shape, counts, setup.model)))
+    each = [(ends[last] - ends[first]) / (out - 1) for (first, last), (_, out) in zip(spans, asked, strict=True) if out > 1]
+    return ClosedLoop(float(ends[-1]) + setup.used.idle_s, float(np.mean(each)) if each else 0.0)
 
 
 def workload_seconds(

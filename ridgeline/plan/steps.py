@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,15 +126,6 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
     )  # fmt: skip
 
 
-def joined(parts: Sequence[Steps]) -> Steps:
-    """One after the other."""
-    arrays = {
-        field.name: np.concatenate([getattr(part, field.name) for part in parts])
-        for field in fields(Steps) if field.name not in ("layers", "ranks")
-    }
-    return Steps(**arrays, layers=parts[0].layers, ranks=parts[0].ranks)
-
-
 def decode_rows(batch: int, context: int, drafts: int = 0) -> list[Row]:
     """A step of that many requests, each with so many tokens in its cache; verifying drafts, all of them have logits."""
     return [Row(1 + drafts, context + 1 + drafts, 1 + drafts)] * batch
@@ -144,13 +135,21 @@ def workload_counts(
     shape: DecoderShape, asked: Lengths, budget: int, max_rows: int, shared: int = 0, graphs: bool = True
 ) -> list[StepCounts]:
     """Every step of a workload whose prompts begin with `shared` tokens in common, computed by the first request alone."""
-    waiting = deque(
+    return workload_spans(shape, asked, budget, max_rows, shared, graphs)[0]
+
+
+def workload_spans(
+    shape: DecoderShape, asked: Lengths, budget: int, max_rows: int, shared: int = 0, graphs: bool = True
+) -> tuple[list[StepCounts], list[tuple[int, int]]]:
+    """The same, and of every request the steps of its first token and of its last."""
+    sequences = [
         _Sequence(shared if shared and place else 0, tokens_in, tokens_out)
         for place, (tokens_in, tokens_out) in enumerate(asked)
-    )
+    ]
+    waiting = deque(sequences)
     running: list[_Sequence] = []
     sizes = decode_sizes(max_rows)
-    found = []
+    found: list[StepCounts] = []
     while waiting or running:
         room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
         behind = sum(max(0, sequence.prompt - sequence.kv) for sequence in running)
@@ -172,6 +171,8 @@ def workload_counts(
             done = sequence.kv >= sequence.prompt
             rows.append(Row(count, sequence.kv, int(done)))
             sequence.answer -= done
+            if done:
+                sequence.note(len(found))
         running = [sequence for sequence in running if sequence.answer > 0]
         padded = next((size for size in sizes if size >= len(rows)), 0) if graphs and decoding else 0
         once = (len(rows) - 1) * shared if len(rows) > 1 else 0
@@ -180,7 +181,7 @@ def workload_counts(
         if admitted:
             counts = replace(counts, admitted=len(admitted), admitted_tokens=new_tokens, cached_tokens=cached)
         found.append(counts)
-    return found
+    return found, [(sequence.first, sequence.last) for sequence in sequences]
 
 
 @dataclass(slots=True)
@@ -188,3 +189,10 @@ class _Sequence:
     kv: int                          # tokens in the cache
     prompt: int
     answer: int                      # tokens still to produce
+    first: int = -1                  # step of its first token …
+    last: int = -1                   # … and of its last
+
+    def note(self, step: int) -> None:
+        """A token of it comes in this step."""
+        self.first = step if self.first < 0 else self.first
+        self.last = step
