@@ -286,6 +286,13 @@ PAGED_ATTENTION_CASES = (
         for k, v in (("tensor", "head"), ("head", "tensor"), ("token", "block"), ("block", "token"),
                      ("channel", "channel"), ("channel", "token"))
     ),
+    # Heads of which half fills a tensor core: two values are read as one.
+    Case("fp8-pairs", _attention(
+        [(1, 12), (1, 70), (1, 0), (3, 8)], head_dim=40, block_size=3, softcap=3.0, kv_format=(E4M3, "token", E4M3, "token"),
+    ), dtypes=("float64", "bfloat16")),
+    Case("fp8-pairs-window", _attention(
+        [(1, 12), (1, 70), (3, 8)], head_dim=32, window=6, kv_format=(E4M3, "channel", E4M3, "block"),
+    ), dtypes=("float64", "bfloat16")),
     Case("fp8-values", _attention([(1, 12), (3, 8)], kv_format=("bfloat16", "none", E4M3, "head")),
          dtypes=("float64", "bfloat16")),
     Case("decode-1", _attention([(1, 256)], **_SMOLLM2), timed=True),

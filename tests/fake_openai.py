@@ -26,6 +26,7 @@ class Script:
     error: str = ""                  # sent as an event after the tokens
     hang_up: bool = False            # close in place of the stream's end
     tokens_per_event: int = 1
+    stops_after: float | None = None     # seconds behind the last token: one more that ends the answer and has no text
 
 
 @dataclass
@@ -131,6 +132,11 @@ class FakeServer:
             seen.written.append(time.perf_counter())
             _event(writer, {"choices": [choice]})
             await writer.drain()
+        if script.stops_after is not None:
+            await asyncio.sleep(script.stops_after)
+            count += 1
+            end = {"delta": {}} if chat else {"text": ""}
+            _event(writer, {"choices": [end | {"finish_reason": "stop"}]})
         if script.hang_up:
             return False
         if script.error:

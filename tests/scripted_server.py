@@ -107,8 +107,14 @@ class ScriptedLLM(AsyncLLM):
     ) -> ScriptedStream:
         assert self._frontend is not None and sampling_params is not None
         tokenizer, states, error = self.get_tokenizer(), [], None
+        most = sampling_params.max_tokens or 512
         for prompt in prompts:
             request, state = self._frontend.request(prompt, sampling_params)
+            if name := settings.get("must_fit"):
+                self._limits.check_answer(len(request.prompt_token_ids), sampling_params.max_tokens, name)
+            if sampling_params.max_tokens is not None:
+                assert self.ready is not None
+                most = min(most, max(1, self.ready.max_model_len - len(request.prompt_token_ids)))
             text = tokenizer.decode(request.prompt_token_ids)
             self.prompts.append(text)
             self.params.append(sampling_params)
@@ -118,7 +124,7 @@ class ScriptedLLM(AsyncLLM):
                 said, error = said
             tokens = tokenizer.encode(said, add_special_tokens=False)
             states.append((state, tokens if error else [*tokens, min(tokenizer.eos_token_ids)]))
-        return ScriptedStream(states, sampling_params.max_tokens or 512, error)
+        return ScriptedStream(states, most, error)
 
 
 class ScriptedServer:

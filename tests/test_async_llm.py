@@ -25,7 +25,7 @@ from ridgeline.cache.block_pool import BlockPool
 from ridgeline.cache.manager import CacheCounters
 from ridgeline.diagnose.cost import DecoderShape
 from ridgeline.diagnose.steps import StepRecorder
-from ridgeline.engine import async_llm, ipc, process, prompt_limits
+from ridgeline.engine import async_llm, ipc, loop, prompt_limits
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.supervisor import Supervisor
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, ModelError
@@ -600,8 +600,8 @@ def test_faults_inside_the_engines_process(
 ) -> None:
     core = FaultyCore(fault)
     link = FakeLink(ipc.Abort("nobody"), ipc.Add(Request("1", [1], GREEDY)), ipc.Shutdown())
-    monkeypatch.setattr(process, "load", lambda options, link: core)
-    assert process.run({}, link) == code                 # type: ignore[arg-type]
+    monkeypatch.setattr(loop, "load", lambda options, link: core)
+    assert loop.run({}, link) == code                    # type: ignore[arg-type]
     assert [each for each in link.sent if not isinstance(each, ipc.Stats)] == sent and core.closed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,14 @@ def test_latencies_count_from_the_intended_time_and_from_sending() -> None:
     assert found["from_send"]["ttft_ms"]["max"] == pytest.approx(50)
     assert found["e2el_ms"]["p50"] == pytest.approx(590) and found["from_send"]["e2el_ms"]["p50"] == pytest.approx(90)
     assert found["tpot_ms"]["p99"] == pytest.approx(10) and found["itl_ms"]["p99"] == pytest.approx(10)
+
+
+def test_a_token_that_ends_an_answer_has_no_text_and_takes_time() -> None:
+    """Two tokens by the server's count, one of them seen: the other came with the word that the answer stops."""
+    outcome = replace(answered(0.0, 0.0, 0.1, tokens=1), tokens_out=2, stopped=0.13)
+    assert outcome.tpot == pytest.approx(0.03) and outcome.e2el() == pytest.approx(0.13) and outcome.gaps() == []
+    early = replace(outcome, stopped=0.0)                # a server that does not say
+    assert early.tpot == 0.0 and early.e2el() == pytest.approx(0.1)
 
 
 def test_throughput_and_goodput_are_counted() -> None:

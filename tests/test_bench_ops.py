@@ -121,3 +121,17 @@ def test_cascade_study_times_a_point_both_ways(monkeypatch: pytest.MonkeyPatch, 
 def test_cascade_study_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "studies", "--study", "cascade"]) != 0
     assert "torch sees none here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("op", "case"), [("decode_attention", "rows-1x640"), ("paged_attention", "prefill-1x512")])
+def test_attention_over_narrow_pages_is_the_same_case(op: str, case: str) -> None:
+    """What plan --fit --ops compares: the same rows and FLOPs, a little over half of the bytes of the cache."""
+    found = {each.name: each for each in ops.cases(REGISTRY[op], "cuda")}
+    wide, narrow = found[case], found[f"fp8-{case}"]
+    assert narrow.sizes["rows"] == wide.sizes["rows"]
+    costs = [REGISTRY[op].case_cost(each, "bfloat16") for each in (wide, narrow)]
+    tokens = sum(length for _, length in wide.sizes["rows"])
+    assert costs[0].flops == costs[1].flops
+    assert costs[0].bytes - costs[1].bytes == pytest.approx(2 * tokens * 8 * (128 * 2 - 128 - 4), rel=0.02)
+    args, kwargs = ops.make_inputs(REGISTRY[op], narrow, torch.bfloat16, "cpu")
+    assert torch.isfinite(REGISTRY[op].implementations[-1].function(*args, **kwargs)).all()

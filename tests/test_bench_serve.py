@@ -73,6 +73,16 @@ def test_percentiles_are_those_of_the_script(tmp_path: Path) -> None:
     assert found["completed"] == 50 and found["total_output_tokens"] == 250 and found["total_input_tokens"] == 300
 
 
+@pytest.mark.parametrize("backend", ["completions", "chat"])
+def test_answers_that_end_by_themselves_take_until_they_say_so(tmp_path: Path, backend: str) -> None:
+    """One token with text, and 50 ms later the one that ends the answer: 50 ms for a further token, and not nothing."""
+    with FakeServer(lambda number, body: Script(0.01, stops_after=0.05)) as server:
+        found = figures(bench(server, tmp_path, "--num-prompts", "5", "--max-concurrency", "1", "--backend", backend))
+    assert found["total_output_tokens"] == 10
+    assert 49 <= found["tpot_ms"]["p50"] <= 50 + 1e3 * late(found)
+    assert found["e2el_ms"]["p50"] == pytest.approx(found["ttft_ms"]["p50"] + 50, abs=1e3 * late(found))
+
+
 def test_goodput_is_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every fifth answer begins late, every seventh comes too slowly, and two of forty fail."""
 
@@ -149,6 +159,7 @@ def test_a_run_of_a_given_time(tmp_path: Path) -> None:
                      "--duration", "1")  # fmt: skip
     assert figures(steady)["requests"] == 15 and 0.3 < figures(closed)["duration_s"] < 0.4 + 0.1 + 3 * late(figures(closed))
     assert 10 <= figures(ramp)["requests"] <= 50 and ramp["figures"]["points"][0]["process"] == "linear ramp"
+    assert ramp["figures"]["points"][0]["setting"]["request_rate"] == "5 to 45"
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
@@ -313,7 +324,8 @@ def test_a_trace_takes_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "http://127.0.0.1:9"]) == 1 and "no server answers there" in capsys.readouterr().err
+    assert main(["bench", "serve", "http://127.0.0.1:9"]) == 1
+    assert "no server answers at http://127.0.0.1:9: " in capsys.readouterr().err
     assert main(["bench", "serve", "http://x:y"]) == 2 and "no port" in capsys.readouterr().err
     assert main(["bench", "serve", "ftp://x"]) == 2 and "is not the address of a server" in capsys.readouterr().err
 

@@ -19,25 +19,28 @@ from served_model import ServerProcess, write_model
 
 from ridgeline.__main__ import main
 from ridgeline.bench.attach import all_steps, application, attach, histogram, part_below, quantile, read_samples
-from ridgeline.bench.diagnosis import WARM_UP, run_load, warm_up, whole_window
+from ridgeline.bench.diagnosis import WARM_UP, run_load, warm_up, whole_window, with_seen_launches
 from ridgeline.bench.engine import Engine
 from ridgeline.bench.latency import parse_slo
 from ridgeline.bench.loop import Scenario, follow, quality_of_all, table_row
 from ridgeline.bench.peaks import machine_peaks
 from ridgeline.bench.table import as_markdown
 from ridgeline.bench.watched import Load, drive
-from ridgeline.bench.what_if import Speeds, WhatIf, emptied, measured_speeds, planned_log
+from ridgeline.bench.what_if import Speeds, WhatIf, cases, emptied, measured_speeds, planned_log
 from ridgeline.config import EngineConfig
 from ridgeline.diagnose.cost import DecoderShape
 from ridgeline.diagnose.drill import steps_section
+from ridgeline.diagnose.facts import Facts
 from ridgeline.diagnose.parts import PARTS, floors
 from ridgeline.diagnose.slow import StepTimes, cause_of, slowest
 from ridgeline.diagnose.trace import read_trace
 from ridgeline.diagnose.vectorised import StepCosts
+from ridgeline.diagnose.verdict import Setting, Window, judge
 from ridgeline.engine.profile import LiveProfile, StepProfiler
 from ridgeline.errors import ConfigError
 from ridgeline.metrics import SLOW_CAUSES
 from ridgeline.ops import registry
+from ridgeline.plan.prediction import fitted
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.runner.worker import device_facts
 
@@ -125,6 +128,19 @@ def test_speeds_are_found_again() -> None:
     assert found.price(costs) == pytest.approx(device.sum() + 41 * 0.001, rel=0.02)
 
 
+def test_a_few_large_steps_say_how_time_grows_where_small_ones_have_the_part_inside_another() -> None:
+    """Norms that a product's kernel does for few rows: their price is that of the steps in which they are kernels."""
+    steps = StepCosts(SHAPE)
+    rows = np.array([1] * 6 + [16] * 8 + [8000] * 4, np.int32)
+    count = len(rows)
+    costs = steps.of(np.ones(count, int), rows, rows, np.ones(count, np.int8), np.zeros(count, int), np.zeros(count, bool))
+    reads, computes = floors(costs, 20e9, 1e11)["norms"]
+    own = {"norms": np.where(rows == 1, 0.0, np.where(rows == 16, 10.0, 0.5) * (reads + computes))}
+    found = measured_speeds(costs, own, own["norms"].tolist(), [0.0] * count, 20e9, 1e11, False)
+    assert found.reading["norms"] == pytest.approx(0.5) and found.least["norms"] == 0.0
+    assert 0.5 * (reads + computes).sum() == pytest.approx(own["norms"].sum(), rel=0.1)
+
+
 def what_if(model: Path, load: Load, **options: Any) -> WhatIf:
     """On a machine on which the weights are all that counts."""
     config = EngineConfig.of(model=str(model), **OPTIONS | options)
@@ -164,6 +180,23 @@ def test_static_batches_and_small_caches_are_priced(model: Path) -> None:
     assert found["blocks"] > 1.2 and "admission" in found
 
 
+def test_recorded_graphs_leave_a_launch_for_every_kernel(model: Path) -> None:
+    config = what_if(model, Load(1, 8, 8), enforce_eager=True).config
+    on_gpu = replace(config, device="cuda")
+    [graphs] = [case for case in cases(on_gpu, Load(1, 8, 8), 0) if case.key == "graphs"]
+    speeds = Speeds(1e9, 1e15, {}, {}, {}, 24e-3, 0.0, recorded=0.24e-3)
+    assert graphs.speeds(speeds).beside == 0.24e-3 and graphs.speeds(replace(speeds, beside=1e-4)).beside == 1e-4
+
+
+def test_narrow_pages_are_read_as_fast_as_their_kernels_do(model: Path) -> None:
+    """Half of the bytes are no half of the time where a kernel widens them: a gain is promised only as far as it is known."""
+    config = what_if(model, Load(1, 8, 8)).config
+    [kv8] = [case for case in cases(replace(config, device="cuda"), Load(1, 8, 8), 0) if case.key == "kv8"]
+    slow = kv8.speeds(Speeds(1e9, 1e15, {}, {"attention": 1.5}, {}, 0.0, 0.0))
+    assert slow.reading["attention"] == pytest.approx(1.5 / fitted().narrow_kv_read)
+    assert slow.computing["attention"] == pytest.approx(1 / fitted().narrow_kv_compute)
+
+
 def test_a_window_is_without_what_others_took_and_never_above_its_roof(model: Path) -> None:
     engine = Engine(str(model), **OPTIONS)
     run = run_load(engine, Load(2, 8, 8), machine_peaks("cpu"), "")
@@ -171,9 +204,20 @@ def test_a_window_is_without_what_others_took_and_never_above_its_roof(model: Pa
     for sums in run.log.sums.values():
         sums.on_compute, sums.on_weights, sums.on_kv, sums.on_activations = 30 * sums.device, 10 * sums.device, 0.0, 0.0
     run.log.times[:] = [replace(step, lost=0.75 * step.seconds) for step in run.log.times]
-    window, whole = whole_window(run), sum(step.seconds for step in run.log.times)
-    assert window.busy == pytest.approx(whole / 4, rel=0.05) and window.roof == pytest.approx(window.device)
+    window, whole = whole_window(run), sum(sums.seconds for sums in run.log.sums.values())
+    assert window.busy == pytest.approx(whole / 4) and window.roof == pytest.approx(window.device)
     assert window.on_compute == pytest.approx(3 * window.on_weights)
+
+
+def test_gaps_between_kernels_are_launching() -> None:
+    """Steps at an eighth of their roof: in the trace, four fifths of the time lie between kernels, whatever was predicted."""
+    window = Window(2.8, 2.8, 2.7, on_weights=0.33, launch=0.2, running=1, steps=96)
+    assert judge(window, Setting(graphs=False)).term == "implementation"
+    found = judge(with_seen_launches(window, Facts("cuda", 2.5, 96, 0.4, {}, launch=2.0)), Setting(graphs=False))
+    assert found.term == "launch" and found.share == pytest.approx(0.8) and "recorded graphs" in found.changes[0].what
+    small = Facts("cuda", 2.5, 96, 2.4, {}, launch=0.01)
+    assert judge(with_seen_launches(window, small), Setting(graphs=False)).term == "implementation"
+    assert with_seen_launches(window, Facts("cpu", 2.5, 96, 0.4, {}, launch=2.0)) == window      # ops on a CPU are not launched
 
 
 # -- in process ------------------------------------------------------------------------------------------------------
@@ -312,11 +356,13 @@ def test_a_gpu_goes_through_the_load_before_it_is_measured(model: Path, monkeypa
     engine.close()
 
 
-def test_the_documents_figures_are_those_of_the_record() -> None:
+@pytest.mark.parametrize("machine", ["cpu", "h200"])
+def test_the_documents_figures_are_those_of_the_record(machine: str) -> None:
     root = Path(__file__).resolve().parents[1]
-    made = json.loads((root / "benchmarks/cpu/diagnose-loop.json").read_text())
+    made = json.loads((root / f"benchmarks/{machine}/diagnose-loop.json").read_text())
     rows = [table_row(name, found) for name, found in made["figures"].items()]
     assert len(rows) >= 3 and as_markdown(rows) in (root / "docs/diagnose.md").read_text()
+    assert sum(found["change"] is not None for found in made["figures"].values()) >= 3       # predicted against achieved
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_verdict import verdict
-from trace_cases import H200_FLOPS, H200_READ, PLANTED, PlantedTrace, build, decode
+from trace_cases import H200_FLOPS, H200_READ, PLANTED, Builder, PlantedTrace, build, decode
 from verdict_cases import CASES
 
 from ridgeline.__main__ import main
@@ -171,6 +171,22 @@ def test_every_kernel_of_ours_belongs_to_a_part() -> None:
 def test_kernels_are_known_by_their_names() -> None:
     assert part_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL") == "communication"
     assert part_of("nvjet_tst_128x256_gemm") == "linears and head" and part_of("decode_kernel") == "attention"
+
+
+def test_a_step_that_launched_nothing_has_no_number() -> None:
+    """With a step in flight, the engine's loop goes round once more to take it in: whoever counts steps does not know of it."""
+    made = Builder()
+    for launches in (True, True, False, True):
+        made.begin()
+        if launches:
+            made.phase("launch", made.now, 5.0)
+            made.kernel("decode_kernel", 30.0, 10.0)
+        else:
+            made.phase("collect", made.now, 5.0)
+            made.now += 40.0
+        made.end()
+    trace = read_trace(made.document())
+    assert len(trace.steps) == 3 and [work.step for work in trace.work] == [0, 1, 2]
 
 
 def test_the_same_change_is_listed_once_with_the_best_figure() -> None:

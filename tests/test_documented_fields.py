@@ -18,6 +18,7 @@ from ridgeline.server.embeddings import EmbeddingRequest
 from ridgeline.server.generation import GenerationRequest
 from ridgeline.server.limits import ServerOptions
 from ridgeline.server.openapi import OPERATIONS
+from ridgeline.server.score import ScoreRequest
 from ridgeline.server.service import Service
 from ridgeline.server.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -32,12 +33,13 @@ TABLES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "Count tokens": (anthropic.CountRequest, ()),
     "Responses fields": (responses.ResponsesRequest, ()),
     "Embedding fields": (EmbeddingRequest, ()),
+    "Score fields": (ScoreRequest, ()),
     "Tokenize": (TokenizeRequest, ()),
     "Detokenize": (DetokenizeRequest, ()),
 }
 # Refused by a rule of their own, whose words say more.
-ALSO_REFUSED = {responses.ResponsesRequest: {"previous_response_id"}, EmbeddingRequest: {"dimensions"}}
-ALSO_HINTS = {EmbeddingRequest: {"user"}}
+ALSO_REFUSED = {EmbeddingRequest: {"dimensions"}}
+ALSO_HINTS = {EmbeddingRequest: {"user"}, ScoreRequest: {"user"}}
 
 
 def documented(heading: str) -> dict[str, str]:

@@ -124,7 +124,7 @@ def test_streams_survive_a_lost_engine(server: ServerProcess, url: str, number: 
 def test_a_storm_of_disconnects(server: ServerProcess, url: str, stream: bool) -> None:
     """Clients that hang up before, while and after they were answered; the fixture checks that nothing is left."""
     host, port = url.removeprefix("http://").split(":")
-    asked = json.dumps({"prompt": "abc", "max_tokens": CONTEXT, "ignore_eos": True, "stream": stream, "n": 2}).encode()
+    asked = json.dumps({"prompt": "abc", "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": stream, "n": 2}).encode()
     request = (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                b"content-length: %d\r\n\r\n" % len(asked) + asked)  # fmt: skip
 
@@ -254,7 +254,7 @@ def test_keys_timeouts_and_drain_over_tls(
         assert not any("sk-one" in value for value in engine_of(server).environ().values())
 
         # Of three requests that never end, the whole one times out with a status, the stream with an event.
-        endless = body(1, max_tokens=CONTEXT, n=8)
+        endless = body(1, max_tokens=CONTEXT - 100, n=8)
         late = client.post("/v1/completions", json=endless | {"stream": False})
         assert late.status_code == 504 and late.json()["error"]["code"] == "request_timeout"
         with client.stream("POST", "/v1/completions", json=endless) as reply:
@@ -279,7 +279,7 @@ def test_a_server_whose_engine_cannot_come_back_says_so_and_leaves(model: Path, 
     url = server.wait_ready()
     got: list[Any] = []
     begun: list[float] = []
-    reader = threading.Thread(target=lambda: got.extend(events_of(url, body(1, max_tokens=CONTEXT), begun)))
+    reader = threading.Thread(target=lambda: got.extend(events_of(url, body(1, max_tokens=CONTEXT - 100), begun)))
     reader.start()
     wait_until(lambda: begun)
     (own / "config.json").write_text("{}")               # what was there at the first start is there no more

@@ -23,9 +23,9 @@ from ridgeline.diagnose.cost import decoder_shape, step_cost, step_counts
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.config import hf_model_config
 from ridgeline.plan.capacity import DRAFT, RUNTIME, Capacity, model_bytes, possible_ranks, textbook
-from ridgeline.plan.check import BAR, Checked, check, put_into
+from ridgeline.plan.check import BAR, Checked, check, check_serve, put_into
 from ridgeline.plan.check import text as check_text
-from ridgeline.plan.fit import fit, host_constants
+from ridgeline.plan.fit import fit, host_constants, narrow_constants
 from ridgeline.plan.hardware import DEVICES, data_sheet, find_device, measure_cpu
 from ridgeline.plan.models import CONFIGS, Experts, find_model, is_same_model
 from ridgeline.plan.operation import (
@@ -44,8 +44,10 @@ from ridgeline.plan.precision import compute_format, kv_bytes, signal_to_noise, 
 from ridgeline.plan.prediction import (
     Constants,
     Setup,
+    closed_loop,
     decode_seconds,
     idle_seconds,
+    paces,
     prefill_seconds,
     step_parts,
     step_seconds,
@@ -53,13 +55,14 @@ from ridgeline.plan.prediction import (
 )
 from ridgeline.plan.records import MeasuredRow, Record, read_record
 from ridgeline.plan.search import OBJECTIVES, best, candidates, effects, measured_loss, pareto, quality
-from ridgeline.plan.steps import PRODUCTS, Row, count_rows, decode_rows, gather, joined, workload_counts
+from ridgeline.plan.steps import PRODUCTS, Row, count_rows, decode_rows, gather, workload_counts, workload_spans
 from ridgeline.resolve import DeviceFacts, resolve
 
 ROOT = Path(__file__).parents[1]
 RECORDS = sorted(
-    path for path in (ROOT / "benchmarks/h200").glob("offline-*.json") if "deterministic" not in path.stem
-)
+    path for kind in ("offline", "serve") for path in (ROOT / "benchmarks/h200").glob(f"{kind}-*.json")
+    if "deterministic" not in path.stem
+)  # fmt: skip
 
 
 def setup(model: str = "llama-3.1-8b", gpu: str = "H200", **more: object) -> Setup:
@@ -206,11 +209,35 @@ def test_workloads_become_the_steps_of_the_engine() -> None:
     assert padded[-1].tokens == 40                       # the recorded shape
 
 
-def test_steps_can_be_joined() -> None:
+def test_a_device_that_computes_for_long_slows_down() -> None:
+    """Steps of 0.1 s that only compute, and a limit that takes a tenth of the rate within 0.2 s: by hand, 1 − e^(−t/0.2)."""
+    made = setup(constants=Constants(1, 1, 50, 0, 0, 0, 1, 1, 0, 0, 0, launch_s=0, power_drop=0.1, power_s=0.2))
+    counts = workload_counts(made.shape, [(8192, 1)] * 20, 8192, 64)
+    steps = gather(made.shape, counts)
+    found, cold = paces(made, steps), np.sum(list(step_parts(made, steps).values()), axis=0)
+    share = steps.product_flops[0].sum() / 989e12 / cold[0]
+    lately = 1 - math.exp(-cold[0] / 0.2)
+    assert found[0] == pytest.approx(1 - 0.1 * share * (1 - 0.2 * lately / cold[0]))
+    assert (np.diff(found) < 0).all() and found[-1] == pytest.approx(1 - 0.1 * share, rel=1e-3)
+    decodes = gather(made.shape, [count_rows(made.shape, decode_rows(1, 500))] * 50)
+    assert paces(made, decodes).min() > 0.999            # reading takes little power
+    assert paces(made, steps, steady=True) == pytest.approx(1 - 0.1 * share, rel=1e-3)
+    assert (paces(setup(constants=replace(made.used, power_drop=0.0)), steps) == 1).all()
+    assert step_seconds(made, steps).sum() > cold.sum()
+
+
+def test_users_who_wait_for_a_row() -> None:
+    """By hand: two rows, three requests of 10 in and 3 out. The first two decode in steps 0, 1 and 2, the third in 3, 4 and 5."""
+    counts, spans = workload_spans(setup().shape, [(10, 3)] * 3, 8192, 2)
+    assert len(counts) == 6 and spans == [(0, 2), (0, 2), (3, 5)]
     made = setup()
-    one, two = (gather(made.shape, [count_rows(made.shape, decode_rows(batch, 500))]) for batch in (1, 64))
-    both = step_seconds(made, joined([one, two]))
-    np.testing.assert_allclose(both, [step_seconds(made, one)[0], step_seconds(made, two)[0]])
+    loop = closed_loop(made, [(10, 3)] * 3, 2)
+    seconds = step_seconds(made, gather(made.shape, counts))
+    assert loop.seconds == pytest.approx(seconds.sum() + made.used.idle_s)
+    assert loop.tpot == pytest.approx((2 * seconds[1:3].sum() + seconds[4:].sum()) / 3 / 2)
+    # Users who never meet: each answer is that of a request alone.
+    alone = closed_loop(made, [(512, 64)] * 3, 1)
+    assert alone.tpot == pytest.approx(closed_loop(made, [(512, 64)], 1).tpot, rel=1e-6)
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -508,7 +535,7 @@ def planted(name: str, constants: Constants) -> Record:
 
 
 def test_the_fit_finds_a_planted_machine() -> None:
-    truth = Constants(0.8, 0.6, 3.2, 2.2e-6, 4e-6, 8e-6, 0.7, 0.5, 2e-6, 9e-6, 5e-5, 1.5e-4)
+    truth = Constants(0.8, 0.6, 3.2, 2.2e-6, 4e-6, 8e-6, 0.7, 0.5, 2e-6, 9e-6, 5e-5, 1.5e-4, power_drop=0.08, power_s=0.25)
     found, errors = fit([planted("llama-3.1-8b", truth)])
     assert max(abs(each["error"]) for each in errors) < 0.01
     assert found.linear_read == pytest.approx(truth.linear_read, rel=0.06)
@@ -521,13 +548,46 @@ def test_the_fit_finds_a_planted_machine() -> None:
 def test_the_host_is_measured_apart() -> None:
     found = host_constants(ROOT / "benchmarks/cpu/host.json")
     figures = json.loads((ROOT / "benchmarks/cpu/host.json").read_text())["figures"]["running_1024"]
-    measured = (figures["plan_and_pack_ms"]["median"] + figures["update_ms"]["median"]) / 1e3
+    measured = figures["host_ms"]["median"] / 1e3
     assert found["host_s"] + 1024 * found["host_row_s"] == pytest.approx(measured)
-    both = host_constants(ROOT / "benchmarks/cpu/host.json", ROOT / "benchmarks/h200/host-steps.json")
-    assert both["host_s"] + both["host_row_s"] == pytest.approx((27 + 71 + 31 + 17) * 1e-6)      # the later one's steps …
-    assert both["host_token_s"] == found["host_token_s"] > found["host_cached_s"] > 0    # … and the earlier one's requests
+    later = ROOT / "benchmarks/h200/host-steps.json"
+    both = host_constants(ROOT / "benchmarks/cpu/host.json", later)      # a later one has the last word
+    step = json.loads(later.read_text())["figures"]["running_1"]["host_ms"]["median"] / 1e3
+    assert both == host_constants(later) and both["host_s"] + both["host_row_s"] == pytest.approx(step)
+    assert both["host_token_s"] > both["host_cached_s"] > 0
     with pytest.raises(ConfigError, match="not a record of `ridgeline bench host`"):
         host_constants(RECORDS[0])
+
+
+def ops_record(path: Path, **microseconds: float) -> Path:
+    """Attention over wide and narrow pages, with so many microseconds by case; 1 GB and 1 TFLOP in each wide one."""
+    rows = [
+        {"op": "decode_attention" if "rows" in case else "paged_attention", "implementation": "triton",
+         "case": case.replace("_", "-"), "error": "", "microseconds": {"median": took}, "tflop_s": 1 / took * 1e6,
+         "gb_s": (0.5 if case.startswith("fp8") else 1) / took * 1e6}
+        for case, took in microseconds.items()
+    ]  # fmt: skip
+    path.write_text(json.dumps({"benchmark": "ops", "figures": {"rows": rows}}))
+    return path
+
+
+def test_narrow_pages_are_measured_apart(tmp_path: Path) -> None:
+    """By hand: beyond 10 µs a call, 1 GB in 200 µs and half of it in 200: half the speed; 1 TFLOP in 300 and in 400: 3/4."""
+    path = ops_record(tmp_path / "ops.json", rows_a=210, fp8_rows_a=210, prefill_b=310, fp8_prefill_b=410,
+                      rows_short=12, fp8_rows_short=40)  # fmt: skip
+    found = narrow_constants(path, 10e-6)
+    assert found == {"narrow_kv_read": pytest.approx(0.5), "narrow_kv_compute": pytest.approx(0.75)}
+    slow = replace(setup(kv="fp8").used, **found)
+    rows = decode_rows(128, 512)
+    parts = {}
+    for kv in ("auto", "fp8"):
+        made = setup(kv=kv, constants=replace(slow, attention_call_s=0.0))
+        parts[kv] = step_parts(made, gather(made.shape, [count_rows(made.shape, rows)]))["attention"][0]
+    assert 0.95 < parts["fp8"] / parts["auto"] < 1.1     # half the bytes at half the speed; scales, and a little to compute
+    with pytest.raises(ConfigError, match="no attention over wide and over narrow pages"):
+        narrow_constants(ops_record(tmp_path / "wide.json", rows_a=210, prefill_b=310), 10e-6)
+    with pytest.raises(ConfigError, match="not a record of `ridgeline bench ops`"):
+        narrow_constants(RECORDS[0], 10e-6)
 
 
 def test_taking_requests_in_is_not_hidden_and_planning_them_is() -> None:
@@ -547,6 +607,11 @@ def test_taking_requests_in_is_not_hidden_and_planning_them_is() -> None:
 @functools.cache
 def checked(path: Path) -> list[Checked]:
     """As the command does it."""
+    if path.stem.startswith("serve-"):
+        made = json.loads(path.read_text())["figures"]["points"]
+        points = [(f"max_concurrency {point['setting']['max_concurrency']}", point["figures"],
+                   point["setting"]["max_concurrency"]) for point in made]  # fmt: skip
+        return check_serve(path.stem, points, setup())
     fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
     record = read_record(path, preset_lengths())
     return check(replace(record, name=path.stem.removeprefix("offline-")), path.name in fitted_on)
@@ -558,7 +623,7 @@ MISSED = {("llama-3.1-8b-fp8-kv", "decode_16x8k", "TPOT")}
 
 def smallest_within_the_bar() -> Path:
     missed = {record for record, _, _ in MISSED}
-    within = [path for path in RECORDS if path.stem.removeprefix("offline-") not in missed]
+    within = [path for path in RECORDS if path.stem.startswith("offline-") and path.stem.removeprefix("offline-") not in missed]
     return min(within, key=lambda path: path.stat().st_size)
 
 
@@ -573,7 +638,7 @@ def test_predictions_hold_against_the_records(path: Path) -> None:
         elif each.figure in ("TPOT", "output tok/s"):
             missed = (each.record, each.workload, each.figure) in MISSED
             assert (abs(each.error) > BAR) == missed, each
-    assert "| llama" in check_text(found, markdown=True) or "qwen" in check_text(found)
+    assert any(word in check_text(found, markdown=True) for word in ("| llama", "| qwen", "| serve"))
 
 
 def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -592,7 +657,7 @@ def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_page_has_the_table_of_the_records() -> None:
-    """`ridgeline plan --check benchmarks/h200/offline-*.json --into docs/plan.md` makes it so."""
+    """The second command of docs/plan.md makes it so."""
     page = (ROOT / "docs/plan.md").read_text()
     found = [figure for path in RECORDS for figure in checked(path)]
     assert put_into(page, found) == page
@@ -626,6 +691,13 @@ def test_a_record_of_a_server_is_checked_by_littles_law(tmp_path: Path, capsys: 
     found = json.loads(capsys.readouterr().out)
     assert [each["figure"] for each in found] == ["TPOT", "output tok/s"] and found[0]["workload"] == "concurrency 20"
     assert max(abs(each["error"]) for each in found) < 0.01
+    users = [points[0] | {"process": "closed loop", "setting": {"max_concurrency": 20}}]
+    loop = closed_loop(setup(), [(1000, 200)] * 100, 20)
+    told = figures | {"tpot_ms": {"mean": loop.tpot * 1e3}, "output_throughput": 20_000 / loop.seconds, "cached_input_tokens": 0}
+    path.write_text(json.dumps(record | {"figures": {"points": [users[0] | {"figures": told}]}}))
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", str(path), "--json"]) == 0
+    assert max(abs(each["error"]) for each in json.loads(capsys.readouterr().out)) < 0.01
+    path.write_text(json.dumps(record))
     assert main(["plan", "--check", str(path)]) == 2
     assert "needs a MODEL and a --gpu" in capsys.readouterr().err
     # A server of another model would be held against this one's prediction.
@@ -680,9 +752,11 @@ def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "fitted" in capsys.readouterr().out
     shipped = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())
     files = [str(path) for name in shipped["fitted_on"] for path in (ROOT / "benchmarks").glob(f"*/{name}")]
-    records, hosts = ([path for path in files if ("/host" in path) == of_host] for of_host in (False, True))
+    kinds = {"offline": "--fit", "host": "--host", "ops": "--ops"}
+    given = {option: [path for path in files if f"/{kind}" in path] for kind, option in kinds.items()}
+    words = [word for option, paths in given.items() if paths for word in (option, *paths)]
     out = tmp_path / "fitted.json"
-    assert main(["plan", "--fit", *records, "--host", *hosts, "--out", str(out)]) == 0
+    assert main(["plan", *words, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["constants"] == pytest.approx(shipped["constants"], rel=0.01)
 
 

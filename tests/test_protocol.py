@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import tokenizers
 from scripted_server import ScriptedServer
 from served_model import ServerProcess, write_model
 
@@ -186,8 +187,13 @@ def test_one_call_where_they_may_not_be_parallel(client: Client) -> None:
 
 
 def test_a_call_cut_short_says_so(client: Client) -> None:
+    """And nothing of it is content, wherever it was cut."""
     choice = client.ask(CALLS, tools=TOOLS, max_tokens=70)
     assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.arguments.startswith('{"city"')
+    for most in range(1, 70, 3):
+        choice = client.ask(CALLS, tools=TOOLS, max_tokens=most)
+        assert choice.finish_reason == "length" and "{" not in (choice.message.content or ""), choice
+        assert "tool_c" not in (choice.message.content or "")
 
 
 def test_required_and_named_calls_are_held_to_a_schema(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,8 +375,9 @@ BAD: list[tuple[type[Any], dict[str, Any], str | None, str]] = [
     (ChatRequest, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
     (ChatRequest, {"verbosity": "huge"}, "verbosity", "huge"),
     (ChatRequest, {"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice", "must be one of"),
-    (CompletionRequest, {"best_of": 3, "n": 2}, "best_of", "equals n"),
-    (CompletionRequest, {"suffix": "x"}, "suffix", "not supported"),
+    (CompletionRequest, {"best_of": 1, "n": 2}, "best_of", "at least n"),
+    (CompletionRequest, {"best_of": 3, "n": 2, "stream": True}, "best_of", "cannot be streamed"),
+    (CompletionRequest, {"suffix": 3}, "suffix", "expected str"),
     (CompletionRequest, {"echo": False, "max_tokens": 0}, "max_tokens", "at least 1"),
 ]
 
@@ -505,3 +512,49 @@ def test_demanded_calls_are_always_valid(url: str, choice: Any, seed: int) -> No
 def test_a_grammar_that_does_not_compile_is_told_by_the_name_it_was_sent_with(url: str, asked: Any, param: str) -> None:
     error = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES, **asked}, timeout=60).json()["error"]
     assert error["param"] == param and error["message"].startswith(param) and "cannot be used" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("chat/completions", {}, "messages"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "messages"),
+    ("completions", {"max_tokens": 3}, "prompt"),
+    ("responses", {"model": "tiny"}, "input"),
+    ("embeddings", {"model": "tiny"}, "input"),
+])  # fmt: skip
+def test_a_field_that_is_missing_is_named(client: Client, path: str, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="missing required field") as caught:
+        client.sdk.post(f"/{path}", body=body, cast_to=object)
+    assert caught.value.param == param
+
+
+def test_an_answer_that_cannot_fit_is_refused_with_both_numbers(client: Client) -> None:
+    """As vLLM does; without a number of its own the answer may be as long as there is room for."""
+    prompt = client.sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1).usage.prompt_tokens  # type: ignore
+    for name, path, body in (
+        ("max_tokens", "chat/completions", {"messages": MESSAGES}),
+        ("max_completion_tokens", "chat/completions", {"messages": MESSAGES}),
+        ("max_tokens", "completions", {"prompt": list(range(1, prompt + 1))}),
+        ("max_output_tokens", "responses", {"input": MESSAGES}),
+    ):
+        room = 512 - prompt
+        client.server.llm.script.text = "x" * 600        # type: ignore[attr-defined]
+        client.sdk.post(f"/{path}", body={"model": "tiny", name: room} | body, cast_to=object)
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.sdk.post(f"/{path}", body={"model": "tiny", name: room + 1} | body, cast_to=object)
+        assert (caught.value.param, caught.value.code) == (name, "context_length_exceeded")
+        assert caught.value.message.find(f"{name} is too large: {room + 1} tokens beside the {prompt} of the prompt") > 0
+        assert "maximum context length is 512 tokens" in caught.value.message
+
+
+def test_a_gap_is_filled_by_models_that_can(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny")
+    vocabulary = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    vocabulary.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    vocabulary.save(str(model / "tokenizer.json"))
+    with ScriptedServer(model, lambda prompt: "x):") as server:
+        sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        made = sdk.completions.create(model="tiny", prompt=["def f(", "g"], suffix=" return x", echo=True)
+        assert [choice.text for choice in made.choices] == ["def f(x):", "gx):"]
+        assert server.llm.prompts[-2] == "<fim_prefix>def f(<fim_suffix> return x<fim_middle>"
+        with pytest.raises(openai.BadRequestError, match="suffix needs a prompt of text"):
+            sdk.completions.create(model="tiny", prompt=[1, 2], suffix="x")

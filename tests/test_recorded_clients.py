@@ -231,10 +231,11 @@ def test_lm_evals_remote_tokenizer(server: Any) -> None:
     assert len(tokens) == 1
 
 
-def test_a_response_is_not_stored_and_says_so(server: Any) -> None:
+def test_a_response_says_whether_it_is_stored(server: Any) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    made = client.responses.create(model="tiny", input="Hi", store=True)
+    made = client.responses.create(model="tiny", input="Hi", store=False)
     assert made.output_text == "Hello." and getattr(made, "store", None) is False
+    assert getattr(client.responses.create(model="tiny", input="Hi"), "store", None) is True
     counted = httpx.post(f"{server.url}/v1/responses/input_tokens", json={"model": "tiny", "input": "Hi"}).json()
     assert made.usage is not None and counted == {"object": "response.input_tokens", "input_tokens": made.usage.input_tokens}
 

@@ -69,6 +69,7 @@ def record(
             structured_outputs=StructuredOutputs(regex="(abc|defg|xyz)*") if grammar and number % 3 == 0 else None,
         )  # fmt: skip
         core.add(request)
+    core.grammars.begin()
     wait_until(lambda: core.grammars.num_pending == core.grammars._outcomes.qsize(), 60)     # or the others are done by then
     snapshot = None
     while core.has_work:

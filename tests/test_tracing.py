@@ -100,7 +100,7 @@ def test_spans_of_a_server(collector: Collector, tmp_path: Path) -> None:
         chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True, "n": 2, "stream": True}
         client.post("/v1/chat/completions", json=chat).raise_for_status()
         assert client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": -1}).status_code == 400
-        with client.stream("POST", "/v1/completions", json=asked | {"max_tokens": 4000, "stream": True}) as reply:
+        with client.stream("POST", "/v1/completions", json=asked | {"max_tokens": 3000, "stream": True}) as reply:
             next(reply.iter_lines())                     # and gone
         deadline = time.monotonic() + 10
         while client.get("/health").json()["requests"] and time.monotonic() < deadline:
@@ -131,7 +131,7 @@ def test_spans_of_a_server(collector: Collector, tmp_path: Path) -> None:
     assert [each.name for each in collector.below(several)] == ["queue", "prefill", "decode", "decode"]
     assert bad.status.code == 2 and "max_tokens" in bad.status.message and not collector.below(bad)
     assert left.status.code == 2 and left.status.message == "the client has gone"
-    assert 0 < values(left)["gen_ai.usage.completion_tokens"] < 4000
+    assert 0 < values(left)["gen_ai.usage.completion_tokens"] < 3000
     assert not any("Hello" in str(span) for span in collector.spans), "prompts are nobody's business"
 
 

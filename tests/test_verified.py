@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
+import subprocess
+import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ class StaleVerification(UserWarning):
 def script(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -84,3 +88,62 @@ def test_kernels_that_a_sanitizer_can_run() -> None:
     found = script("run_op_cases").with_kernels()
     assert {"rms_norm", "paged_attention"} <= set(found)
     assert all(any(not case.timed for case in op.cases) for op in found.values())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_cases_of_single_kernels_are_right() -> None:
+    """Those that the interpreter can run; each compares with the product in float64."""
+    code = "import run_op_cases as r\nfor name in ('gemv', 'small_gemm', 'invariant_gemm', 'gated_gemm'): r.CASES[name]('cpu')"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_what_a_sanitizer_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every run of every op once, and every case of a kernel."""
+    sanitize, cases = script("sanitize_kernels"), script("run_op_cases")
+    cases.main(["--list"])
+    listed = capsys.readouterr().out.split()
+    programs = sanitize.programs(listed)
+    given = [word for words in programs.values() for word in words if words[0] == sanitize.CASES]
+    for each in listed:
+        name = each.partition(":")[0]
+        mine = [word for word in given if word.partition(":")[0] == name]
+        parts = [word.partition(":")[2].split("/") for word in mine]
+        assert mine == [name] or sorted(int(part) for part, _ in parts) == list(range(int(parts[0][1]))), each
+    assert {"prompt_kernel", "decode_kernel", "wide_gemm_kernel", "_ring_gemm_kernel"} <= sanitize.launched()
+
+
+def test_what_a_sanitizer_says_is_told_by_kernel() -> None:
+    sanitize = script("sanitize_kernels")
+    ran = "print('kernels: one_kernel other_kernel')"
+    say = f"print('========= Error: Race reported between Write access at one_kernel+0x1a30'); {ran}"
+    soon = time.monotonic() + 60
+    found = sanitize.run([sys.executable, "-c", f"{say}; raise SystemExit({sanitize.FOUND})"], soon)
+    clean = sanitize.run([sys.executable, "-c", ran], soon)
+    failed = sanitize.run([sys.executable, "-c", "raise SystemExit(1)"], soon)
+    late = sanitize.run([sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic() + 0.2)
+    assert [each.state for each in (found, clean, failed)] == ["FOUND", "clean", "FAILED with 1"] and "not ended" in late.state
+    told = sanitize.by_kernel({"racecheck a": found, "racecheck b": clean, "memcheck b": clean, "memcheck a": failed})
+    assert told == {
+        "one_kernel": {"racecheck": "FOUND", "memcheck": "clean"}, "other_kernel": {"racecheck": "clean", "memcheck": "clean"},
+    }  # fmt: skip
+
+
+def test_races_of_the_compiler_are_told_apart() -> None:
+    sanitize = script("sanitize_kernels")
+    lines = (sanitize.OPS / "wide_gemm.py").read_text().splitlines()
+    kernel = next(number for number, line in enumerate(lines, 1) if line.startswith("def wide_gemm_kernel("))
+    parts = next(number for number, line in enumerate(lines, 1) if "warp_specialize(" in line)
+    own = next(number for number, line in enumerate(lines, 1) if "gl.convert_layout(" in line)
+
+    def state(*places: str) -> str:
+        said = "".join(f"print('=========  Write access at {place}')\n" for place in places)
+        command = [sys.executable, "-c", f"{said}raise SystemExit({sanitize.FOUND})", "racecheck"]
+        return sanitize.run(command, time.monotonic() + 60).state
+
+    handed = [f"wide_gemm_kernel+0x140 in wide_gemm.py:{line} [8 hazards]" for line in (kernel, parts)]
+    assert state(*handed) == sanitize.COMPILERS
+    assert state(*handed, f"wide_gemm_kernel+0x99 in wide_gemm.py:{own} [8 hazards]") == "FOUND"
+    assert state("decode_kernel+0x8020 in attention_decode.py:287 [41 hazards]") == sanitize.COMPILERS     # plain Triton
+    assert state("decode_kernel+0x8020") == state("other_kernel+0x8 in elsewhere.py:1") == "FOUND"

@@ -71,6 +71,45 @@ def test_an_evaluation_harness_gets_log_likelihoods(url: str) -> None:
     assert by_ids[0][0] < 0
 
 
+def test_scores_are_the_log_likelihoods(url: str) -> None:
+    """The same figures as an evaluation harness adds up from echoed completions."""
+    first, second = "The sky is", [" blue", " green and wide", " Zürich 3 €"]
+    tokens = [httpx.post(f"{url}/tokenize", json={"prompt": first + each}).json()["tokens"] for each in second]
+    context = httpx.post(f"{url}/tokenize", json={"prompt": first}).json()["count"]
+    expected = loglikelihoods(url, tokens, [context] * 3, 0)
+    for body in ({"text_1": first, "text_2": second}, {"text_1": [first] * 3, "text_2": second}):
+        reply = httpx.post(f"{url}/v1/score", json={"model": NAME} | body, timeout=30).json()
+        assert reply["object"] == "list" and reply["usage"]["prompt_tokens"] == sum(map(len, tokens))
+        for place, (entry, (total, greedy)) in enumerate(zip(reply["data"], expected, strict=True)):
+            assert (entry["index"], entry["object"], entry["greedy"]) == (place, "score", greedy)
+            assert entry["score"] == pytest.approx(total, abs=1e-3) and entry["tokens"] == len(tokens[place]) - context
+
+
+@pytest.mark.parametrize(("body", "says", "param"), [
+    ({"text_1": ["a", "b"], "text_2": "c"}, "as many as each other", "text_1"),
+    ({"text_1": "a", "text_2": []}, "as many as each other", "text_1"),
+    ({"text_1": "a", "text_2": ""}, "at least a token each", "text_1"),
+    ({"text_1": "a"}, "missing required field text_2", "text_2"),
+    ({"text_1": "a", "text_2": ["b"] * 1_000}, "1000 answers are asked for at once", None),
+    ({"text_1": "a " * 20_000, "text_2": "b"}, "the prompt is too long", None),
+])  # fmt: skip
+def test_scores_that_cannot_be(url: str, body: dict[str, Any], says: str, param: str | None) -> None:
+    reply = httpx.post(f"{url}/v1/score", json=body, timeout=30)
+    assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+def test_the_best_of_several(url: str) -> None:
+    asked: dict[str, Any] = {"prompt": ["One", "Two"], "max_tokens": 8, "seed": 5, "temperature": 1, "ignore_eos": True}
+    every = complete(url, **asked, n=5, logprobs=0)
+    best = complete(url, **asked, n=2, best_of=5)
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    for prompt in (0, 1):
+        ranked = sorted(every["choices"][5 * prompt : 5 * prompt + 5], key=lambda each: -sum(each["logprobs"]["token_logprobs"]))
+        assert [each["text"] for each in best["choices"][2 * prompt : 2 * prompt + 2]] == [each["text"] for each in ranked[:2]]
+    assert best["choices"][0]["logprobs"] is None and best["usage"]["completion_tokens"] == 2 * 5 * 8
+
+
 def test_a_greedy_continuation_is_seen_as_one(url: str) -> None:
     prompt = [72, 101, 108]
     answer = complete(url, prompt=prompt, max_tokens=5, temperature=0, return_token_ids=True, ignore_eos=True)
@@ -155,7 +194,7 @@ def test_tokens_by_their_ids(client: openai.OpenAI) -> None:
     [("use_beam_search", True, "use_beam_search is not supported"), ("length_penalty", 0.8, "length_penalty is not supported"),
      ("early_stopping", True, "early_stopping is not supported"), ("lora_request", {}, "lora_request is not supported"),
      ("guided_whitespace_pattern", " *", "guided_whitespace_pattern is not supported"),
-     ("best_of", 2, "best_of is supported only"), ("logits_processors", [], "unknown field 'logits_processors'"),
+     ("suffix", "x", "tokens for filling in the middle"), ("logits_processors", [], "unknown field 'logits_processors'"),
      ("prompt_embeds", "AAAA", "unknown field 'prompt_embeds'"), ("top_kk", 3, "did you mean 'top_k'?")],
 )  # fmt: skip
 def test_what_is_not_done_is_refused_by_name(client: openai.OpenAI, field: str, value: Any, says: str) -> None:
