@@ -14,6 +14,7 @@ generated code puts between barriers of all warps, though racecheck does not see
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -153,8 +154,12 @@ def is_the_compilers(kernel: str, file: str, line: str) -> bool:
         return False
     if any(re.search(rf"@triton_kernel\([^\n]*\)\ndef {kernel}\(", each.read_text()) for each in OPS.glob("*.py")):
         return True
-    text = path.read_text().splitlines()[int(line) - 1]
-    return text.startswith(f"def {kernel}(") or "warp_specialize(" in text
+    at, *behind = path.read_text().splitlines()[int(line) - 1 :]
+    if at.lstrip().startswith("if "):                    # constant, around it: the compiler names the line of the choice
+        depth = len(at) - len(at.lstrip())
+        inside = itertools.takewhile(lambda each: not each.strip() or len(each) - len(each.lstrip()) > depth, behind)
+        return any("warp_specialize(" in each for each in inside)
+    return at.startswith(f"def {kernel}(") or "warp_specialize(" in at
 
 
 if __name__ == "__main__":
