@@ -235,9 +235,9 @@ def test_users_who_wait_for_a_row() -> None:
     seconds = step_seconds(made, gather(made.shape, counts))
     assert loop.seconds == pytest.approx(seconds.sum() + made.used.idle_s)
     assert loop.tpot == pytest.approx((2 * seconds[1:3].sum() + seconds[4:].sum()) / 3 / 2)
-    # Users who never meet: each answer is that of a request alone.
+    # Users who never meet: each answer is that of a request alone, on a device that is a little warmer.
     alone = closed_loop(made, [(512, 64)] * 3, 1)
-    assert alone.tpot == pytest.approx(closed_loop(made, [(512, 64)], 1).tpot, rel=1e-6)
+    assert alone.tpot == pytest.approx(closed_loop(made, [(512, 64)], 1).tpot, rel=1e-3)
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -314,7 +314,7 @@ def test_each_term_moves_with_what_it_is_made_of() -> None:
     assert decode_seconds(replace(base, weights="fp8"), 1, 512) < 0.75 * one
     assert decode_seconds(replace(base, weights="int4"), 1, 512) < decode_seconds(replace(base, weights="fp8"), 1, 512)
     long = decode_seconds(base, 64, 16000)
-    assert decode_seconds(replace(base, kv="fp8"), 64, 16000) > long     # half of the bytes, with older kernels: as measured
+    assert decode_seconds(replace(base, kv="fp8"), 64, 16000) < 0.8 * long   # half of the bytes, at three quarters of the speed
     assert decode_seconds(replace(base, device=DEVICES["H100"]), 64, 16000) > 1.3 * long     # 4.8 / 3.35
     prompt = prefill_seconds(base, 8192)
     assert prefill_seconds(replace(base, device=DEVICES["H100"]), 8192) == pytest.approx(prompt, rel=0.05)
@@ -617,27 +617,20 @@ def checked(path: Path) -> list[Checked]:
     return check(replace(record, name=path.stem.removeprefix("offline-")), path.name in fitted_on)
 
 
-# Not met: one of the record's two runs took 2.2 times as long per token. To be measured again.
-MISSED = {("llama-3.1-8b-fp8-kv", "decode_16x8k", "TPOT")}
-
-
-def smallest_within_the_bar() -> Path:
-    missed = {record for record, _, _ in MISSED}
-    within = [path for path in RECORDS if path.stem.startswith("offline-") and path.stem.removeprefix("offline-") not in missed]
-    return min(within, key=lambda path: path.stat().st_size)
+def smallest() -> Path:
+    return min((path for path in RECORDS if path.stem.startswith("offline-")), key=lambda path: path.stat().st_size)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_predictions_hold_against_the_records(path: Path) -> None:
-    """TPOT and throughput within 15 % of what was measured, but for what is named above; what was fitted much closer."""
+    """TPOT and throughput within 15 % of what was measured; what was fitted much closer."""
     found = checked(path)
     assert found
     for each in found:
         if each.fitted:
             assert abs(each.error) < 0.06, each
         elif each.figure in ("TPOT", "output tok/s"):
-            missed = (each.record, each.workload, each.figure) in MISSED
-            assert (abs(each.error) > BAR) == missed, each
+            assert abs(each.error) <= BAR, each
     assert any(word in check_text(found, markdown=True) for word in ("| llama", "| qwen", "| serve"))
 
 
@@ -646,14 +639,14 @@ def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.Cap
     assert figure.barred and not replace(figure, fitted=True).barred and not replace(figure, figure="first tokens").barred
     wild = replace(figure, spread=2.2)                   # said, and no excuse
     assert wild.barred and wild.note == "its runs differ 2.2×" and "0 of 2 within 15%" in check_text([figure, wild])
-    smallest = smallest_within_the_bar()
-    made = json.loads(smallest.read_text())
+    path = smallest()
+    made = json.loads(path.read_text())
     made["workload"]["options"]["deterministic"] = True
     (tmp_path / "other.json").write_text(json.dumps(made))
-    assert main(["plan", "--check", str(tmp_path / "other.json"), str(smallest), "--json"]) == 0
+    assert main(["plan", "--check", str(tmp_path / "other.json"), str(path), "--json"]) == 0
     said = capsys.readouterr()
     assert "left out: " in said.err
-    assert {each["record"] for each in json.loads(said.out)} == {smallest.stem.removeprefix("offline-")}
+    assert {each["record"] for each in json.loads(said.out)} == {path.stem.removeprefix("offline-")}
 
 
 def test_the_page_has_the_table_of_the_records() -> None:
@@ -665,13 +658,13 @@ def test_the_page_has_the_table_of_the_records() -> None:
 
 
 def test_the_command_puts_the_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    smallest = smallest_within_the_bar()
+    record = smallest()
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{check_text(checked(RECORDS[0]), markdown=True)}\n\nafter\n")
-    assert main(["plan", "--check", str(smallest), "--into", str(page)]) == 0
-    assert page.read_text() == f"before\n\n{check_text(checked(smallest), markdown=True)}\n\nafter\n"
+    assert main(["plan", "--check", str(record), "--into", str(page)]) == 0
+    assert page.read_text() == f"before\n\n{check_text(checked(record), markdown=True)}\n\nafter\n"
     page.write_text("no table\n")
-    assert main(["plan", "--check", str(smallest), "--into", str(page)]) == 2
+    assert main(["plan", "--check", str(record), "--into", str(page)]) == 2
     assert "has no table that begins with" in capsys.readouterr().err and page.read_text() == "no table\n"
 
 
