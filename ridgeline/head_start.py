@@ -36,6 +36,9 @@ from ridgeline.errors import ConfigError
 _DRIVER = "libcuda.so.1"
 
 
+_dlopen_flags = sys.getdlopenflags()
+
+
 def begin(gpu: bool) -> None:
     gc.disable()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -50,6 +53,7 @@ def begin(gpu: bool) -> None:
 
 def imported() -> None:
     """All imports are through."""
+    sys.setdlopenflags(_dlopen_flags)
     gc.freeze()
     gc.enable()
 

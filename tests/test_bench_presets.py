@@ -257,6 +257,24 @@ def test_a_wrong_engine_does_not(small_shape: str, monkeypatch: pytest.MonkeyPat
     assert quality.check_quality(small_shape, "float32", BATCHES, device="cpu")["top1_agreement"] < 0.9
 
 
+def test_figures_of_a_wrong_engine_do_not_count(
+    small_shape: str, tiny_presets: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are on disk with what was found, and the command fails; not so where a lossy technique was asked for."""
+    agreement = {"top1_agreement": 0.97, "top1_agreement_alike_rows": 0.9, "positions": 9}
+    monkeypatch.setattr(presets, "check_quality", lambda *_, **__: agreement)
+    monkeypatch.setitem(shapes.SHAPES, "llama-3.1-8b", shapes.SHAPES[small_shape] | {"num_hidden_layers": 1})
+    words = ["bench", "offline", "--preset", "latency_b1", "--shape", "llama-3.1-8b", "--directory", str(tmp_path)]
+    words += ["--set", "device=cpu"]
+    assert main(words) != 0
+    assert "below 99%: these figures do not count" in capsys.readouterr().err
+    made = json.loads((tmp_path / "offline-llama-3.1-8b.json").read_text())
+    assert made["figures"]["quality"] == agreement and made["figures"]["rows"]["latency_b1"]["runs"]
+    assert main([*words, "--no-quality"]) == 0
+    made = json.loads((tmp_path / "offline-llama-3.1-8b.json").read_text())
+    assert made["figures"]["quality"] == {"not_checked": "left out"} and made["figures"]["memory"] == {}
+
+
 # -- the device log ----------------------------------------------------------------------------------------------------
 
 

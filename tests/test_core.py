@@ -93,12 +93,19 @@ def test_young_garbage_is_looked_for_while_a_long_step_runs_and_nowhere_else(tmp
     noted = lambda phase, info: events.append(f"collected {info['generation']}") if phase == "stop" else None   # noqa: E731
     gc.collect()
     gc.callbacks.append(noted)
-    gc.disable()                                         # between steps nothing is collected by itself
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)                                  # nothing is collected by itself
     try:
+        while core.has_work:
+            core.step()
+        gc.disable()                                     # and this process wants none collected
+        core.add(Request("b", [6] * 3000, SamplingParams(max_tokens=1, ignore_eos=True)))
         while core.has_work:
             core.step()
     finally:
         gc.callbacks.remove(noted)
         gc.enable()
-    assert events == ["launched 2048", "collected 1", "launched 952", "launched 1", "launched 1"]
+        gc.set_threshold(*thresholds)
+    assert events[:5] == ["launched 2048", "collected 1", "launched 952", "launched 1", "launched 1"]
+    assert events[5:] == ["launched 2048", "launched 952"]
     core.close()

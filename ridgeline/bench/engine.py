@@ -53,6 +53,7 @@ class Engine:
         executor = LocalExecutor(resolved)
         self.core = EngineCore(resolved, executor)
         self.model: Decoder = executor.runner.model
+        self.memory = executor.runner.memory             # measured, by part of the ledger; empty without a GPU
         self._count = 0
         gc.freeze()                                      # as the engine's own process does once it is ready
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from ridgeline import ledger
 from ridgeline.bench import price, sustain, table, workloads
 from ridgeline.bench.device_log import gpu_facts, torch_gpus
-from ridgeline.bench.engine import Engine, Run, parse_options, quality_of
+from ridgeline.bench.engine import EXACT, Engine, Run, parse_options, quality_of
 from ridgeline.bench.floors import H200_FLOORS, H200_FLOORS_FOR, preset_floor, shares
 from ridgeline.bench.idle import profile_decode
 from ridgeline.bench.peaks import MachinePeaks, device_kind, machine_peaks
@@ -35,7 +36,7 @@ from ridgeline.bench.watch import Watch
 from ridgeline.bench.workloads import GPU_PRESETS, Preset
 from ridgeline.diagnose.cost import Peaks, decoder_shape
 from ridgeline.engine.children import start_child
-from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 
 DIRECTORY = "benchmarks/h200"
 
@@ -62,7 +63,8 @@ SUITE: dict[str, Group] = {
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": {"gpu_memory_utilization": 0.97, "max_num_seqs": 16, "max_num_batched_tokens": 2048},
 }
-PROFILED = ("latency_b1", "batch128")        # presets whose decode steps are looked at kernel by kernel as well
+# Presets whose decode steps are looked at kernel by kernel as well: with their own rows, and with more.
+PROFILED: dict[str, tuple[int, ...]] = {"latency_b1": (1,), "batch128": (128, 256)}
 PROFILED_STEPS = 20
 _IDLE = ("idle_share", "idle_between_steps_share", "idle_share_untraced", "step_ms", "us_per_step_by_part")
 
@@ -141,7 +143,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
     presets = [GPU_PRESETS[name] for name in names]
     options = MODEL_OPTIONS.get(shape, {}) | {"dtype": args.dtype} | parse_options(args.set)
     peaks = machine_peaks(device_kind(options))          # before the engine takes the memory
-    quality: dict[str, Any] = {}
+    quality: dict[str, Any] = {"not_checked": "left out" if args.no_quality else "a model of one's own has no reference here"}
     if shape and not args.no_quality:
         quality = check_quality(shape, **{name: value for name, value in options.items() if name not in _SIZES})
         verdict = "" if quality["top1_agreement"] >= LEAST else f"  BELOW {LEAST:.0%}"
@@ -157,7 +159,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
     ready = time.perf_counter() - began
     name = args.label or shape or engine.config.model_path.name
     figures: dict[str, Any] = {
-        "engine_start_s": ready, "quality": quality,
+        "engine_start_s": ready, "quality": quality, "memory": memory_ledger(engine),
         "peaks": {"read_tb_s": peaks.read_bytes_s / 1e12, "tflop_s": peaks.rate(engine.config.dtype) / 1e12},
         "rows": {}, "not_measured": {},
     }  # fmt: skip
@@ -174,8 +176,19 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
             made = record("offline", _setting(engine, name, args, options), figures, quality_of(engine.config), gpu_facts())
             if args.directory:
                 write(made, Path(args.directory) / f"offline-{name}.json")
+    lossy = quality_of(engine.config) != EXACT
     engine.close()
+    if not lossy and quality.get("top1_agreement", 1.0) < LEAST:
+        agreement = quality["top1_agreement"]
+        raise RidgelineError(f"{name}: top-1 agreement {agreement:.4f}, below {LEAST:.0%}: these figures do not count")
     return made
+
+
+def memory_ledger(engine: Engine) -> dict[str, Any]:
+    """What the engine was predicted to take of a GPU, part by part, and what it took."""
+    measured = engine.memory
+    predicted = engine.config.memory
+    return {"predicted": predicted, "measured": measured, "error": ledger.error(predicted, measured)} if measured else {}
 
 
 _SIZES = ("max_model_len", "max_num_seqs", "num_gpu_blocks_override", "kv_cache_memory_bytes",
@@ -231,11 +244,24 @@ def measure_preset(
     if (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
         row["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
         row["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
-    if preset.name in PROFILED and config.device == "cuda":
-        profile = profile_decode(engine, preset.count, len(asked[0][0]), PROFILED_STEPS, salt=_salt())
-        row["launches_per_step"] = profile["launches_per_step"]
-        row["device_idle"] = {name: profile[name] for name in _IDLE}
+    if config.device == "cuda":
+        row |= _profiled(engine, preset, len(asked[0][0]))
     return row
+
+
+def _profiled(engine: Engine, preset: Preset, context: int) -> dict[str, Any]:
+    """Decode steps kernel by kernel: launches, and when the device had nothing to do."""
+    if preset.name not in PROFILED:
+        return {"not_profiled": f"launches and idle times are of {' and '.join(PROFILED)}, whose steps are all alike"}
+    found: dict[str, Any] = {}
+    for place, rows in enumerate(PROFILED[preset.name]):
+        if rows <= engine.config.max_num_seqs:
+            profile = profile_decode(engine, rows, context, PROFILED_STEPS, salt=_salt())
+            idle = {name: profile[name] for name in _IDLE}
+            found |= {f"device_idle_{rows}_rows": idle} if place else {
+                "launches_per_step": profile["launches_per_step"], "device_idle": idle
+            }
+    return found
 
 
 def extend(engine: Engine, preset: Preset, row: dict[str, Any], args: argparse.Namespace, watch: Watch) -> None:

@@ -49,6 +49,7 @@ class EngineCore:
         self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
         self._launching = False                          # the device is being told what to do
+        self._collects = True                            # garbage: unless this process wants none collected
         self._thrift: Thrift | None = None               # while steps are smaller than they may be, for want of memory
 
     @classmethod
@@ -85,7 +86,7 @@ class EngineCore:
         Garbage is collected between steps or while a long one is under way, never where it would stand between two launches.
         """
         self._check_alive()
-        collects = gc.isenabled()
+        self._collects = gc.isenabled()
         gc.disable()
         deltas: list[TokenDelta] = []
         try:
@@ -102,7 +103,7 @@ class EngineCore:
             self._dead = one_line(error)
             raise
         finally:
-            if collects:
+            if self._collects:
                 gc.enable()
 
     def _step(self, deltas: list[TokenDelta]) -> None:
@@ -119,7 +120,7 @@ class EngineCore:
             else:
                 self.executor.sample()
             self._launching = False
-            if plan.total_tokens >= _LONG_STEP:
+            if self._collects and plan.total_tokens >= _LONG_STEP:
                 gc.collect(1)                            # what prompts leave behind would hold up a short step otherwise
             if self._thrift is not None:
                 self._spend(self._thrift)

@@ -108,6 +108,7 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._on = device.type == "cuda"
+        self._before = torch.cuda.memory_allocated() if self._on else 0  # another engine's, in the same process
         self._parts: dict[str, int] = {}
 
     @contextmanager
@@ -122,7 +123,7 @@ class MemoryMeter:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        steps = reserved - sum(self._parts.values())
+        steps = reserved - self._before - sum(self._parts.values())
         return self._parts | {ledger.STEPS: steps, ledger.RUNTIME: total - free - reserved}
 
 
