@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import anthropic
 import httpx
+import jiter
 import pytest
 from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import ServerProcess, wait_until, write_model
@@ -16,6 +18,7 @@ from served_model import ServerProcess, wait_until, write_model
 from ridgeline.errors import RequestError
 from ridgeline.server.keys import Keys
 from ridgeline.server.limits import ServerOptions
+from ridgeline.server.partial_json import completed
 
 NAME = "tiny"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -326,6 +329,40 @@ def test_tool_choice(with_tools: ScriptedServer, tool_client: anthropic.Anthropi
     assert none.stop_reason == "end_turn" and none.content[0].type == "text"
     cut = tool_client.messages.create(**asked | {"max_tokens": 12}, tool_choice={"type": "tool", "name": "weather"})
     assert cut.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize(("most", "given"), [(1, {}), (15, {}), (16, {"place": "Bern"}), (26, {"place": "Bern"}),
+                                             (30, {"place": "Bern", "days": [1]}), (34, {"place": "Bern", "days": [1, 2]})])
+def test_a_call_that_is_cut_is_the_same_whole_and_streamed(
+    with_tools: ScriptedServer, tool_client: anthropic.Anthropic, most: int, given: dict[str, Any]
+) -> None:
+    """Whatever of its input is complete; and so with a stop sequence inside it."""
+    with_tools.llm.script = lambda prompt: '{"place": "Bern", "days": [1, 2]}'
+    asked: dict[str, Any] = {
+        "model": NAME, "max_tokens": most, "messages": MESSAGES, "tools": [WEATHER],
+        "tool_choice": {"type": "tool", "name": "weather"},
+    }  # fmt: skip
+    whole = tool_client.messages.create(**asked)
+    with tool_client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    assert parts(whole) == parts(streamed) == [{"type": "tool_use", "name": "weather", "input": given}]
+    assert whole.stop_reason == streamed.stop_reason == ("max_tokens" if most < 34 else "tool_use")
+    if most == 34:
+        stopped = tool_client.messages.create(**asked, stop_sequences=["days"])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "days")
+        assert parts(stopped)[0]["input"] == {"place": "Bern"}
+
+
+def test_what_is_complete_of_an_object_is_what_clients_read() -> None:
+    document = {"a": "P\"a\\ris", "b": [1, -2.5e3, {"c": None, "d": [[], {}]}, "x"], "e": True, "f": {"g": "\u00e9\u0000"}}
+    for text in (json.dumps(document), json.dumps(document, indent=2, ensure_ascii=False)):
+        for end in range(1, len(text) + 1):
+            assert completed(text[:end]) == jiter.from_json(text[:end].encode(), partial_mode=True), text[:end]
+    assert completed("") == completed("x") == completed("[1") == completed('{"a":' * 100_000) == {}
+    began = time.monotonic()
+    completed('{"a":["b",' * 100_000)
+    completed('{"a":"' + '\\"' * 200_000)
+    assert time.monotonic() - began < 10                 # linear: a second at most
 
 
 def test_thinking_can_be_switched_off(with_tools: ScriptedServer, tool_client: anthropic.Anthropic) -> None:

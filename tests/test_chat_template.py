@@ -221,6 +221,9 @@ def test_messages_take_the_form_templates_expect() -> None:
     ]
     plain = plain_messages(given)
     assert plain[0] == {"role": "user", "content": "a\nb"}
+    hints = {"cache_control": {"type": "ephemeral"}, "annotations": [], "id": "1", "index": 0, "image_url": None}
+    parts = [{"type": "input_text", "text": "a"} | hints, {"text": "b"}, "c"]     # as clients send back what they got
+    assert plain_messages([{"role": "user", "content": parts}])[0]["content"] == "a\nb\nc"
     assert plain[1]["content"] == "" and plain[1]["reasoning_content"] == plain[1]["thinking"] == "why"
     assert plain[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert plain[2] == {"role": "assistant", "content": ""}
@@ -240,6 +243,13 @@ def test_messages_take_the_form_templates_expect() -> None:
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
         ([{"role": "assistant", "tool_calls": ["f()"]}], "tool_calls[0] must be an object with a function"),
         ([{"role": "user", "content": "x", "extra": object()}], "must be plain JSON data"),
+        ([{"role": "user"}], "messages[0].content is missing; a message of role user needs it"),
+        ([{"role": "system", "content": None}, *USER], "messages[0].content is missing; a message of role system needs it"),
+        ([{"role": "user", "content": [{"type": "image_url", "text": "x", "image_url": {}}]}], "is of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "zzz", "text": "x"}]}], "messages[0].content[0] is of type 'zzz'"),
+        ([{"role": "user", "content": [{"type": ["text"], "text": "x"}]}], "messages[0].content[0] is of type"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}],
+         "messages[0].content[0].image_url is not supported"),
     ],
 )
 def test_bad_messages_are_refused_in_one_line(messages: Any, said: str) -> None:

@@ -387,6 +387,71 @@ def other_checker(tokenizer: Tokenizer) -> Iterator[GrammarChecker]:
     made.close()
 
 
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+AB = {"type": "object", "properties": {"a": TEXT, "b": TEXT}}
+TAGGED = [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "xy"]
+UNKEPT: list[tuple[dict[str, Any], str, Any]] = [        # with an answer that the library would allow, against the schema
+    (AB | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "beside anyOf", None),
+    (AB | {"required": ["c"]}, 'required property that properties does not list, "c"', {"a": "x"}),
+    ({"type": "array", "items": {"type": "object", "required": ["c"]}}, "does not list", [{}]),
+    ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf of which an answer could fit two", 1),
+    ({"oneOf": [AB, AB | {"required": ["a"]}]}, "oneOf of which", {"a": "x"}),
+    ({"allOf": [AB | {"required": ["a"]}, AB | {"required": ["b"]}]}, "allOf of several", {"a": "x"}),
+    ({"type": "string", "not": {"const": "a"}}, "not", "a"),
+    (AB | {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if", {"a": "x"}),
+    (AB | {"dependentRequired": {"a": ["b"]}}, "dependentRequired", {"a": "x"}),
+    ({"type": "array", "items": TEXT, "uniqueItems": True}, "uniqueItems", ["b", "b"]),
+    ({"type": "array", "items": TEXT, "contains": {"const": "a"}}, "contains", ["b"]),
+    ({"minimum": 5}, "minimum without type", 3),
+    ({"minLength": 5}, "minLength without type", "a"),
+    ({"type": "string", "enum": [5, "a"]}, "type beside enum", 5),
+    ({"enum": ["a", "bbb"], "minLength": 2}, "minLength beside enum", "a"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "maxLength beside pattern", "aaa"),
+    ({"$defs": {"d": AB}, "$ref": "#/$defs/d", "required": ["a"]}, "required beside $ref", {}),
+    ({"$defs": {"d": AB | {"required": ["c"]}}, "type": "array", "items": {"$ref": "#/$defs/d"}}, "does not list", [{"a": "x"}]),
+    ({"type": "integer", "multipleOf": 2, "minimum": 4}, "multipleOf", 5),
+    (AB | {"patternProperties": {"^c": WHOLE}}, "patternProperties beside properties", {"c": "x"}),
+]
+KEPT: list[tuple[dict[str, Any], Any]] = [
+    (AB | {"required": ["a"], "title": "T", "description": "D", "additionalProperties": False}, {"a": "x"}),
+    ({"$defs": {"d": TEXT}, "anyOf": [{"$ref": "#/$defs/d"}, {"type": "null"}], "default": None}, None),
+    ({"oneOf": [TEXT, WHOLE]}, 1),
+    ({"oneOf": TAGGED}, {"kind": "y"}),
+    ({"oneOf": [{"const": "a"}, {"enum": ["b", "c"]}]}, "c"),
+    ({"allOf": [WHOLE]}, 1),
+    ({"type": "string", "enum": ["a", "b"]}, "b"),
+    ({"type": ["integer", "null"], "minimum": 3}, 4),
+    ({"type": "object", "properties": {"not": TEXT, "if": WHOLE}, "required": ["if"]}, {"if": 1}),
+    ({"properties": {"a": {"$ref": "#"}}, "type": "object"}, {"a": {}}),
+]
+
+
+@XGRAMMAR
+def test_schemas_that_the_other_compiler_would_not_keep_to_are_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ridgeline.grammar import xgrammar_backend
+
+    backend = make_backend("xgrammar", vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
+
+    def accepts(schema: Any, answer: Any) -> bool:
+        matcher = compile_grammar(backend, StructuredOutputs(json=json.dumps(schema)))
+        return all(matcher.consume_token(token) for token in tokenizer.encode(json.dumps(answer), False))
+
+    for schema, answer in KEPT:
+        assert accepts(schema, answer), schema
+    for schema, says, answer in UNKEPT:
+        with pytest.raises(BadRequest, match="default backend") as refused:
+            accepts(schema, answer)
+        assert says in str(refused.value) and "\n" not in str(refused.value)
+        tag = {"triggers": ["<"], "structures": [{"begin": "<", "schema": schema, "end": ">"}]}
+        with pytest.raises(BadRequest, match="default backend"):
+            compile_grammar(backend, StructuredOutputs(structural_tag=json.dumps(tag)))
+    monkeypatch.setattr(xgrammar_backend, "require_what_is_kept", lambda schema: None)
+    for schema, _, answer in UNKEPT:                     # the library has learnt some of them: no longer refuse these
+        assert accepts(schema, answer), schema
+
+
 @XGRAMMAR
 @pytest.mark.slow                                        # it imports torch, again after every grammar that ended it
 @pytest.mark.parametrize("name", HOSTILE)
@@ -516,23 +581,26 @@ def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
     checker.close()
 
 
-def test_new_grammars_are_paced_while_others_generate(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_that_take_long_are_paced_while_others_generate(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who comes when the share is used up waits for its turn, or is refused for now if that takes too long; not when nobody
-    generates, and not what is known already."""
+    generates, not what is known already, and not what a short try is enough for."""
     checker = GrammarChecker(tokenizer)
-    spent = 0.0
+    spent, long = 0.0, True
 
-    def answer(*given: Any) -> bytes:
-        return msgspec.msgpack.encode(("good", "", spent))
+    def answer(frame: bytes, seconds: float) -> bytes:
+        tried = msgspec.msgpack.decode(frame, type=Question).of_a_processor > 0
+        return msgspec.msgpack.encode(("late", "", 0.0) if tried and long else ("good", "", 0.0 if tried else spent))
 
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None
     monkeypatch.setattr(checker._compiler, "ask", answer)
-    checker._allowance = grammar_check._Allowance(0.1, 0.02)
+    checker._allowance = grammar_check._Allowance(0.1, 0.02, 1.0)
 
-    def seconds(text: str, others: bool = True) -> float:
+    def seconds(text: str, others: bool = True, ends: float | None = None) -> float:
         began = time.monotonic()
-        checker.check_soon(StructuredOutputs(regex=text), lambda: others).result(10)
+        checker.check_soon(StructuredOutputs(regex=text), lambda: others, ends).result(10)
         return time.monotonic() - began
 
     spent = 0.05
@@ -540,11 +608,80 @@ def test_new_grammars_are_paced_while_others_generate(tokenizer: Tokenizer, monk
     assert 0.2 < seconds("c") < 0.9
     spent = 5.0
     assert seconds("d", others=False) < 0.15
+    long = False
+    assert seconds("short") < 0.15
+    long = True
     assert 0.5 < seconds("e") < 1.9                      # however much one has taken, its turn comes
     assert seconds("e") < 0.15
-    monkeypatch.setattr(grammar_check, "_TURN_SECONDS", 0.3)
-    with pytest.raises(Overloaded, match="too many new grammars come while others generate"):
-        seconds("f")
+    with pytest.raises(Overloaded, match="too many new grammars are waiting"):
+        seconds("f", ends=time.monotonic() + 0.3)
+    checker.close()
+
+
+def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little of a processor's time, taken very often, is much of it."""
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    monkeypatch.setattr(checker._compiler, "ask", lambda *_: msgspec.msgpack.encode(("good", "", 0.02)))
+    checker._try_allowance = grammar_check._Allowance(0.1, 0.02, 1.0)
+    began = time.monotonic()
+    waiting = [checker.check_soon(StructuredOutputs(regex=f"b{n}"), lambda: True) for n in range(6)]
+    for each in waiting:
+        each.result(10)
+    assert 0.6 < time.monotonic() - began < 3            # 0.12 s of a processor, of which 0.02 were saved
+    checker.close()
+
+
+def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer) -> None:
+    """As many as the request queue lets in, also while somebody generates."""
+    checker = GrammarChecker(tokenizer)
+    choices = [StructuredOutputs(choice=[f"yes {n}", f"no {n}"]) for n in range(128)]
+    schemas = [StructuredOutputs(json=json.dumps({"properties": {f"p{n}": {"type": "integer"}}})) for n in range(128)]
+    waiting = [checker.check_soon(each) for each in choices + schemas]
+    beside = [checker.check_soon(StructuredOutputs(choice=[f"a{n}", "b"]), lambda: True) for n in range(40)]
+    for each in waiting + beside:
+        assert each.result(30) is None
+    checker.close()
+
+
+def test_small_grammars_do_not_wait_behind_those_that_take_long(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+
+    def answer(frame: bytes, seconds: float) -> bytes:
+        question = msgspec.msgpack.decode(frame, type=Question)
+        if "bomb" in str(question.asked.regex) and not question.of_a_processor:
+            time.sleep(0.3)
+        return msgspec.msgpack.encode(("late" if "bomb" in str(question.asked.regex) and question.of_a_processor else "good",))
+
+    monkeypatch.setattr(checker._compiler, "ask", answer)
+    bombs = [checker.check_soon(StructuredOutputs(regex=f"bomb{n}")) for n in range(6)]
+    time.sleep(0.1)
+    for number in range(3):
+        began = time.monotonic()
+        checker.check_soon(StructuredOutputs(regex=f"b{number}")).result(10)
+        assert time.monotonic() - began < 0.6            # one of them, at most
+    assert not bombs[-1].done()
+    assert bombs[-1].cancel()                            # whose client has left is not compiled
+    for each in bombs[:-1]:
+        each.result(10)
+    time.sleep(0.1)
+    assert checker._verdicts.get(StructuredOutputs(regex="bomb5").key) is None
+    checker.close()
+
+
+def test_what_takes_long_is_given_up_after_a_short_try(tokenizer: Tokenizer) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    pattern = {"type": "string", "pattern": "a{1,40}"}
+    bomb = StructuredOutputs(json=json.dumps({"type": "object", "properties": {f"p{n}": pattern for n in range(200)}}))
+    began = time.monotonic()
+    assert not checker._is_through(bomb, 2.0, 0.001)
+    assert time.monotonic() - began < 0.5
     checker.close()
 
 
@@ -588,8 +725,10 @@ def test_too_many_waiting_grammars_are_turned_away(tokenizer: Tokenizer, monkeyp
     checker = GrammarChecker(tokenizer)
     monkeypatch.setattr(GrammarChecker, "_compile", lambda *_: time.sleep(0.02) or grammar_check._Verdict(""))
 
+    monkeypatch.setattr(grammar_check, "_PENDING_BYTES", 60_000)
+
     async def ask() -> list[Any]:
-        asked = [StructuredOutputs(regex=f"a{n}") for n in range(grammar_check.MAX_PENDING + 1)]
+        asked = [StructuredOutputs(regex=f"a{n}" + "b" * 4_000) for n in range(3)]
         waiting = []
         for each in asked[:-1]:
             waiting.append(asyncio.wrap_future(checker.check_soon(each)))

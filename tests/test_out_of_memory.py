@@ -3,6 +3,7 @@ into the smallest step fails, alone. [R-08]"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -244,8 +245,23 @@ def test_a_real_engine_goes_on(method: str, model: Path, monkeypatch: pytest.Mon
 
     def answers(llm: LLM) -> list[Any]:
         made = llm.generate([f"question {place} " * 9 for place in range(5)], asked, use_tqdm=False)
+        found.append([[output.prompt_logprobs, *(each.logprobs for each in output.outputs)] for output in made])
         return [[(each.token_ids, each.text, each.finish_reason) for each in output.outputs] for output in made]
 
+    def same_logprobs(some: Any, others: Any) -> bool:
+        """The same tokens at the same ranks, with log-probabilities that differ by rounding at most: what is computed again is
+        computed in other batches."""
+        if some is None or others is None:
+            return some is others
+        if isinstance(some, list):
+            return len(some) == len(others) and all(map(same_logprobs, some, others))
+        return some.keys() == others.keys() and all(
+            (some[token].rank, some[token].decoded_token) == (others[token].rank, others[token].decoded_token)
+            and math.isclose(some[token].logprob, others[token].logprob, rel_tol=1e-5, abs_tol=1e-5)
+            for token in some
+        )
+
+    found: list[Any] = []                                # the log-probabilities of each of these
     whole, calls, refused = getattr(Runner, method), [0], [lambda number: False]
 
     def cramped(*args: Any) -> Any:
@@ -260,10 +276,12 @@ def test_a_real_engine_goes_on(method: str, model: Path, monkeypatch: pytest.Mon
     refused[0] = lambda number: number in (2, 8, 9, 24)
     calls[0] = 0
     assert answers(llm) == expected and calls[0] > 24
+    assert len(found[0][0][0]) > 9 and len(found[0][0][1]) == 12     # of the first prompt, and of its answer
+    assert same_logprobs(found[0], found[1])
     refused[0] = lambda number: number % 4 == 0          # nobody gets anywhere: that has an end, too
     answers(llm)
     refused[0] = lambda number: True
     assert {finish for output in answers(llm) for _, _, finish in output} == {"error"}
     refused[0] = lambda number: False
-    assert answers(llm) == expected
+    assert answers(llm) == expected and same_logprobs(found[0], found[-1])
     llm.close()

@@ -209,7 +209,8 @@ class AsyncLLM:
             return [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]
 
         if params.structured_outputs is not None and self._frontend is not None and self._frontend.grammars is not None:
-            checked = self._frontend.grammars.check_soon(params.structured_outputs, lambda: self.num_open > 0)
+            checker = self._frontend.grammars
+            checked = checker.check_soon(params.structured_outputs, lambda: self.num_open > 0, caller.ends)
             await asyncio.wrap_future(checked)
         made = await asyncio.to_thread(make) if is_long(prompts, params) else make()
         # From here to the end nothing waits: the names that are free now are still free when they are taken.

@@ -45,6 +45,12 @@ RESERVED = frozenset(
     "raise_exception strftime_now namespace range dict".split()
 )
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+TEXT_PARTS = ("text", "input_text", "output_text")       # what OpenAI's APIs call a part of text
+# What clients send in one beside its text when they send back what they got, or as hints; none of it belongs into a prompt.
+PART_FIELDS = frozenset({
+    "type", "text", "id", "index", "name", "annotations", "citations", "logprobs", "refusal", "detail", "cache_control",
+    "prompt_cache_breakpoint", "extras", "additional_kwargs", "provider_specific_fields", "providerOptions", "provider_options",
+})  # fmt: skip
 CONTINUE_MARK = "THE-FINAL-MESSAGE-GOES-ON-HERE"
 
 
@@ -116,6 +122,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequest(f"{where} must be an object with a role and a content")
+    if message["role"] in ("user", "system") and message.get("content") is None:
+        raise BadRequest(f"{where}.content is missing; a message of role {message['role']} needs it")
     plain = {**message, "content": _plain_content(message.get("content"), f"{where}.content")}
     calls = plain.pop("tool_calls", None)
     if calls:
@@ -135,14 +143,19 @@ def _plain_content(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise BadRequest(f"{where} must be a string or a list of text parts")
-    texts = []
-    for place, part in enumerate(content):
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise Unsupported(f"{where}[{place}] is of type {str(kind)[:40]!r}; only text parts are supported")
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(_part_text(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(part, Mapping) or kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise Unsupported(f"{where} is of type {str(kind)[:40]!r}; only text parts are supported")
+    for name, value in part.items():
+        if name not in PART_FIELDS and value is not None:
+            raise Unsupported(f"{where}.{str(name)[:40]} is not supported; a text part has a type and a text")
+    return str(part["text"])
 
 
 def _plain_call(call: Any, where: str) -> Any:

@@ -4,9 +4,12 @@ The compiler runs in a process of its own (grammar/worker) with limits on time a
 nobody else notices. Verdicts are remembered, so a grammar that is used again costs nothing here.
 
 That process comes behind whoever generates. So a grammar that was not through in time has perhaps had too little of the
-processors: then it is not the grammar that is refused, but the request, for now. And while others generate, new grammars get
-only a small share of the processors between them, however many come: they share caches and memory with whoever generates,
-where coming behind does not help. What would have to wait too long for its turn is refused, for now.
+processors: then it is not the grammar that is refused, but the request, for now.
+
+Each new grammar is tried first, with a little of a processor's time, which is enough for nearly all. What was not through
+comes after all that have not been tried. While others generate, both get only a share of the processors, however many come, and
+those that take long the smaller one: they share caches and memory with whoever generates, where coming behind does not help.
+What would have to wait too long for its turn is refused, for now.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -39,9 +42,15 @@ _VERDICT_BYTES = 8 * 2**20           # of grammars whose verdict is remembered
 _ENTRY_BYTES = 256
 _LATE_SECONDS = 0.4                  # after which no answer comes, whatever the reason
 _RETRY_SECONDS = 60.0                # how long a grammar that took too much is refused without a look
-MAX_PENDING = 32                     # grammars that wait for the compiler …
-_TURN_SECONDS = 1.0                  # … and how long, at most
-SHARE = 0.015 * (os.cpu_count() or 1)                    # of a processor's time for new grammars while others generate, …
+TRY_SECONDS = 0.02                   # of a processor, that each is tried with, …
+_TRY_LIMIT = 0.3                     # … for so long at most, however little of a processor it got
+_PENDING_BYTES = 16 * 2**20          # of grammars that wait; how many requests may wait is the server's to bound, …
+_PENDING_ENTRY = 8 * 2**10           # … and this is the least that each counts for
+_PATIENCE_SECONDS = 30.0             # how long one waits, at most
+_TURN_SECONDS = 1.0                  # how long, at most, for what another one has taken, …
+_TRY_TURN_SECONDS = 0.2              # … and before it is tried
+SHARE = 0.015 * (os.cpu_count() or 1)                    # of a processor's time while others generate, for what takes long, …
+TRY_SHARE = 0.05 * (os.cpu_count() or 1)                 # … and for trying the new ones, …
 AT_ONCE = 0.1                        # … beyond so many seconds of it
 _LOOK_SECONDS = 0.05                 # how often one that waits for its turn looks whether others still generate
 
@@ -64,18 +73,29 @@ class GrammarChecker:
         self._verdicts: ByteLimitedCache[_Verdict] = ByteLimitedCache(_VERDICT_BYTES)
         self._compiler: _Compiler | None = None
         self._lock = threading.Lock()
-        self._room = threading.BoundedSemaphore(MAX_PENDING)
-        self._allowance = _Allowance(SHARE, AT_ONCE)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
+        self._pending = _Pending()
+        self._allowance = _Allowance(SHARE, AT_ONCE, _TURN_SECONDS)
+        self._try_allowance = _Allowance(TRY_SHARE, AT_ONCE, _TRY_TURN_SECONDS)
+        self._tries = ThreadPoolExecutor(1, thread_name_prefix="grammar-try")
+        self._turns = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
 
     def check(self, asked: StructuredOutputs, seconds: float | None = None) -> None:
         """BadRequest when it cannot be used. Waits for the compiler, unless the verdict is known."""
-        if not self._is_good(asked):
-            with self._lock:
-                if not self._is_good(asked):
-                    verdict = self._compile(asked, self._seconds if seconds is None else seconds)
-                    self._verdicts.put(asked.key, verdict, _ENTRY_BYTES + 4 * len(asked.key) + len(verdict.refusal))
-                    verdict.tell()
+        self._is_through(asked, self._seconds if seconds is None else seconds)
+
+    def _is_through(self, asked: StructuredOutputs, seconds: float, of_a_processor: float = 0.0) -> bool:
+        """False: so many of a processor's seconds were not enough. BadRequest when it cannot be used."""
+        if self._is_good(asked):
+            return True
+        with self._lock:
+            if self._is_good(asked):
+                return True
+            verdict = self._compile(asked, seconds, of_a_processor)
+            if verdict is None:
+                return False
+            self._verdicts.put(asked.key, verdict, _ENTRY_BYTES + 4 * len(asked.key) + len(verdict.refusal))
+        verdict.tell()
+        return True
 
     def _is_good(self, asked: StructuredOutputs) -> bool:
         """False: not known. BadRequest: known to be bad."""
@@ -85,35 +105,71 @@ class GrammarChecker:
         verdict.tell()
         return True
 
-    def check_soon(self, asked: StructuredOutputs, others_generate: Callable[[], bool] = lambda: False) -> Future[None]:
-        """The same, elsewhere: for callers that must not wait. Overloaded when too many wait already, or for too long."""
-        if self._is_good(asked):
-            known: Future[None] = Future()
-            known.set_result(None)
-            return known
-        if not self._room.acquire(blocking=False):
-            raise Overloaded(f"{MAX_PENDING} grammars are waiting to be compiled; try again later", self._seconds)
-        future = self._threads.submit(self._check_in_turn, asked, time.monotonic(), others_generate)
-        future.add_done_callback(lambda _: self._room.release())
-        return future
+    def check_soon(
+        self, asked: StructuredOutputs, others_generate: Callable[[], bool] = lambda: False, ends: float | None = None
+    ) -> Future[None]:
+        """The same, elsewhere: for callers that must not wait. Overloaded when too much waits already, or it waits for too long.
 
-    def _check_in_turn(self, asked: StructuredOutputs, arrived: float, others_generate: Callable[[], bool]) -> None:
+        `ends`, by time.monotonic(): nobody wants it later. Nor once the future is cancelled."""
+        outcome: Future[None] = Future()
         if self._is_good(asked):
-            return
-        while (turn := self._allowance.seconds_until_turn()) and others_generate():
-            if time.monotonic() + turn > arrived + _TURN_SECONDS:
-                raise Overloaded("too many new grammars come while others generate; try again later", max(1.0, turn))
+            outcome.set_result(None)
+            return outcome
+        size = _PENDING_ENTRY + 4 * len(asked.key)
+        if not self._pending.add(size):
+            told = f"grammars of {_PENDING_BYTES >> 20} MiB are waiting to be compiled; try again later"
+            raise Overloaded(told, self._seconds)
+        outcome.add_done_callback(lambda _: self._pending.remove(size))
+        now = time.monotonic()
+        waiting = _Waiting(asked, outcome, min(now + _PATIENCE_SECONDS, ends or math.inf), others_generate)
+        self._pending.untried.add(waiting)
+        self._tries.submit(self._try, waiting)
+        return outcome
+
+    def _try(self, waiting: _Waiting) -> None:
+        waiting.begun = time.monotonic()
+        try:
+            self._wait_for_turn(waiting, self._try_allowance)
+            through = waiting.is_left or self._is_through(waiting.asked, min(_TRY_LIMIT, self._seconds), TRY_SECONDS)
+        except Exception as error:
+            waiting.end(error)
+            through = True
+        self._pending.untried.discard(waiting)
+        if through:
+            waiting.end()
+        else:
+            self._turns.submit(self._take_long, waiting)
+
+    def _take_long(self, waiting: _Waiting) -> None:
+        try:
+            while self._pending.untried and not waiting.is_left:
+                waiting.require_patience(0.0)
+                time.sleep(_LOOK_SECONDS)
+            self._wait_for_turn(waiting, self._allowance)
+            if not waiting.is_left:
+                # Who has waited for its turns has that much less.
+                left = self._seconds - (time.monotonic() - waiting.begun)
+                self.check(waiting.asked, max(left, self._seconds - _TURN_SECONDS - _TRY_TURN_SECONDS))
+        except Exception as error:
+            waiting.end(error)
+        else:
+            waiting.end()
+
+    def _wait_for_turn(self, waiting: _Waiting, allowance: _Allowance) -> None:
+        """Overloaded if that takes too long."""
+        waiting.require_patience(0.0)
+        while (turn := allowance.seconds_until_turn()) and waiting.others_generate() and not waiting.is_left:
+            waiting.require_patience(turn)
             time.sleep(min(turn, _LOOK_SECONDS))
-        # Who has waited has that much less.
-        self.check(asked, max(self._seconds - _TURN_SECONDS, self._seconds - (time.monotonic() - arrived)))
 
-    def _compile(self, asked: StructuredOutputs, seconds: float) -> _Verdict:
+    def _compile(self, asked: StructuredOutputs, seconds: float, of_a_processor: float = 0.0) -> _Verdict | None:
+        """None: it was only tried, and that was not enough."""
         if self._compiler is None or not self._compiler.alive:
             tokenizer = self._tokenizer
             vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
             self._compiler = _Compiler(self._backend, vocabulary)
         compiler = self._compiler
-        question = msgspec.msgpack.encode(Question(asked, seconds))
+        question = msgspec.msgpack.encode(Question(asked, seconds, of_a_processor))
         try:
             answer = msgspec.msgpack.decode(compiler.ask(question, seconds + _LATE_SECONDS), type=Answer)
         except (TimeoutError, EOFError) as gone:
@@ -121,7 +177,9 @@ class GrammarChecker:
                 raise RequestError("the front end is closing") from None
             self._compiler = None
             answer = Answer("busy" if isinstance(gone, TimeoutError) else "memory")
-        self._allowance.spend(answer.spent)
+        (self._try_allowance if of_a_processor else self._allowance).spend(answer.spent)
+        if of_a_processor and answer.verdict in ("late", "busy"):
+            return None
         if answer.verdict == "busy":
             raise Overloaded("the machine is too busy to compile a grammar; try again later", self._seconds)
         if answer.verdict in ("good", "refused"):
@@ -140,12 +198,62 @@ class GrammarChecker:
             compiler.end()
 
 
+class _Waiting:
+    """One that nobody knows yet, and who asked for it."""
+
+    def __init__(
+        self, asked: StructuredOutputs, outcome: Future[None], until: float, others_generate: Callable[[], bool]
+    ) -> None:
+        self.asked = asked
+        self.others_generate = others_generate
+        self.begun = 0.0                                 # when its turn to be tried came up, by time.monotonic()
+        self._outcome = outcome
+        self._until = until                              # by time.monotonic()
+
+    @property
+    def is_left(self) -> bool:
+        return self._outcome.cancelled()
+
+    def require_patience(self, seconds: float) -> None:
+        """Overloaded where so much longer is too long."""
+        if time.monotonic() + seconds > self._until:
+            raise Overloaded("too many new grammars are waiting to be compiled; try again later", max(1.0, seconds))
+
+    def end(self, error: Exception | None = None) -> None:
+        with suppress(InvalidStateError):                # it has ended, or was cancelled
+            if error is None:
+                self._outcome.set_result(None)
+            else:
+                self._outcome.set_exception(error)
+
+
+class _Pending:
+    """The grammars that wait."""
+
+    def __init__(self) -> None:
+        self.untried: set[_Waiting] = set()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> bool:
+        """False: there is no room."""
+        with self._lock:
+            if self._bytes and self._bytes + size > _PENDING_BYTES:
+                return False
+            self._bytes += size
+            return True
+
+    def remove(self, size: int) -> None:
+        with self._lock:
+            self._bytes -= size
+
+
 class _Allowance:
     """Of the processors' time, for new grammars: a share, saved up to a little. What one grammar took beyond it delays the next,
-    but for no longer than it could wait."""
+    but for no longer than a turn's time."""
 
-    def __init__(self, share: float, most: float) -> None:
-        self._share, self._most = share, most
+    def __init__(self, share: float, most: float, turn: float) -> None:
+        self._share, self._most, self._turn = share, most, turn
         self._left, self._at = most, time.monotonic()
 
     def seconds_until_turn(self) -> float:
@@ -154,7 +262,7 @@ class _Allowance:
         return 0.0 if self._left >= 0 else -self._left / self._share
 
     def spend(self, seconds: float) -> None:
-        self._left = max(self._left - seconds, -self._share * _TURN_SECONDS)
+        self._left = max(self._left - seconds, -self._share * self._turn)
 
 
 class _Verdict(NamedTuple):

@@ -16,6 +16,7 @@ _LENGTH = struct.Struct("<I")
 class Question(msgspec.Struct, array_like=True):
     asked: StructuredOutputs
     seconds: float                   # that it may take
+    of_a_processor: float = 0.0      # of them; 0: all
 
 
 class Answer(msgspec.Struct, array_like=True):

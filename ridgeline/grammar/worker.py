@@ -54,9 +54,11 @@ def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
     child = os.fork()
     if not child:
         try:
-            # Without a handler this signal ends the copy, also inside a library.
+            # Without a handler these signals end the copy, also inside a library.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, max(question.seconds, 1e-6))
+            signal.setitimer(signal.ITIMER_PROF, question.of_a_processor)
             with os.fdopen(target, "wb") as pipe:
                 pipe.write(msgspec.msgpack.encode(_compile(backend, question)))
             os._exit(0)
@@ -69,6 +71,8 @@ def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
     spent = used.ru_utime + used.ru_stime
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
         return Answer("late" if spent >= FAIR_SHARE * question.seconds else "busy", spent=spent)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return Answer("late", spent=spent)
     if status:
         return Answer("memory", spent=spent)             # the libraries end the process that they run out of it in
     answer = msgspec.msgpack.decode(written, type=Answer)

@@ -2,7 +2,8 @@
 
 It imports torch and transformers, which takes seconds and hundreds of megabytes; it has no limits of its own, so that only
 the limits of the process that compiles first (grammar/worker) protect from hostile grammars; its regular expressions are
-those of JavaScript. What it has no words for, grammars written for llguidance, llguidance compiles.
+those of JavaScript. What it has no words for, grammars written for llguidance, llguidance compiles; schemas that it would not
+keep to are refused (grammar/xgrammar_schema).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import xgrammar
 from ridgeline.errors import BadRequest
 from ridgeline.grammar.interface import LibraryMatcher, structures
 from ridgeline.grammar.vocabulary import GrammarVocabulary
+from ridgeline.grammar.xgrammar_schema import require_what_is_kept
 from ridgeline.sampling_params import StructuredOutputs
 
 _BLANKS = 40                         # between the parts of JSON, at most
@@ -60,6 +62,7 @@ class XGrammar:
         compiler = self._compiler
         if asked.json is not None or asked.json_object:
             schema = '{"type":"object"}' if asked.json is None else str(asked.json)
+            require_what_is_kept(json.loads(schema))
             # Without any: ", " and ": ", which the library writes inside what a schema leaves open whatever one asks for.
             blanks: dict[str, Any] = {"any_whitespace": True, "max_whitespace_cnt": _BLANKS}
             if asked.disable_any_whitespace:
@@ -77,6 +80,8 @@ class XGrammar:
 
 def _tag(given: dict[str, Any]) -> dict[str, Any]:
     listed = structures(given)
+    for _, _, schema, _ in listed:
+        require_what_is_kept(schema)
     tags = [
         {"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
         for _, begin, schema, end in listed

@@ -18,6 +18,7 @@ from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.chat import ChatWriter
 from ridgeline.server.error_bodies import anthropic_body
 from ridgeline.server.generation import Deadline, refuse
+from ridgeline.server.partial_json import completed
 
 _encode = msgspec.json.Encoder().encode
 
@@ -411,7 +412,7 @@ class MessagesWriter(ChatWriter):
         if message.content:
             blocks.append({"type": "text", "text": message.content})
         for call in getattr(message, "tool_calls", None) or []:
-            arguments = _arguments(call.function.arguments)
+            arguments = completed(call.function.arguments)       # all, unless the call was cut short
             blocks.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments})
         reason, sequence = self._stop(choice.finish_reason, output.outputs[0].stop_reason, len(output.outputs[0].token_ids))
         reply = MessageReply(self._id, self._model, blocks, Usage.of(output), reason, sequence)
@@ -465,12 +466,3 @@ class MessagesWriter(ChatWriter):
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """A call that max_tokens has cut short is no JSON; what there is of it is told all the same."""
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        value = None
-    return value if isinstance(value, dict) else {"partial_json": text}

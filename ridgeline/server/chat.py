@@ -152,6 +152,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """What the answer is held to: calls where they are demanded, else what was asked for; with tools, either."""
         use, asked = self.tool_use(), self.structured()
         if (schema := use.schema()) is not None:
+            names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+            given = next((name for name in names if getattr(self, name) is not None), "")
+            if given:                                    # a response_format is for answers without calls, as elsewhere
+                raise BadRequest(f"{given} leaves no room for the calls that tool_choice demands; give one of the two")
             return structured_outputs("tools", json=schema, disable_any_whitespace=True)     # noise may write blanks for ever
         if asked is None or use.mode != "auto":
             return asked
@@ -336,9 +340,9 @@ class ChatWriter(Writer):
         else:
             events = parser.feed(delta.text)
             if finish:
-                events += parser.finish(cut=finish == "length")
+                events += parser.finish(_is_cut(finish, delta.stop_reason))
             deltas = list(self._deltas(events))
-            finish = self._finish(finish, parser)
+            finish = self._finish(finish, delta.stop_reason, parser)
         told = bool(finish or delta.logprobs or (self._wants_token_ids and delta.token_ids))
         news = [ChatChunkChoice(index, each) for each in deltas or [ChatDelta()] * told]
         if news:
@@ -382,8 +386,8 @@ class ChatWriter(Writer):
     def _call_delta(self, calls: list[ToolCallDelta]) -> ChatDelta:
         return ChatDelta(function_call=calls[0].function) if self._old_names else ChatDelta(tool_calls=calls)
 
-    def _finish(self, finish: str | None, parser: MessageParser) -> str | None:
-        if finish != "stop" or not parser.num_calls:
+    def _finish(self, finish: str | None, stop: int | str | None, parser: MessageParser) -> str | None:
+        if finish != "stop" or not parser.num_calls or (_is_cut(finish, stop) and not parser.last_call_is_whole):
             return finish
         return "function_call" if self._old_names else "tool_calls"
 
@@ -396,8 +400,8 @@ class ChatWriter(Writer):
         if parser is None:
             message = AssistantMessage(answer.text)
         else:
-            message = self._message(parser.feed(answer.text) + parser.finish(cut=answer.finish_reason == "length"))
-            finish = self._finish(finish, parser)
+            message = self._message(parser.feed(answer.text) + parser.finish(_is_cut(finish, answer.stop_reason)))
+            finish = self._finish(finish, answer.stop_reason, parser)
         if self._echoed:
             message.content = self._echoed + (message.content or "")
         choice = ChatChoice(index, message, logprobs, finish, answer.stop_reason)
@@ -446,3 +450,8 @@ class ChatWriter(Writer):
             top = [TopLogprob(self._text(each), value, self._bytes(each)) for each, value in places]
             content.append(TokenLogprob(self._text(token), finite(at[token].logprob), self._bytes(token), top))
         return ChatLogprobs(content)
+
+
+def _is_cut(finish: str | None, stop: int | str | None) -> bool:
+    """The model had not come to an end: it may not write more, or has written a stop string, wherever that was."""
+    return finish == "length" or (finish == "stop" and isinstance(stop, str))

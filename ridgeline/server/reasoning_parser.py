@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ridgeline.server.text_machine import BLANKS, Content, Event, Machine, Reads, Reasoning
+import json
+
+from ridgeline.server.text_machine import BLANKS, CallArguments, CallStart, Content, Event, Machine, Reads, Reasoning
 from ridgeline.server.tool_parser import CallParser
 
 
@@ -73,6 +75,15 @@ class MessageParser:
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
+        self._last_arguments: list[str] = []             # of the last call that has begun
+
+    @property
+    def last_call_is_whole(self) -> bool:
+        """Its arguments are; known once the text is over."""
+        try:
+            return isinstance(json.loads("".join(self._last_arguments)), dict)
+        except (ValueError, RecursionError):
+            return False
 
     @property
     def num_calls(self) -> int:
@@ -86,7 +97,7 @@ class MessageParser:
     def finish(self, cut: bool = False) -> list[Event]:
         """The text is over; `cut`: because it may not be longer, wherever it was."""
         events = self._to_calls(self._reasoning.finish(cut) if self._reasoning is not None else [])
-        return events + (self._calls.finish(cut) if self._calls is not None else [])
+        return events + (self._noted(self._calls.finish(cut)) if self._calls is not None else [])
 
     def reasoning_tokens(self, text_offsets: list[int]) -> int:
         """How many of the tokens, which begin there in the text, are reasoning; the marks around it included."""
@@ -102,5 +113,13 @@ class MessageParser:
             return events
         made: list[Event] = []
         for event in events:
-            made += self._calls.feed(event.text) if isinstance(event, Content) else [event]
+            made += self._noted(self._calls.feed(event.text)) if isinstance(event, Content) else [event]
         return made
+
+    def _noted(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if isinstance(event, CallStart):
+                self._last_arguments = []
+            elif isinstance(event, CallArguments):
+                self._last_arguments.append(event.text)
+        return events

@@ -1,0 +1,81 @@
+"""A JSON object that was cut while it was written: what of it is complete, as the clients of streams read it.
+
+Pairs and elements whose value is complete are kept, objects and arrays that are open are closed. A number at the very end counts
+as complete. Time is linear in the text, and depth is no stack.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+_BLANKS = " \t\r\n"
+_AFTER_A_WORD = frozenset(_BLANKS + ",:]}")
+
+
+def completed(text: str) -> dict[str, Any]:
+    """Empty where it is no object, or nothing of it is complete."""
+    end, closing = _last_complete(text)
+    try:
+        value = msgspec.json.decode(text[:end] + closing)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _last_complete(text: str) -> tuple[int, str]:
+    """(where the last complete value ends, what closes everything that is open there)."""
+    is_open: tuple[Any, ...] = ()                        # what closes the innermost, then the same of those around it
+    complete: tuple[int, tuple[Any, ...]] = (0, ())
+    place, is_key = 0, False
+    while place < len(text):
+        char = text[place]
+        if char in _BLANKS or char in ",:":
+            is_key = char == "," and is_open[:1] == ("}",) if char in ",:" else is_key
+            place += 1
+            continue
+        if char in "{[":
+            is_open, is_key = ("}" if char == "{" else "]", is_open), char == "{"
+            place += 1
+        elif char in "}]":
+            is_open, is_key = is_open[1] if is_open else (), False
+            place += 1
+        else:
+            place = _end_of_text(text, place) if char == '"' else _end_of_word(text, place)
+            if not place:
+                break
+        if not is_key or char == "{":
+            complete = place, is_open
+    closing = []
+    end, is_open = complete
+    while is_open:
+        closing.append(is_open[0])
+        is_open = is_open[1]
+    return end, "".join(closing)
+
+
+def _end_of_text(text: str, place: int) -> int:
+    """Behind its closing quote; 0: there is none."""
+    while True:
+        place += 1
+        quote = text.find('"', place)
+        if quote < 0:
+            return 0
+        escape = text.find("\\", place, quote)
+        if escape < 0:
+            return quote + 1
+        place = escape + 1
+
+
+def _end_of_word(text: str, place: int) -> int:
+    """Of a number, true, false or null; 0: only a part of it is there."""
+    end = place
+    while end < len(text) and text[end] not in _AFTER_A_WORD:
+        end += 1
+    try:
+        json.loads(text[place:end])
+    except ValueError:
+        return 0
+    return end
