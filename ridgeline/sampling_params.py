@@ -248,7 +248,8 @@ class SamplingParams:
     def _integer(self, name: str, low: int, high: int, hint: str = "") -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-            bound = f"at least {low}" if high == 2**31 - 1 else f"between {low} and {high}"
+            too_large = isinstance(value, Integral) and int(value) > high
+            bound = f"at least {low}" if high == 2**31 - 1 and not too_large else f"between {low} and {high}"
             raise BadRequest(f"{name} must be an integer {bound}{hint}, got {shown(value)}")
         setattr(self, name, int(value))
 

@@ -27,6 +27,7 @@ from served_model import ServerProcess, write_model
 from tokenizers.processors import TemplateProcessing
 
 from ridgeline.server.app import make_app
+from ridgeline.server.gate import OPEN_PATHS
 from ridgeline.server.openapi import OPERATIONS, document
 from ridgeline.version import __version__
 
@@ -141,6 +142,16 @@ def test_every_reference_in_the_document_is_there() -> None:
     text = json.dumps(document())
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
     assert names and names <= document()["components"]["schemas"].keys()
+
+
+def test_the_document_has_queries_and_says_who_needs_a_key() -> None:
+    paths = document()["paths"]
+    told = {each["name"]: each["schema"] for each in paths["/v1/responses/{id}/input_items"]["get"]["parameters"]}
+    assert told.keys() == {"id", "include", "limit", "order", "after"} and told["limit"]["maximum"] == 100
+    assert {each["name"] for each in paths["/v1/responses/{id}"]["get"]["parameters"]} == {"id", "include"}
+    assert {each["name"] for each in paths["/v1/responses/{id}"]["delete"]["parameters"]} == {"id"}
+    without = {path for path, methods in paths.items() if all("401" not in each["responses"] for each in methods.values())}
+    assert without == OPEN_PATHS
 
 
 INTEGERS = {

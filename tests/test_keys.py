@@ -244,6 +244,25 @@ def test_pages_of_other_origins_are_let_in_only_when_named() -> None:
             ask(options=ServerOptions(allowed_origins=wrong))
 
 
+def test_pages_may_send_the_headers_of_their_clients() -> None:
+    """The JS clients of OpenAI and Anthropic each send a dozen; a preflight that leaves one out blocks all of them."""
+    named = ServerOptions(allowed_origins="https://app.example")
+    before = {"origin": "https://app.example", "access-control-request-method": "POST"}
+
+    def allowed(asked: str, **more: str) -> str | None:
+        headers = before | {"access-control-request-headers": asked} | more
+        return ask(headers=headers, method="OPTIONS", options=named).header("access-control-allow-headers")
+
+    asked = "anthropic-version,authorization,content-type,x-stainless-arch,x-stainless-retry-count"
+    assert allowed(asked) == asked
+    for harmful in ("a\r\nset-cookie: b", "a b", "a,,b", "x" * 65, ",".join(["x"] * 65), "a: b", "é"):
+        told = str(allowed(harmful))
+        assert harmful not in told and "authorization" in told
+    assert allowed(asked, origin="https://evil.example") is None
+    shown = str(ask(headers={"origin": "https://app.example"}, options=named).header("access-control-expose-headers"))
+    assert {"x-request-id", "request-id", "retry-after"} <= set(shown.split(", "))
+
+
 # -- the log -----------------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ def write_templated(path: Path) -> Path:
     file = path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
     return path
+NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 class Says:
@@ -194,6 +195,30 @@ def test_a_call_cut_short_says_so(client: Client) -> None:
         choice = client.ask(CALLS, tools=TOOLS, max_tokens=most)
         assert choice.finish_reason == "length" and "{" not in (choice.message.content or ""), choice
         assert "tool_c" not in (choice.message.content or "")
+
+
+def test_a_stop_string_inside_a_call_cuts_it_short(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As max_tokens does: nothing of the call is content, and it counts as no call that can be made."""
+    monkeypatch.setattr(client.server.service, "options", ServerOptions(reasoning_parser="none"))
+    text = '[{"name": "weather", "parameters": {"city": "Paris"}}]'
+    for stop, calls in {
+        "Paris": [("weather", '{"city": "')], "name": [], "[": [], "weather": [], '"parameters': [("weather", "")],
+    }.items():  # fmt: skip
+        choice = client.ask(text, tools=TOOLS, tool_choice="required", stop=[stop])
+        made = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+        assert (choice.finish_reason, choice.message.content, made) == ("stop", None, calls), stop
+    whole = client.ask(text, tools=TOOLS, tool_choice="required", stop=["}]"])
+    assert whole.finish_reason == "tool_calls"           # behind the arguments
+    assert whole.message.tool_calls[0].function.arguments == '{"city": "Paris"}'
+    cut = client.ask('{"city": "Paris"}', tools=TOOLS, tool_choice=NAMED, stop=["Paris"])
+    assert (cut.finish_reason, cut.message.content) == ("stop", None)
+    assert cut.message.tool_calls[0].function.arguments == '{"city": "'
+    free = client.ask(CALLS, tools=TOOLS, stop=["arguments"])
+    assert free.finish_reason == "stop" and "{" not in (free.message.content or "")
+    assert client.ask(CALLS, tools=TOOLS, stop=["</tool_call>"]).finish_reason == "tool_calls"
+    functions = [tool["function"] for tool in TOOLS]
+    older = client.ask('{"city": "Paris"}', functions=functions, function_call={"name": "weather"}, stop=["Paris"])
+    assert older.finish_reason == "stop" and older.message.function_call.arguments == '{"city": "'
 
 
 def test_required_and_named_calls_are_held_to_a_schema(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +389,13 @@ BAD: list[tuple[type[Any], dict[str, Any], str | None, str]] = [
     (ChatRequest, {"structured_outputs": {"xml": "a"}}, "structured_outputs", "no field 'xml'"),
     (ChatRequest, {"guided_regex": " "}, "guided_regex", "guided_regex must"),
     (ChatRequest, {"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "tool_choice"),
+    (ChatRequest, {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"json": {}}}, "structured_outputs",
+     "tool_choice"),
+    (ChatRequest, {"tools": TOOLS, "tool_choice": NAMED, "structured_outputs": {"regex": "a"}}, "structured_outputs",
+     "tool_choice"),
+    (ChatRequest, {"tools": TOOLS, "tool_choice": NAMED, "guided_json": {}}, "guided_json", "tool_choice"),
+    (ChatRequest, {"tools": TOOLS, "tool_choice": "required", "guided_choice": ["a"], "response_format": {"type": "text"}},
+     "guided_choice", "tool_choice"),
     (ChatRequest, {"tools": TOOLS, "functions": [{"name": "f"}]}, "tools", "give one"),
     (ChatRequest, {"functions": [{"name": "f"}], "function_call": 1}, "function_call", "must be"),
     (ChatRequest, {"function_call": {"name": "f"}}, "function_call", "needs functions"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import write_model
 
 from ridgeline.errors import RequestError
+from ridgeline.server.body import LONG_BODY
 from ridgeline.server.keys import Keys
 from ridgeline.server.limits import ServerOptions
 from ridgeline.server.response_store import KEPT_SECONDS, ResponseStore
@@ -115,7 +118,13 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
      "input[0].content[0] is of type 'input_image'; only text"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: invalid enum value 'item_reference'"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id is missing"),
+    ({"input": [{"type": "item_reference", "id": "x", "content": "y"}]}, "input[0] is an item_reference, which has an id and"),
+    ({"input": [{"role": "user", "content": "x", "id": 7}]}, "input[0].id: expected str | null, got int"),
+    ({"input": [{"role": "user", "content": "x", "id": {}}]}, "input[0].id: expected str | null, got object"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "image_url": "y"}]}]},
+     "input[0].content[0].image_url is not supported"),
+    ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema belongs to the type json_schema"),
     ({"max_output_tokens": 0}, "max_output_tokens must be an integer at least 1"),
     ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
 ])  # fmt: skip
@@ -174,9 +183,10 @@ def test_a_response_is_fetched_listed_and_deleted(server: ScriptedServer, client
     made = client.responses.create(model=NAME, input=[{"role": "user", "content": each} for each in "abc"])
     assert client.responses.retrieve(made.id) == made
     newest, *rest = client.responses.input_items.list(made.id, limit=2)
-    assert newest.content == "c" and [item.content for item in rest] == ["b", "a"]       # type: ignore[union-attr]
+    texts = [item.content[0].text for item in (newest, *rest)]                           # type: ignore[union-attr,index]
+    assert texts == ["c", "b", "a"]
     oldest = next(iter(client.responses.input_items.list(made.id, order="asc")))
-    assert oldest.content == "a" and oldest.id                                           # type: ignore[union-attr]
+    assert oldest.content[0].text == "a" and oldest.id                                   # type: ignore[union-attr,index]
     client.responses.delete(made.id)
     for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
         with pytest.raises(openai.NotFoundError) as caught:
@@ -184,9 +194,95 @@ def test_a_response_is_fetched_listed_and_deleted(server: ScriptedServer, client
         assert caught.value.code == "response_not_found"
     for query in ("stream=true", "include=file_search_call.results", "starting_after=3"):
         assert httpx.get(f"{server.url}/v1/responses/{made.id}?{query}").status_code == 400
-    for query in ("limit=0", "limit=1000", "limit=x", "order=up", "after=msg_1", "before=x"):
-        kept = client.responses.create(model=NAME, input="x").id
-        assert httpx.get(f"{server.url}/v1/responses/{kept}/input_items?{query}").status_code == 400, query
+    kept = client.responses.create(model=NAME, input="x").id
+    for query in ("limit=0", "limit=1000", "limit=000000001111", "limit=x", "order=up", "after=msg_1", "before=x"):
+        refused = httpx.get(f"{server.url}/v1/responses/{kept}/input_items?{query}")
+        assert refused.status_code == 400, query
+        assert refused.json()["error"]["param"] in (query.partition("=")[0], None)
+        assert (refused.json()["error"]["param"] is None) == (query == "before=x")
+    for query in ("bogus=1", "stream=false"):
+        assert httpx.delete(f"{server.url}/v1/responses/{kept}?{query}").status_code == 400
+    assert client.responses.retrieve(kept).id == kept
+
+
+def test_input_items_are_what_clients_read(server: ScriptedServer, client: openai.OpenAI) -> None:
+    """Contents are parts, every item has its type's fields: OpenAI's client writes them down again without a warning."""
+    items: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "input_text", "text": "d"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s" * 9_999}], "content": [
+            {"type": "reasoning_text", "text": "e"}], "encrypted_content": "x" * 9_999},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s" * 9_999}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "g"},
+    ]  # fmt: skip
+    made = client.responses.create(model=NAME, input=items)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        listed = client.responses.input_items.list(made.id, order="asc").data
+        told: list[dict[str, Any]] = [item.model_dump() for item in listed]
+    assert [item["type"] for item in told] == ["message"] * 3 + ["reasoning", "function_call", "function_call_output"]
+    parts = [[(part["type"], part["text"]) for part in item["content"]] for item in told[:4]]
+    assert parts == [
+        [("input_text", "a")], [("output_text", "b")], [("input_text", "c"), ("input_text", "d")], [("reasoning_text", "e")]
+    ]
+    assert len(httpx.get(f"{server.url}/v1/responses/{made.id}/input_items").content) < 5_000   # no prompt has the rest
+
+
+def test_items_are_named_by_their_ids(server: ScriptedServer, client: openai.OpenAI) -> None:
+    """As Vercel's AI SDK sends a conversation whose responses are stored."""
+    server.llm.script = lambda prompt: "One."
+    first = client.responses.create(model=NAME, input=[{"role": "user", "content": "Count.", "id": "mine"}])
+    server.llm.script = lambda prompt: "Two."
+    answer = first.output[0].id
+    items: list[Any] = [
+        {"role": "user", "content": "Count."}, {"type": "item_reference", "id": answer}, {"role": "user", "content": "On."}
+    ]
+    second = client.responses.create(model=NAME, input=items)
+    turns = "".join(f"<|im_start|>{turn}<|im_end|>" for turn in ("user\nCount.", "assistant\nOne.", "user\nOn."))
+    assert server.llm.prompts[-1] == turns + "<|im_start|>assistant\n"
+    items = [{"id": "mine"}, {"type": "item_reference", "id": answer}, {"role": "user", "content": "On."}]
+    client.responses.create(model=NAME, input=items, store=False)
+    assert server.llm.prompts[-1] == turns + "<|im_start|>assistant\n"
+    # The second has it among its input: it is there as long as one of the two is.
+    client.responses.delete(second.id)
+    client.responses.create(model=NAME, input=[{"type": "item_reference", "id": answer}], store=False)
+    with pytest.raises(openai.BadRequestError, match="named twice"):
+        client.responses.create(model=NAME, input=[items[1]] * 2)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(model=NAME, input=items[1:])
+    assert f"Item with id '{answer}' not found" in caught.value.message
+    assert (caught.value.code, caught.value.param) == ("item_not_found", "input")
+
+
+def test_a_short_request_behind_a_long_conversation_does_not_hold_up_others(
+    server: ScriptedServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "x" * (LONG_BODY + 1)
+    long = client.responses.create(model=NAME, input=[{"type": "reasoning", "summary": [], "content": [
+        {"type": "reasoning_text", "text": text}]}, {"role": "user", "content": "a", "id": "long"}])  # fmt: skip
+    short = client.responses.create(model=NAME, input="a")
+    away: list[Any] = []
+    to_thread = asyncio.to_thread
+
+    async def watched(work: Any, *args: Any, **more: Any) -> Any:
+        away.append(getattr(work, "__qualname__", ""))
+        return await to_thread(work, *args, **more)
+
+    monkeypatch.setattr("ridgeline.server.body.asyncio.to_thread", watched)
+    reading = "response_chat.<locals>.work"
+    client.responses.create(model=NAME, input="b", previous_response_id=short.id)
+    assert reading not in away
+    client.responses.create(model=NAME, input="b", previous_response_id=long.id)
+    assert away.count(reading) == 1
+    client.responses.create(model=NAME, input=[{"type": "item_reference", "id": "long"}])
+    assert away.count(reading) == 2
+    client.responses.input_items.list(short.id)
+    assert not any("items" in name for name in away)
+    client.responses.input_items.list(long.id)
+    assert any("items" in name for name in away)
 
 
 def test_a_response_belongs_to_its_key(tmp_path: Path) -> None:
@@ -212,6 +308,43 @@ def test_nothing_is_stored_where_that_is_switched_off(tmp_path: Path) -> None:
             client.responses.retrieve(made.id)
         with pytest.raises(openai.BadRequestError, match="no response is stored here"):
             client.responses.create(model=NAME, input="x", previous_response_id=made.id)
+
+
+def test_an_answer_says_whether_it_was_kept(tmp_path: Path) -> None:
+    options = ServerOptions(port=0, max_stored_bytes=4_000)
+    with ScriptedServer(write_model(tmp_path / NAME), lambda prompt: TEXT, server=options) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def asked(text: str) -> list[Any]:
+            whole = client.responses.create(model=NAME, input=text)
+            *_, last = client.responses.create(model=NAME, input=text, stream=True)
+            assert last.type == "response.completed"
+            return [whole, last.response]
+
+        for made in asked("Hello"):
+            assert made.store is True
+        assert client.responses.retrieve(made.id).id == made.id
+        for text in ("x" * 1_500, "x" * 5_000):          # too long with its answer, and without
+            for made in asked(text):
+                assert made.store is False
+                with pytest.raises(openai.NotFoundError):
+                    client.responses.retrieve(made.id)
+
+
+def test_who_holds_most_makes_room() -> None:
+    store = ResponseStore(10, 100_000)
+    assert store.put("quiet", 1, b"x" * 100, b"[]", b"[]", ["a"])
+    for number in range(100):
+        assert store.put(f"many {number}", 2, b"x" * 20_000, b"[]", b"[]", ["a", "b", "b"])
+    assert store.get("quiet", 1) is not None and store.with_item("a", 1) == "quiet"
+    assert store.get("many 95", 2) is None and store.with_item("a", 2) == store.with_item("b", 2) == "many 99"
+    for number in range(100):
+        assert store.put(f"small {number}", 3, b"", b"[]", b"[]")
+    assert len(store) == 10 and store.get("quiet", 1) is not None and store.get("many 99", 2) is not None
+    assert store.with_item("b", 1) is None and store.with_item("a", 4) is None
+    assert not store.put("all", 4, b"x" * 90_000, b"[]", b"[]")          # others would have to go for it
+    assert store.get("quiet", 1) is not None
+    assert store.delete("quiet", 1) and store.with_item("a", 1) is None
 
 
 def test_what_is_stored_is_bounded_in_number_bytes_and_time() -> None:

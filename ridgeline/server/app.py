@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -29,7 +29,7 @@ from ridgeline.engine.frontend import Prompt
 from ridgeline.errors import BadRequest, RidgelineError
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server import anthropic, dashboard, metrics, openapi, responses, roofline
-from ridgeline.server.body import parse_body
+from ridgeline.server.body import LONG_BODY, away_if_long, parse_body
 from ridgeline.server.completions import middle_marks
 from ridgeline.server.dialects import ANTHROPIC, CHAT, RESPONSES, Dialect
 from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
@@ -49,7 +49,7 @@ from ridgeline.server.protocol import (
 )
 from ridgeline.server.score import score
 from ridgeline.server.service import Service, WrongMediaType
-from ridgeline.server.stored_responses import Continued
+from ridgeline.server.stored_responses import Continued, recalled_bytes
 from ridgeline.server.stored_responses import routes as stored_routes
 from ridgeline.server.stream import (
     DIRECT,
@@ -67,7 +67,6 @@ from ridgeline.server.tool_prompt import in_plain_text, tells_of_tools
 from ridgeline.server.tools import needs_plain_text, reading
 from ridgeline.version import __version__
 
-LONG_BODY = 64 * 1024                # bytes; a longer body is parsed and checked away from the event loop
 EVENTS_AT_ONCE = 4                   # that are written before their client is asked whether it keeps up
 
 
@@ -80,14 +79,6 @@ class Job:
     prompts: list[Prompt]
     writer: Writer
     headers: Headers
-
-
-T = TypeVar("T")
-
-
-async def away_if_long(body: bytes, work: Callable[[], T]) -> T:
-    """Do `work`, which reads `body`; a long one away from the event loop."""
-    return await asyncio.to_thread(work) if len(body) > LONG_BODY else work()
 
 
 async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
@@ -116,23 +107,28 @@ async def chat_job(
     return Job(request, params, [tokens], made, [(b"x-request-id", request_id.encode())])
 
 
+def checked_params(service: Service, request: ChatRequest | CompletionRequest) -> SamplingParams:
+    """What the request asks for; an error if it may not."""
+    service.check(request)
+    with request.naming_its_grammar():
+        return request.params(service.llm.sampling_defaults)
+
+
 async def prepare_chat(service: Service, body: bytes) -> Job:
     def work() -> tuple[ChatRequest, SamplingParams]:
         request = parse(ChatRequest, body)
-        service.check(request)
-        return request, request.params(service.llm.sampling_defaults)
+        return request, checked_params(service, request)
 
-    request, params = await away_if_long(body, work)
+    request, params = await away_if_long(len(body), work)
     return await chat_job(service, request, params, "chatcmpl-", ChatWriter)
 
 
 async def prepare_completion(service: Service, body: bytes) -> Job:
     def work() -> tuple[CompletionRequest, SamplingParams]:
         request = parse(CompletionRequest, body)
-        service.check(request)
-        return request, request.params(service.llm.sampling_defaults)
+        return request, checked_params(service, request)
 
-    request, params = await away_if_long(body, work)
+    request, params = await away_if_long(len(body), work)
     request_id = f"cmpl-{secrets.token_hex(12)}"
     writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
     prompts: list[Prompt] = list(request.prompts())
@@ -175,8 +171,7 @@ def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingPar
     except (OverflowError, RecursionError):
         raise BadRequest("the body holds numbers of more than 64 bits, or is nested too deep") from None
     request = parse(ChatRequest, plain)
-    service.check(request)
-    return request, request.params(service.llm.sampling_defaults)
+    return request, checked_params(service, request)
 
 
 async def prepare_messages(service: Service, body: bytes) -> Job:
@@ -184,7 +179,7 @@ async def prepare_messages(service: Service, body: bytes) -> Job:
         asked = parse_body(anthropic.MessagesRequest, body)
         return asked, *as_chat(service, asked)
 
-    asked, request, params = await away_if_long(body, work)
+    asked, request, params = await away_if_long(len(body), work)
     return await chat_job(service, request, params, "msg_", partial(anthropic.MessagesWriter, asked))
 
 
@@ -192,27 +187,33 @@ async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
     def work() -> ChatRequest:
         return as_chat(service, parse_body(anthropic.CountRequest, body))[0]
 
-    request = await away_if_long(body, work)
+    request = await away_if_long(len(body), work)
     return anthropic.TokenCount(len(await prompt_tokens(service, request)))
 
 
-async def prepare_response(service: Service, body: bytes) -> Job:
+async def response_chat(service: Service, body: bytes) -> tuple[Continued, ChatRequest, SamplingParams]:
+    """A request of the Responses API as one of chat. A short one may go on from a long conversation."""
+    asked = await away_if_long(len(body), lambda: parse_body(responses.ResponsesRequest, body))
+    key = CALLER.get().key
+
     def work() -> tuple[Continued, ChatRequest, SamplingParams]:
-        asked = parse_body(responses.ResponsesRequest, body)
-        continued = Continued(asked, service.stored, CALLER.get().key)
+        continued = Continued(asked, service.stored, key)
         return continued, *as_chat(service, continued)
 
-    continued, request, params = await away_if_long(body, work)
+    size = len(body)
+    if size <= LONG_BODY:
+        size += recalled_bytes(asked, service.stored, key)
+    return await away_if_long(size, work)
+
+
+async def prepare_response(service: Service, body: bytes) -> Job:
+    continued, request, params = await response_chat(service, body)
     writer = partial(responses.ResponsesWriter, continued.asked, continued.keep)
     return await chat_job(service, request, params, "resp_", writer)
 
 
 async def count_input(service: Service, body: bytes) -> responses.InputTokens:
-    def work() -> ChatRequest:
-        asked = parse_body(responses.ResponsesRequest, body)
-        return as_chat(service, Continued(asked, service.stored, CALLER.get().key))[0]
-
-    request = await away_if_long(body, work)
+    _, request, _ = await response_chat(service, body)
     return responses.InputTokens(len(await prompt_tokens(service, request)))
 
 
@@ -223,7 +224,7 @@ async def tokenize(service: Service, body: bytes) -> TokenizeReply:
             service.check_name(request.model)
         return request, as_chat(service, request)[0] if request.messages is not None else None
 
-    request, chat = await away_if_long(body, work)
+    request, chat = await away_if_long(len(body), work)
     if chat is not None:
         tokens = await prompt_tokens(service, chat)
     else:
@@ -240,7 +241,7 @@ async def detokenize(service: Service, body: bytes) -> DetokenizeReply:
             service.check_name(request.model)
         return DetokenizeReply.of(request.tokens, service.llm.get_tokenizer())
 
-    return await away_if_long(body, work)
+    return await away_if_long(len(body), work)
 
 
 async def embed(service: Service, body: bytes) -> EmbeddingReply:
@@ -249,7 +250,7 @@ async def embed(service: Service, body: bytes) -> EmbeddingReply:
         service.check_routing(request.model, request.priority)
         return request, request.params()
 
-    request, params = await away_if_long(body, work)
+    request, params = await away_if_long(len(body), work)
     prompts: list[Prompt] = list(request.prompts())
     with service.slots.taking(len(prompts), already=1):
         stream = await service.llm.stream(
@@ -264,9 +265,11 @@ async def embed(service: Service, body: bytes) -> EmbeddingReply:
 class Endpoint(ABC):
     """A POST with a JSON body, as a raw ASGI application: the watch over its client, and its errors."""
 
-    def __init__(self, service: Service, dialect: Dialect = CHAT) -> None:
+    def __init__(self, service: Service, dialect: Dialect = CHAT, prompt_field: str | None = None) -> None:
+        """`prompt_field`: what the prompt is called in the body, where one field has all of it."""
         self._service = service
         self._dialect = dialect
+        self._prompt_field = prompt_field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -280,7 +283,7 @@ class Endpoint(ABC):
         except ClientGone:
             pass
         except Exception as error:
-            status, told, headers = describe(error)
+            status, told, headers = describe(error, self._prompt_field)
             await send_json(send, status, self._dialect.error(status, told), headers)
 
     @abstractmethod
@@ -291,9 +294,10 @@ class Question(Endpoint):
     """An endpoint whose whole answer is one struct."""
 
     def __init__(
-        self, service: Service, answer: Callable[[Service, bytes], Awaitable[Any]], dialect: Dialect = CHAT
-    ) -> None:
-        super().__init__(service, dialect)
+        self, service: Service, answer: Callable[[Service, bytes], Awaitable[Any]], dialect: Dialect = CHAT,
+        prompt_field: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(service, dialect, prompt_field)
         self._make = answer
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
@@ -304,9 +308,10 @@ class Generation(Endpoint):
     """An endpoint that generates."""
 
     def __init__(
-        self, service: Service, prepare: Callable[[Service, bytes], Awaitable[Job]], dialect: Dialect = CHAT
-    ) -> None:
-        super().__init__(service, dialect)
+        self, service: Service, prepare: Callable[[Service, bytes], Awaitable[Job]], dialect: Dialect = CHAT,
+        prompt_field: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(service, dialect, prompt_field)
         self._prepare = prepare
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
@@ -449,14 +454,14 @@ def make_app(service: Service) -> Starlette:
 
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", Generation(service, prepare_chat), methods=["POST"]),
-            Route("/v1/completions", Generation(service, prepare_completion), methods=["POST"]),
+            Route("/v1/chat/completions", Generation(service, prepare_chat, prompt_field="messages"), methods=["POST"]),
+            Route("/v1/completions", Generation(service, prepare_completion, prompt_field="prompt"), methods=["POST"]),
             Route("/v1/messages", Generation(service, prepare_messages, ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", Question(service, count_tokens, ANTHROPIC), methods=["POST"]),
-            Route("/v1/responses", Generation(service, prepare_response, RESPONSES), methods=["POST"]),
-            Route("/v1/responses/input_tokens", Question(service, count_input, RESPONSES), methods=["POST"]),
+            Route("/v1/responses", Generation(service, prepare_response, RESPONSES, "input"), methods=["POST"]),
+            Route("/v1/responses/input_tokens", Question(service, count_input, RESPONSES, "input"), methods=["POST"]),
             *stored_routes(service),
-            Route("/v1/embeddings", Question(service, embed), methods=["POST"]),
+            Route("/v1/embeddings", Question(service, embed, prompt_field="input"), methods=["POST"]),
             Route("/v1/score", Question(service, score), methods=["POST"]),
             Route("/tokenize", Question(service, tokenize), methods=["POST"]),
             Route("/detokenize", Question(service, detokenize), methods=["POST"]),

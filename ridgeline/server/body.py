@@ -1,9 +1,14 @@
-"""A JSON body as a struct, or one line that names the field and what it should hold. Knows msgspec's words, no endpoint."""
+"""A JSON body as a struct, or one line that names the field and what it should hold; long ones away from the event loop.
+
+Knows msgspec's words, no endpoint.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +17,7 @@ import msgspec
 from ridgeline.errors import BadRequest
 
 MAX_MESSAGE = 500                    # characters
+LONG_BODY = 64 * 1024                # bytes; what is longer is parsed and checked away from the event loop
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
@@ -23,6 +29,12 @@ class Checked(Protocol):
 
 
 T = TypeVar("T", bound=Checked)
+Made = TypeVar("Made")
+
+
+async def away_if_long(num_bytes: int, work: Callable[[], Made]) -> Made:
+    """Do `work`, which reads so many bytes; many of them away from the event loop."""
+    return await asyncio.to_thread(work) if num_bytes > LONG_BODY else work()
 
 
 @cache

@@ -17,14 +17,23 @@ from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, RequestError
 from ridgeline.log import get_logger
 from ridgeline.server.error_bodies import body_for, error_body
 from ridgeline.server.protocol import param_of
-from ridgeline.server.service import STOPPED, ModelNotFound, NotStored, PreviousNotStored, Unavailable, WrongMediaType
+from ridgeline.server.service import (
+    STOPPED,
+    ItemNotStored,
+    ModelNotFound,
+    NotStored,
+    PreviousNotStored,
+    Unavailable,
+    WrongMediaType,
+)
 from ridgeline.server.stream import Headers
 
 logger = get_logger("server")
 
 
-def describe(error: Exception) -> tuple[int, bytes, Headers]:
-    """(status, body, headers). What clients read is our own words; the rest goes to the log, under a number."""
+def describe(error: Exception, prompt_field: str | None = None) -> tuple[int, bytes, Headers]:
+    """(status, body, headers). What clients read is our own words; the rest goes to the log, under a number. `prompt_field`: what
+    a prompt that is too long is called in the request."""
     retry = [(b"retry-after", retry_after(error))]
     message = str(error)
     match error:
@@ -32,6 +41,8 @@ def describe(error: Exception) -> tuple[int, bytes, Headers]:
             return 404, error_body(message, "invalid_request_error", "model", "model_not_found"), []
         case NotStored():
             return 404, error_body(message, "invalid_request_error", code="response_not_found"), []
+        case ItemNotStored():
+            return 404, error_body(message, "invalid_request_error", "input", "item_not_found"), []
         case PreviousNotStored():
             field, code = "previous_response_id", "previous_response_not_found"
             return 400, error_body(message, "invalid_request_error", field, code), []
@@ -42,7 +53,8 @@ def describe(error: Exception) -> tuple[int, bytes, Headers]:
         case TimedOut():
             return 504, error_body(message, "timeout_error", code="request_timeout"), []
         case PromptTooLong():
-            return 400, error_body(message, "invalid_request_error", param_of(message), "context_length_exceeded"), []
+            named = param_of(message) or prompt_field
+            return 400, error_body(message, "invalid_request_error", named, "context_length_exceeded"), []
         case BadRequest() | Unsupported():
             details = getattr(error, "details", None)
             return 400, error_body(message, "invalid_request_error", param_of(message), details=details), []

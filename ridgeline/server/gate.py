@@ -31,6 +31,9 @@ LOG = "ridgeline.log"
 TTFT_HEADER = b"x-ttft-deadline-ms"
 
 _REQUEST_ID = re.compile(rb"[0-9A-Za-z._:-]{1,128}")
+# Names of headers, as a browser lists them before it sends any.
+_HEADER_NAMES = re.compile(rb"[0-9A-Za-z!#$%&'*+.^_`|~-]{1,64}(?:[ \t]*,[ \t]*[0-9A-Za-z!#$%&'*+.^_`|~-]{1,64}){0,63}")
+_OWN_HEADERS = b"authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta, " + TTFT_HEADER
 _ORIGIN = re.compile(r"\*|https?://[0-9a-z.\-\[\]:]+")
 _encode = msgspec.json.Encoder().encode
 
@@ -92,8 +95,8 @@ class Gate:
         return [
             (b"access-control-allow-origin", allowed),
             (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, " + TTFT_HEADER),
-            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"access-control-allow-headers", _headers_to_send(headers)),
+            (b"access-control-expose-headers", b"x-request-id, request-id, retry-after"),
             (b"access-control-max-age", b"600"),
             (b"vary", b"origin"),
         ]
@@ -164,6 +167,13 @@ class AccessLog:
 
 def _value(headers: Headers, wanted: bytes) -> bytes:
     return next((value for name, value in headers if name == wanted), b"")
+
+
+def _headers_to_send(headers: Headers) -> bytes:
+    """What pages may send: whatever they ask for, since every client has headers of its own, and none of them opens anything here
+    but the keys'."""
+    asked = _value(headers, b"access-control-request-headers").strip()
+    return asked if _HEADER_NAMES.fullmatch(asked) else _OWN_HEADERS
 
 
 def _request_id(headers: Headers) -> bytes:

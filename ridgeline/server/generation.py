@@ -136,7 +136,13 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.truncate_prompt_tokens not in (None, FIT):
             given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
-        return SamplingParams(**dict(defaults) | given | {"max_tokens": max_tokens, "logprobs": logprobs} | other)
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        try:
+            return SamplingParams(**dict(defaults) | given | other)
+        except BadRequest as error:
+            if not str(error).startswith("max_tokens ") or not self.length_field:
+                raise
+            raise BadRequest(self.length_field + str(error).removeprefix("max_tokens")) from None
 
     def structured(self) -> StructuredOutputs | None:
         """The language that the answer is held to, by whichever name it was asked for."""
@@ -218,19 +224,25 @@ def structured_outputs(name: str, **fields: Any) -> StructuredOutputs:
 
 def _response_format(given: Any) -> dict[str, Any] | None:
     """As fields of StructuredOutputs."""
-    match given:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"json_object": True}
-        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema, **rest}}:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if given is None:
+        return None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise BadRequest(f"response_format.type must be text, json_object or json_schema; got {shown(given)}")
+    for name, value in given.items():
+        if name == "json_schema" and kind != name and value is not None:
+            raise BadRequest(f"response_format.json_schema belongs to the type json_schema; this one is {kind}")
+        if name not in ("type", "json_schema") and value is not None:
+            raise BadRequest(f"response_format has the unknown field {shown(name)}")
+    if kind != "json_schema":
+        return {"json_object": True} if kind == "json_object" else None
+    match given.get("json_schema"):
+        case {"schema": Mapping() as schema, **rest}:
             for name in rest:
                 if name not in ("name", "description", "strict"):
                     raise BadRequest(f"response_format.json_schema has the unknown field {shown(name)}")
             return {"json": closed(schema)}
-        case {"type": "json_schema"}:
-            raise BadRequest("response_format.json_schema needs a name and a schema, which is an object")
-    raise BadRequest(f"response_format.type must be text, json_object or json_schema; got {shown(given)}")
+    raise BadRequest("response_format.json_schema needs a name and a schema, which is an object")
 
 
 # -- how answers are written -------------------------------------------------------------------------------------------

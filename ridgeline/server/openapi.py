@@ -16,10 +16,12 @@ import msgspec
 from ridgeline.server import anthropic, protocol, responses
 from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
 from ridgeline.server.error_bodies import AnthropicError
+from ridgeline.server.gate import OPEN_PATHS
 from ridgeline.server.metrics import Load
+from ridgeline.server.responses_request import KNOWN_INCLUDES
 from ridgeline.server.roofline import RooflineReply
 from ridgeline.server.score import ScoreReply, ScoreRequest
-from ridgeline.server.stored_responses import DeletedResponse, InputItems
+from ridgeline.server.stored_responses import MOST_ITEMS, DeletedResponse, InputItems
 from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest, TokenizerInfo
 from ridgeline.version import __version__
 
@@ -28,12 +30,19 @@ REFERENCE = "#/components/schemas/{name}"
 ERRORS = {
     400: "A field is wrong, missing, unknown or not supported; the message names it",
     401: "The server has API keys, and this request brought none of them",
-    404: "Another model's name, or a path that does not exist",
+    404: "Another model's name, a response or an item that is not kept here, or a path that does not exist",
     413: "The body is larger than --max-body-bytes",
     415: "The body does not say that it is JSON",
     429: "The queue is full; Retry-After says when to come again",
     500: "This request failed",
     503: "The engine is loading, stopping or dead",
+}
+
+QUERY: dict[str, dict[str, Any]] = {
+    "include": {"type": "array", "items": {"enum": list(KNOWN_INCLUDES)}},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
 }
 
 
@@ -80,6 +89,7 @@ class Operation:
     error: type[Any] = Error
     streams: bool = False                # with `stream: true` the answer is server-sent events
     deletes: type[Any] | None = None     # what a DELETE of the same path gives, where there is one
+    query: tuple[str, ...] = ()          # names from QUERY that its GET takes
 
 
 OPERATIONS = (
@@ -90,8 +100,9 @@ OPERATIONS = (
     Operation("/v1/responses/input_tokens", "How many tokens its prompt has", responses.ResponsesRequest,
               responses.InputTokens),
     Operation("/v1/responses/{id}", "One that is kept, fetched or deleted", gives=responses.ResponseReply,
-              deletes=DeletedResponse),
-    Operation("/v1/responses/{id}/input_items", "What was sent with it", gives=InputItems),
+              deletes=DeletedResponse, query=("include",)),
+    Operation("/v1/responses/{id}/input_items", "What was sent with it", gives=InputItems,
+              query=("include", "limit", "order", "after")),
     Operation("/v1/messages", "A conversation, for Anthropic's clients", anthropic.MessagesRequest,
               anthropic.MessageReply, AnthropicError, streams=True),
     Operation("/v1/messages/count_tokens", "How many tokens its prompt has", anthropic.CountRequest,
@@ -139,7 +150,7 @@ def document() -> dict[str, Any]:
 def _methods(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
     methods = {"get" if operation.takes is None else "post": _written(operation, schemas)}
     if operation.deletes is not None:
-        methods["delete"] = _written(replace(operation, gives=operation.deletes), schemas)
+        methods["delete"] = _written(replace(operation, gives=operation.deletes, query=()), schemas)
     return methods
 
 
@@ -155,8 +166,11 @@ def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> 
     }
     if operation.takes is not None:
         written["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[operation.takes]}}}
-    if names := re.findall(r"{(\w+)}", operation.path):
-        written["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    names = re.findall(r"{(\w+)}", operation.path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    parameters += [{"name": name, "in": "query", "required": False, "schema": QUERY[name]} for name in operation.query]
+    if parameters:
+        written["parameters"] = parameters
     content = {JSON: {"schema": schemas[operation.error]}}
     written["responses"] |= {
         str(status): {"description": ERRORS[status], "content": content} for status in _statuses(operation)
@@ -167,4 +181,6 @@ def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> 
 
 
 def _statuses(operation: Operation) -> Iterable[int]:
-    return ERRORS if operation.takes is not None else (400, 401, 404, 503)
+    if operation.takes is not None:
+        return ERRORS
+    return (400, 404, 503) if operation.path in OPEN_PATHS else (400, 401, 404, 503)

@@ -19,6 +19,8 @@ from ridgeline.server.responses_request import Reasoning, ResponsesRequest, Text
 
 __all__ = ["InputTokens", "ResponseReply", "ResponsesRequest", "ResponsesWriter"]
 
+Keep = Callable[[str, bytes, list[dict[str, Any]]], bool]
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -80,8 +82,9 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 class ResponsesWriter(ChatWriter):
     """Chat's own chunks and choices as items that are added, filled and done one after another."""
 
-    def __init__(self, asked: ResponsesRequest, keep: Callable[[str, bytes], None] | None, *args: Any) -> None:
-        """`keep` is told of the response, by its id, when it is whole; None: nobody keeps it."""
+    def __init__(self, asked: ResponsesRequest, keep: Keep | None, *args: Any) -> None:
+        """`keep` is told of the response when it is whole: its id, its text and its items; it says whether these are kept. None:
+        they are not."""
         super().__init__(*args)
         self._asked = asked
         self._keep = keep
@@ -110,8 +113,10 @@ class ResponsesWriter(ChatWriter):
 
     def _kept(self, reply: ResponseReply) -> bytes:
         written = _encode(reply)
-        if self._keep is not None:
-            self._keep(reply.id, written)
+        if self._keep is not None and not self._keep(reply.id, written, reply.output):
+            self._keep = None
+            reply.store = False
+            written = _encode(reply)
         return written
 
     def _status(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from ridgeline.engine.chat_template import PART_FIELDS
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.generation import Deadline, refuse
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One struct for all kinds: a message may come without a `type`."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[dict[str, Any]] | None = None
     call_id: str | None = None
@@ -31,12 +32,22 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     namespace: str | None = None
     arguments: str | None = None
     output: str | list[dict[str, Any]] | None = None
-    id: Any = None                       # told by answers, sent back by clients
+    id: str | None = None                # told by answers, sent back by clients
     status: Any = None
     phase: Any = None
     summary: Any = None
     encrypted_content: Any = None
     caller: Any = None
+
+    def __post_init__(self) -> None:
+        self.type = self.type or "message"
+
+    @property
+    def refers(self) -> bool:
+        """It stands for an earlier item, by its id; the `type` of such a one may be left out."""
+        if self.type == "message":
+            return self.id is not None and self.role is None and self.content is None
+        return self.type == "item_reference"
 
     def require(self, where: str, *names: str) -> None:
         for name in names:
@@ -96,10 +107,12 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def plain(self) -> dict[str, Any]:
         """As chat has it."""
-        if self.type != "json_schema":
-            return {"type": self.type}
         names = ("name", "schema", "description", "strict")
         schema = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.type != "json_schema":
+            for name in schema:
+                raise BadRequest(f"text.format.{name} belongs to the type json_schema; this one is {self.type!r}")
+            return {"type": self.type}
         return {"type": "json_schema", "json_schema": schema}
 
 
@@ -309,5 +322,8 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
         kind, text = part.get("type"), part.get("text")
         if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
             raise Unsupported(f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here")
+        for name, value in part.items():
+            if name not in PART_FIELDS and value is not None:
+                raise Unsupported(f"{where}[{place}].{name[:40]} is not supported; a part of text has a type and a text")
         texts.append(text)
     return "\n".join(texts)

@@ -64,16 +64,23 @@ class ScoreReply(msgspec.Struct):
 
 async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tuple[list[int], int]]:
     """Of each pair the tokens of both texts, and where those of the second begin. They are read as one text: a token that reaches
-    over the border counts for the second."""
+    over the border counts for the second. The very first has nothing before it, so nothing says how likely it is."""
     made: list[tuple[list[int], int]] = []
-    lengths: dict[str, int] = {}
+    firsts: dict[str, list[int]] = {}
     for place, (first, second) in enumerate(pairs):
-        if first not in lengths:
-            lengths[first] = len(await service.llm.text_tokens(first))
+        if first not in firsts:
+            firsts[first] = await service.llm.text_tokens(first)
         whole = await service.llm.text_tokens(first + second)
-        if not lengths[first] or len(whole) <= lengths[first]:
+        mine = firsts[first]
+        differ = (at for at, (one, other) in enumerate(zip(mine, whole, strict=False)) if one != other)
+        shared = next(differ, min(len(mine), len(whole)))
+        if not mine or shared == len(whole):
             raise BadRequest(f"text_1 and text_2 must have at least a token each; those of pair {place} have not")
-        made.append((whole, lengths[first]))
+        if len(whole) == 1:
+            raise BadRequest(
+                f"text_1 and text_2 are a single token together in pair {place}, without a likelihood: nothing stands before it"
+            )
+        made.append((whole, max(1, shared)))
     return made
 
 

@@ -41,6 +41,10 @@ class NotStored(RequestError):
     """A response that is not kept here (HTTP 404)."""
 
 
+class ItemNotStored(RequestError):
+    """An item that a request names by its id, and that is not kept here (HTTP 404)."""
+
+
 class PreviousNotStored(BadRequest):
     """A conversation that is to go on from one (HTTP 400); clients know this error by its code and send all of it."""
 
