@@ -6,6 +6,7 @@ import copy
 import csv
 import io
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from ridgeline.__main__ import main
 from ridgeline.bench import compare, price, sustain, sweep, table
 from ridgeline.bench.directions import better
+from ridgeline.bench.latency import Outcome
 from ridgeline.bench.memory import own_peak, server_peak
 from ridgeline.bench.watch import CoreLog, throttled
 from ridgeline.errors import ConfigError
@@ -212,6 +214,26 @@ def test_drift_is_told_from_noise() -> None:
     machine = {"gpu": {"throttle_reasons": ["software power cap"]}, "cpu": {"throttle_events": 2}}
     assert "throttled by software power cap, 2 thermal" in sustain.account({}, 1.0, machine)["verdict"]
     assert throttled({}) == []
+
+
+def test_what_comes_by_chance_is_no_drift() -> None:
+    """One and two answers in a stretch: twice as many at the end as at the beginning, and nothing has changed."""
+    few = [(float(at), value) for at, value in enumerate([1.0, 1.0, 2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 2.0, 2.0])]
+    found = sustain.account({"request_throughput": few}, 1.0, {})
+    assert found["figures"]["request_throughput"]["drift"] > 0.3 and "steady: nothing drifted" in found["verdict"]
+    stepped = [(float(at), 100.0 + (-1) ** at - 10.0 * (at >= 25)) for at in range(50)]
+    assert "drifted: speed -10.0%" in sustain.account({"speed": stepped}, 1.0, {})["verdict"]
+    assert "too short to tell drift" in sustain.account({"speed": stepped[:4]}, 1.0, {})["verdict"]
+
+
+def test_stretches_have_answers_enough() -> None:
+    def run(count: int) -> list[Outcome]:
+        return [Outcome(number / 10, sent=number / 10, events=array("d", [number / 10 + 0.05]), ended=number / 10 + 0.05,
+                        tokens_out=1) for number in range(count)]  # fmt: skip
+
+    assert sustain.stretches(run(69)) == [] and len(sustain.stretches(run(70))) == 5
+    assert len(sustain.stretches(run(6000))) == 58
+    assert {round(each["request_throughput"]) for each in sustain.stretches(run(1000))} == {10}
 
 
 def test_a_single_bad_stretch_does_not_turn_the_slope() -> None:

@@ -116,6 +116,12 @@ def test_a_growing_queue_shows() -> None:
     assert latency.backlog_growth(keeping) == pytest.approx(0, abs=0.01)
     assert latency.backlog_growth([answered(number / 10, 0.0, 15.0) for number in range(200)]) is None       # too short to tell
     assert latency.backlog_growth(keeping[:5]) is None
+    burst = [answered(4.0 + number / 1000, 0.0, 30.0) for number in range(40)]
+    late = [*(answered(number / 10, 0.0, 0.1) for number in range(41)), *burst, answered(6.0, 0.0, 0.1)]
+    assert latency.backlog_growth(late) == 1.0                           # more than all of them cannot pile up
+    thirteen = [*(answered(number / 4, 0.0, 0.05) for number in range(7)),
+                *(answered(2.0 + number / 100, 0.0, 1.5) for number in range(5)), answered(3.0, 0.0, 0.1)]  # fmt: skip
+    assert latency.backlog_growth(thirteen) is None                      # all were answered, and so few say nothing
     few = [answered(begin, 0.0, 0.6) for begin in (0.0, 0.5, 1.0, 1.9, 2.3, 2.6, 2.9, 3.4, 3.5, 3.6, 3.9, 4.5)]
     assert latency.backlog_growth(few) is None                           # twelve that came by chance say nothing
 

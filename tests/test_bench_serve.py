@@ -403,8 +403,8 @@ def test_other_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: s
 
 
 def test_sustained_load_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeServer(lambda number, body: Script(0.01 + max(0, number - 4) * 0.01)) as server:
-        made = bench(server, tmp_path, "--sustain", "0.02", "--max-concurrency", "1")
+    with FakeServer(lambda number, body: Script(0.005 + number * 0.0004)) as server:
+        made = bench(server, tmp_path, "--sustain", "0.03", "--max-concurrency", "4")
     found = made["figures"]["points"][0]["sustain"]
     assert found["figures"]["ttft_ms"]["drift"] > 1 and "ttft_ms +" in found["verdict"]          # it gets slower and slower
     assert found["verdict"] in capsys.readouterr().out

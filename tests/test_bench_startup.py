@@ -82,7 +82,8 @@ def test_an_engine_is_started_and_accounts_for_its_time(
     assert sum(start["phases"].values()) == pytest.approx(start["first token"], abs=1e-6)
     assert start["late compilations"] == 0               # a CPU has nothing to compile
     assert start["ready"] < start["first token"] <= start["outside_s"] + 0.02
-    assert "total" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "total" in said.out and '"benchmark"' not in said.out and f"wrote {out}" in said.err  # the record is in its file
 
 
 def test_a_start_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -252,6 +252,9 @@ def test_a_workload_is_diagnosed(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert main(["diagnose", "--from-trace", str(files["trace"]), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)["figures"]["ops"]
     assert again["steps"] == 48 and {row["part"] for row in again["parts"]} >= {"linears and head", "attention", "norms"}
+    known = json.loads(files["trace"].read_text())["ridgeline"]
+    assert len(known["kept"]) == 48 and known["profiler_s"] >= 0
+    assert again["gaps"] == pytest.approx(tree["ops"]["gaps"])           # the profiler's cost is off in both
     assert registry._mark is None
 
 

@@ -235,6 +235,20 @@ def test_traces_of_ranks_are_read_from_files(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["figures"]["ops"]["steps"] == 20
 
 
+def test_a_trace_that_says_what_profiling_took_is_read_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = next(each for each in PLANTED if each.expected == "many short kernels with gaps")
+    path, document = tmp_path / "trace.json", case.builders[0].document()
+
+    def patterns() -> set[str]:
+        path.write_text(json.dumps(document))
+        assert main(["diagnose", "--from-trace", str(path), "--json"]) == 0
+        return {each["pattern"] for each in json.loads(capsys.readouterr().out)["figures"]["patterns"]}
+
+    assert "many short kernels with gaps" in patterns()
+    document["ridgeline"] = {"profiler_s": 1e6}          # all of the gaps, and no more than those
+    assert "many short kernels with gaps" not in patterns()
+
+
 def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.json"
     wrong.write_text("[1]")

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_writer import write_gguf
 
 from ridgeline import ledger
 from ridgeline.__main__ import main
@@ -25,10 +27,11 @@ from ridgeline.models.config import hf_model_config
 from ridgeline.plan.capacity import DRAFT, RUNTIME, Capacity, model_bytes, possible_ranks, textbook
 from ridgeline.plan.check import BAR, Checked, check, check_serve, put_into
 from ridgeline.plan.check import text as check_text
-from ridgeline.plan.fit import fit, host_constants, narrow_constants
+from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants, observations
 from ridgeline.plan.hardware import DEVICES, data_sheet, find_device, measure_cpu
-from ridgeline.plan.models import CONFIGS, Experts, find_model, is_same_model
+from ridgeline.plan.models import CONFIGS, Experts, find_model, is_same_model, packed_format
 from ridgeline.plan.operation import (
+    MOST_LOAD,
     Slo,
     Traffic,
     batches,
@@ -472,7 +475,9 @@ def test_the_slo_is_met_by_as_few_devices_as_possible() -> None:
     assert answers[0].devices == min(answer.devices for answer in answers)
     for answer in answers:
         assert answer.point.meets(slo)
-        assert answer.replicas * answer.point.requests_s >= 100 > (answer.replicas - 1) * answer.point.requests_s
+        most = MOST_LOAD * answer.point.requests_s       # who comes by chance needs room
+        assert answer.replicas * most >= 100 > (answer.replicas - 1) * most
+        assert answer.load == pytest.approx(100 / (answer.replicas * answer.point.requests_s)) and answer.load <= MOST_LOAD
     tighter = devices_for(setup(), traffic, Slo(0.5, 0.01), 100, 4)
     assert tighter[0].devices >= answers[0].devices
     more = best_point(setup(), traffic, slo)
@@ -545,6 +550,57 @@ def test_the_fit_finds_a_planted_machine() -> None:
     assert checked and max(abs(each.error) for each in checked) < 0.05
 
 
+def test_a_figure_counts_by_what_its_own_runs_differ() -> None:
+    """Two records of one workload that disagree by a fifth: the fit goes with the one whose runs agree, not between them."""
+    truth = Constants(0.8, 0.6, 3.2, 2.2e-6, 4e-6, 8e-6, 0.7, 0.5, 2e-6, 9e-6, 5e-5, 1.5e-4, power_drop=0.08, power_s=0.25)
+    good = planted("llama-3.1-8b", truth)
+    noisy = dict.fromkeys(("output_tok_s", "first_tokens_s", "decode_tok_s"), 1.4)
+    slow = replace(good, rows=[
+        replace(row, tpot_seconds=1.2 * row.tpot_seconds, spread=noisy) for row in good.rows if row.tpot_seconds
+    ])  # fmt: skip
+    _, errors = fit([good, slow])
+    tpots = [each["error"] for each in errors if each["figure"].endswith("TPOT")]
+    assert max(abs(each) for each in tpots[:3]) < 0.02 and max(tpots[3:]) < -0.14
+    assert {each.error for each in observations(slow)} == {1.4 - 1}
+    row = read_record(ROOT / "benchmarks/h200/offline-llama-3.1-8b.json", preset_lengths())
+    by_name = {each.name: each.error for each in observations(row)}
+    assert by_name["decode_16x8k TPOT"] == pytest.approx(0.403, abs=1e-3) and by_name["latency_b1 TPOT"] == 0.02
+
+
+def test_what_is_fitted_on_is_chosen_by_a_rule() -> None:
+    """All offline records of Llama-3.1-8B with everything in bf16 at the newest commit that has one; none by its figures."""
+    found = {}
+    for path in (ROOT / "benchmarks/h200").glob("offline-*.json"):
+        raw = json.loads(path.read_text())
+        options = raw["workload"]["options"]
+        plain = options.get("kv_cache_dtype", "auto") == "auto" and not options.get("deterministic")
+        if raw["workload"]["model"].startswith("llama-3.1-8b") and raw["workload"]["dtype"] == "bfloat16" and plain:
+            found[path.name] = (raw["date"], raw["commit"])
+    newest = max(found.values())[1]
+    fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
+    assert {name for name in fitted_on if name.startswith("offline-")} == {
+        name for name, (_, commit) in found.items() if commit == newest
+    }
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"])
+def test_no_product_is_predicted_faster_than_one_was_measured(name: str) -> None:
+    """linear_read is a slope beyond a call's own time. With that time, products read no faster than those of the largest model
+    did in their trace, and a step no faster than the data sheet."""
+    largest = read_record(ROOT / "benchmarks/h200/offline-llama-3.1-70b.json", preset_lengths())
+    traced = next(row for row in largest.rows if row.workload == "latency_b1").parts["linears and head"]
+
+    def products(made: Setup) -> tuple[float, float]:
+        steps = gather(made.shape, [count_rows(made.shape, decode_rows(1, 512))])
+        parts = step_parts(made, steps)
+        return float(steps.product_bytes.sum()), float(parts["linears"][0] + parts["head"][0])
+
+    best_rate = products(largest.setup)[0] / traced
+    assert 4.4e12 < best_rate < 4.8e12
+    moved, seconds = products(setup(name))
+    assert moved / seconds < best_rate
+
+
 def test_the_host_is_measured_apart() -> None:
     found = host_constants(ROOT / "benchmarks/cpu/host.json")
     figures = json.loads((ROOT / "benchmarks/cpu/host.json").read_text())["figures"]["running_1024"]
@@ -584,6 +640,8 @@ def test_narrow_pages_are_measured_apart(tmp_path: Path) -> None:
         made = setup(kv=kv, constants=replace(slow, attention_call_s=0.0))
         parts[kv] = step_parts(made, gather(made.shape, [count_rows(made.shape, rows)]))["attention"][0]
     assert 0.95 < parts["fp8"] / parts["auto"] < 1.1     # half the bytes at half the speed; scales, and a little to compute
+    assert launch_constants(path) == {}                  # a record without peaks says nothing of launches
+    assert launch_constants(ROOT / "benchmarks/h200/ops-attention.json") == {"launch_s": pytest.approx(6.57e-6, rel=1e-3)}
     with pytest.raises(ConfigError, match="no attention over wide and over narrow pages"):
         narrow_constants(ops_record(tmp_path / "wide.json", rows_a=210, prefill_b=310), 10e-6)
     with pytest.raises(ConfigError, match="not a record of `ridgeline bench ops`"):
@@ -621,24 +679,45 @@ def smallest() -> Path:
     return min((path for path in RECORDS if path.stem.startswith("offline-")), key=lambda path: path.stat().st_size)
 
 
+# Fitted, and yet off by more than 6 %: two of its three runs were slow, the same workload in another record was not.
+FITTED_OFF = {("llama-3.1-8b", "batch128", "TPOT")}
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_predictions_hold_against_the_records(path: Path) -> None:
     """TPOT and throughput within 15 % of what was measured; what was fitted much closer."""
     found = checked(path)
     assert found
     for each in found:
-        if each.fitted:
+        if (each.record, each.workload, each.figure) in FITTED_OFF:
+            assert 0.06 < abs(each.error) < each.spread - 1, each
+        elif each.fitted:
             assert abs(each.error) < 0.06, each
         elif each.figure in ("TPOT", "output tok/s"):
             assert abs(each.error) <= BAR, each
     assert any(word in check_text(found, markdown=True) for word in ("| llama", "| qwen", "| serve"))
 
 
+def test_a_cpu_is_not_predicted_well_and_the_page_says_so() -> None:
+    """By name, what of the CPU's records is beyond the bar: a shared machine, whose runs differ by up to five times."""
+    found = [each for name in ("offline-batch", "offline")
+             for each in check(read_record(ROOT / f"benchmarks/cpu/{name}.json", {})) if each.barred]  # fmt: skip
+    missed = [(each.workload, each.figure) for each in found if abs(each.error) > BAR]
+    assert missed == [("batch32", "TPOT"), *((workload, figure) for workload in ("latency", "batch8", "batch32")
+                                             for figure in ("output tok/s", "TPOT"))]  # fmt: skip
+    page = (ROOT / "docs/plan.md").read_text()
+    assert f"{len(found) - len(missed)} of {len(found)} figures are within 15 %" in page
+    for each in found:
+        assert f"{each.error:+.1%} | {each.note} |" in page, each
+
+
 def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = Checked("r", "w", "TPOT", 1.0, 2.0, False)
     assert figure.barred and not replace(figure, fitted=True).barred and not replace(figure, figure="first tokens").barred
     wild = replace(figure, spread=2.2)                   # said, and no excuse
-    assert wild.barred and wild.note == "its runs differ 2.2×" and "0 of 2 within 15%" in check_text([figure, wild])
+    assert wild.barred and wild.note == "its runs differ 2.20×" and "0 of 2 within 15%" in check_text([figure, wild])
+    assert replace(wild, spread=1.15).note and not replace(wild, spread=1.14).note
+    assert replace(wild, fitted=True).note == "fitted, its runs differ 2.20×"
     path = smallest()
     made = json.loads(path.read_text())
     made["workload"]["options"]["deterministic"] = True
@@ -712,6 +791,28 @@ def test_a_servers_name_of_a_model(model: str, served: str, same: bool) -> None:
     assert is_same_model(find_model(model), served) is same
 
 
+def cpu_record(path: Path, **rows: dict[str, float]) -> Path:
+    """Of `bench offline` on a CPU with so many bytes a second; figures by workload."""
+    told = {name.replace("_", "+"): {"ridgeline": {figure: {"median": value, "p10": value / 1.1, "p90": value * 1.1}
+                                                   for figure, value in figures.items()}} for name, figures in rows.items()}
+    made = {"benchmark": "offline", "workload": {"model": "SmolLM2-135M-Instruct.Q4_1.gguf"},
+            "figures": {"read_bandwidth_gb_s": 20.0} | told}
+    path.write_text(json.dumps(made))
+    return path
+
+
+def test_a_cpus_workloads_by_their_sizes(tmp_path: Path) -> None:
+    found = read_record(cpu_record(tmp_path / "own.json", **{
+        "4x64_32": {"prefill_tok_s": 900.0, "decode_tok_s": 90.0, "tpot_ms": 44.0, "output_tok_s": 80.0},
+        "1x256_1": {"prefill_tok_s": 950.0},
+    }), {})
+    assert [(row.workload, row.asked) for row in found.rows] == [("4x64+32", [(64, 32)] * 4), ("1x256+1", [(256, 1)])]
+    assert found.rows[0].spread["decode_tok_s"] == pytest.approx(1.21) and found.rows[0].tpot_seconds == 0.044
+    assert len(check(found)) == 4
+    with pytest.raises(ConfigError, match="no workload that is known"):
+        read_record(cpu_record(tmp_path / "none.json"), {})
+
+
 def test_records_that_cannot_be_checked_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bench host"):
         read_record(ROOT / "benchmarks/cpu/host.json", {})
@@ -740,6 +841,43 @@ def test_the_command_answers_as_text_json_and_page(tmp_path: Path, capsys: pytes
     assert told["deployments"][0]["devices"] >= 1 and told["batches"][0]["batch"] == 1
 
 
+def test_objectives_take_the_lengths_that_were_given_and_say_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.1-8b", "--gpu", "H200", "--most", "1"]
+    assert main([*words, "--json"]) == 0
+    own = json.loads(capsys.readouterr().out)["objectives"]
+    assert (own["speech"]["tokens_in"], own["speech"]["tokens_out"], own["batch"]["tokens_out"]) == (256, 128, 512)
+    assert main([*words, "--input", "8000", "--hit-rate", "0.5", "--json"]) == 0
+    given = json.loads(capsys.readouterr().out)["objectives"]
+    assert {each["tokens_in"] for each in given.values()} == {8000} and {each["hit_rate"] for each in given.values()} == {0.5}
+    assert given["batch"]["tokens_out"] == 512           # what was not given stays the objective's
+    assert given["batch"]["best"]["tok_s"] < 0.8 * own["batch"]["best"]["tok_s"]
+    assert main([*words, "--input", "8000", "--rate", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "(8,000 tokens in, 128 out)" in said and "% of what they can, at most 80%" in said
+
+
+def test_small_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Heads that do not divide are said, slow speeds are no zeros, one request is one, and errors name the file."""
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--count", "3"]) == 0
+    assert "8 KV heads do not divide evenly among 3: a rank has up to 3 of them" in capsys.readouterr().out
+    assert main(["plan", "llama-3.1-405b", "--gpu", "H200", "--count", "8", "--derate", "0.003", "--input", "130000"]) == 0
+    said = capsys.readouterr().out
+    assert "do not divide" not in said
+    assert " 0 tok/s" not in said and not re.search(r"\b1 requests\b", said)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS["deepseek-v3"] | {"architectures": ["NewForCausalLM"]}))
+    assert main(["plan", str(config), "--gpu", "H200"]) == 2
+    assert str(config) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stored", "planned"), [("Q4_1", "int4"), ("Q8_0", "int8"), ("F16", None), ("F32", None)])
+def test_a_packed_file_is_planned_as_a_cpu_reads_it(stored: str, planned: str | None, tmp_path: Path) -> None:
+    matrix, norm = np.zeros((64, 64), np.float32), np.zeros(64, np.float32)
+    path = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, {"blk.0.w": (matrix, stored), "norm": norm})
+    assert packed_format(str(path)) == planned
+    assert packed_format("llama-3.1-8b") is None
+
+
 def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--check", str(ROOT / "benchmarks/h200/offline-llama-3.1-8b.json")]) in (0, 3)
     assert "fitted" in capsys.readouterr().out
@@ -761,7 +899,8 @@ def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--hit-rate", "1"], "hit rate"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--html", "/dev/null/plan.html"], "--html /dev/null/plan.html cannot be written"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--html", "/"], "--html / cannot be written"),
-    (["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "0"], "need a token in and out"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "0"], "0 to below 1: got 0 in, 256 out, 0"),
+    (["plan", "smollm2-135m", "--gpu", "H100", "--count", "4"], "does not fit 3 KV heads"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--rate", "nan"], "rate must be above 0"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--price", "nan"], "--price must be"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--slo", "tpot:nan"], "not a limit"),

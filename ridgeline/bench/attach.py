@@ -44,14 +44,14 @@ class Attached:
     model: str
     verdict: Verdict
 
-    def take_profile(self, document: Mapping[str, Any], costs: Mapping[str, PartFacts], overhead: float) -> None:
-        """What the engine's own profiler saw of some steps, for the same tree."""
+    def take_profile(self, document: Mapping[str, Any], costs: Mapping[str, PartFacts], overhead: float) -> float:
+        """What the engine's own profiler saw of some steps, for the same tree; returns the seconds that it took of them."""
         machine, batch = self.tree["machine"], self.tree["batch"]
         trace = read_trace(document)
         steps = trace.steps
-        spent = sum(step.end - step.start for step in steps) * 1e-6
+        spent = sum(step.end - step.start for step in steps) * 1e-6 * max(0.0, overhead) / (1 + max(0.0, overhead))
         facts = facts_of(
-            [trace], costs, spent * max(0.0, overhead) / (1 + max(0.0, overhead)), flops_s=machine["flops_s"] or 0.0,
+            [trace], costs, spent, flops_s=machine["flops_s"] or 0.0,
             read_bytes_s=machine["read_bytes_s"] or 0.0, preemptions=self.tree["application"]["preemptions"],
             recomputed=self.tree["utilisation"].get("wasted", {}).get("recomputation", 0.0), rows=batch.get("running", 0),
         )  # fmt: skip
@@ -61,6 +61,7 @@ class Attached:
             "profiler": {"steps": len(steps), "overhead": overhead},
             "remedies": drill.remedies_section(ranked(self.verdict, findings)),
         }  # fmt: skip
+        return spent
 
 
 def attach(

@@ -31,7 +31,7 @@ from ridgeline.diagnose.patterns import find_patterns
 from ridgeline.diagnose.remedies import ranked
 from ridgeline.diagnose.slow import StepTimes
 from ridgeline.diagnose.steps import PHASES, PhaseSums
-from ridgeline.diagnose.trace import Trace, own_times, read_trace
+from ridgeline.diagnose.trace import KNOWN, Trace, own_times, read_trace
 from ridgeline.diagnose.vectorised import ManyCosts, StepCosts
 from ridgeline.diagnose.verdict import Setting, Window, judge
 from ridgeline.engine.profile import StepProfiler
@@ -99,6 +99,8 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     after = run_load(engine, load, peaks, "b")
     trace = read_trace(document)
     overhead = profiler_overhead(before.log, profiled, after.log)
+    spent, kept = profiler_seconds(before.log, profiled, overhead), [step.kept for step in profiled.times]
+    document[KNOWN] = {"profiler_s": spent, "kept": kept}        # for whoever reads the trace later
     kv_usage = _kv_usage(engine, before.log)
     steps = len(profiled.times)
     model = StepCosts(before.log.shape, engine.model.weight_reads)
@@ -106,8 +108,8 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     rates = peaks.read_bytes_s, peaks.rate(config.dtype)
     tokens = sum(step.tokens for step in before.log.times)
     facts = facts_of(
-        [trace], part_costs(costs, *rates, steps_with(trace.work, steps)), profiler_seconds(before.log, profiled, overhead),
-        [step.kept for step in profiled.times], flops_s=rates[1], read_bytes_s=rates[0], preemptions=preemptions,
+        [trace], part_costs(costs, *rates, steps_with(trace.work, steps)), spent, kept,
+        flops_s=rates[1], read_bytes_s=rates[0], preemptions=preemptions,
         recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log),
         lost=1 - kept_part(before.log),
     )  # fmt: skip

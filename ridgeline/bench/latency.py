@@ -24,6 +24,7 @@ from typing import Any
 from ridgeline.errors import ConfigError
 
 MOST_GROWTH = 0.1                    # of the offered requests may pile up: more is a queue that only gets longer
+LEAST_OFFERED = 30                   # requests without which that is not asked: ten in each third of the run
 
 PERCENTILES = (50, 90, 95, 99)
 SLO_NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2el", "e2e": "e2el"}
@@ -184,11 +185,12 @@ def backlog_growth(outcomes: Sequence[Outcome]) -> float | None:
     """The share of offered requests that pile up: 0.2 where a server answers eight of every ten.
 
     How many were under way on average in the last third of the time in which requests came, less that of the third before
-    it, over the requests of a third. None where the run is too short to tell: answers must take less than half of it, and
-    chance must not do as much (1.5 standard deviations, if requests came and went independently).
+    it, over the requests of a third. None where the run is too short to tell: LEAST_OFFERED requests must have come, answers
+    must take less than half of it, and chance must not do as much (1.5 standard deviations, if requests came and went
+    independently). More than all cannot pile up, though a burst at the end may look so.
     """
     begins = sorted(outcome.intended for outcome in outcomes)
-    if len(begins) < 8:
+    if len(begins) < LEAST_OFFERED:
         return None
     third = (begins[-1] - begins[0]) / 3
     usual = quantile(sorted(outcome.ended - outcome.intended for outcome in outcomes), 0.5)
@@ -201,7 +203,7 @@ def backlog_growth(outcomes: Sequence[Outcome]) -> float | None:
 
     before, last = under_way(begins[0] + third), under_way(begins[0] + 2 * third)
     growth, by_chance = (last - before) / (len(begins) / 3), 1.5 * math.sqrt(last + before) / (len(begins) / 3)
-    return None if by_chance > max(growth, MOST_GROWTH) else growth
+    return None if by_chance > max(growth, MOST_GROWTH) else min(growth, 1.0)
 
 
 def timeline(outcomes: Sequence[Outcome], parts: int = 60) -> list[dict[str, float]]:

@@ -10,6 +10,7 @@ those for a GPU (`presets.py`). Options may be lists: every combination is measu
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -111,7 +112,11 @@ def run(args: argparse.Namespace) -> None:
     made = record("offline", setting, figures, quality_of(config), gpu_facts() or None)
     if args.format == "md":
         print(f"\n{table.as_markdown(rows)}\n")
-        finish(made, args.out)
+        if args.out:
+            write(made, Path(args.out))
+            print(f"wrote {args.out}", file=sys.stderr)
+        else:
+            finish(made, None)
         return
     if args.out:
         write(made, Path(args.out))

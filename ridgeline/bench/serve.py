@@ -20,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 from ridgeline.bench import client_check, price, sustain, table
 from ridgeline.bench.client_check import ClientCheck
 from ridgeline.bench.http_client import HttpClient
-from ridgeline.bench.latency import MOST_GROWTH, Outcome, backlog_growth, figures, timeline
+from ridgeline.bench.latency import LEAST_OFFERED, MOST_GROWTH, Outcome, backlog_growth, figures, timeline
 from ridgeline.bench.load import Load
 from ridgeline.bench.memory import own_peak, server_peak
 from ridgeline.bench.prompts import PromptSource
@@ -118,7 +118,8 @@ async def _point(
     }  # fmt: skip
     if args.sustain is not None:
         names = ("output_throughput", "request_throughput", "ttft_ms")
-        series = {name: [(at["at_s"], at[name]) for at in point["timeline"] if name in at] for name in names}
+        stretches = sustain.stretches(outcomes)
+        series = {name: [(at["at_s"], at[name]) for at in stretches if name in at] for name in names}
         machine = runs[-1].get("machine", {})
         unknown = sustain.UNTOLD if watch is not None else "the server's machine is another, whose clocks are not known here"
         point["sustain"] = sustain.account(series, args.sustain, machine, unknown)
@@ -297,7 +298,9 @@ def lines(made: dict[str, Any]) -> list[str]:
                 f"{middle(found['backlog_growth']):.0%} of them piled up"
             )
         elif "offered_rate" in found and "kept_up" not in found:
-            said.append("too short to say whether the server keeps up with this rate: answers take as long as requests came")
+            said.append("too short to say whether the server keeps up with this rate: "
+                        f"that takes {LEAST_OFFERED} requests at least, answers that "
+                        "take less than half of the run, and more than chance")  # fmt: skip
         if (share := cached_share(found)) > MOST_CACHED and workload["dataset"] == "random" and not workload["prefix_len"]:
             said.append(f"{share:.0%} of the prompt tokens came from the server's prefix cache, which has seen these prompts "
                         "before: another --seed makes others")  # fmt: skip

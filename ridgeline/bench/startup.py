@@ -64,7 +64,11 @@ def run(args: argparse.Namespace) -> None:
     if args.format == "md":
         if len(rows) > 1:
             print(f"\n{table.as_markdown(rows)}\n")
-        finish(made, args.out)
+        if args.out:
+            write(made, Path(args.out))
+            print(f"wrote {args.out}", file=sys.stderr)
+        else:
+            finish(made, None)
         return
     if args.out:
         write(made, Path(args.out))

@@ -1,6 +1,7 @@
 """`bench … --sustain MIN`: the same work for minutes, to see what a short run hides: drift, falling clocks, throttling.
 
-The run is cut into stretches. Drift is the median of the last fifth over that of the first fifth, less one; the slope is
+The run is cut into stretches. Drift is the median of the last fifth over that of the first fifth, less one. It is called drift
+when it is more than 3 % and more than chance: three standard errors, by what one stretch differs from the next. The slope is
 Theil and Sen's (the median over all pairs), which a single bad stretch cannot turn.
 """
 
@@ -13,12 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ridgeline.bench.latency import Outcome, timeline
 from ridgeline.bench.record import percentiles
 from ridgeline.bench.watch import Watch, throttled
 from ridgeline.errors import ConfigError
 
 LEAST_STRETCHES = 5                  # so that there is a first and a last fifth
-DRIFTED = 0.03                       # a change by more is called drift
+LEAST_ANSWERS = 10                   # of a server, on average in a stretch: fewer come and go by chance
+DRIFTED = 0.03                       # a change by more is called drift …
+CHANCE = 3.0                         # … if it is more than so many standard errors of the noise between stretches, too
 UNTOLD = "this machine does not tell its clocks"
 _MOST_PAIRS = 400                    # stretches that the slope is taken over
 
@@ -52,6 +56,14 @@ def repeat(
     return account(series, (time.time() - begin) / 60, watch.between(begin, time.time()))
 
 
+def stretches(outcomes: Sequence[Outcome], most: int = 60) -> list[dict[str, float]]:
+    """A server's run cut into equal stretches with answers enough in each; none where it has too few. The first and the last,
+    in which a run fills up and drains, are left out."""
+    answers = sum(outcome.ok for outcome in outcomes)
+    parts = min(most, answers // LEAST_ANSWERS)
+    return timeline(outcomes, parts)[1:-1] if parts >= LEAST_STRETCHES + 2 else []
+
+
 def account(
     series: Mapping[str, Sequence[tuple[float, float]]], minutes: float, machine: dict[str, Any], unknown: str = UNTOLD
 ) -> dict[str, Any]:
@@ -71,8 +83,17 @@ def drift(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
     first, last = statistics.median(values[:fifth]), statistics.median(values[-fifth:])
     return {
         **percentiles(values), "stretches": len(values), "first": first, "last": last,
-        "drift": last / first - 1 if first else 0.0, "per_hour": slope(points) * 3600,
+        "drift": last / first - 1 if first else 0.0, "noise": noise(values, fifth) / first if first else 0.0,
+        "per_hour": slope(points) * 3600,
     }  # fmt: skip
+
+
+def noise(values: Sequence[float], fifth: int) -> float:
+    """The standard error of the difference of two medians of so many stretches each, by what neighbours differ; a median of
+    normal numbers is 1.25 times as uncertain as their mean."""
+    steps = [abs(after - before) for before, after in itertools.pairwise(values)]
+    one = 0.886 * statistics.mean(steps) if steps else 0.0               # the mean |a − b| of normal numbers is 2σ/√π
+    return float((1.25 if fifth > 2 else 1.0) * one * (2 / fifth) ** 0.5)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
@@ -84,9 +105,13 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 def verdict(found: dict[str, Any], unknown: str = UNTOLD) -> str:
     drifted = [
-        f"{name} {values['drift']:+.1%}" for name, values in found["figures"].items() if abs(values["drift"]) > DRIFTED
-    ]
-    said = f"drifted: {', '.join(drifted)}" if drifted else f"steady: nothing drifted by more than {DRIFTED:.0%}"
+        f"{name} {values['drift']:+.1%}" for name, values in found["figures"].items()
+        if abs(values["drift"]) > max(DRIFTED, CHANCE * values["noise"])
+    ]  # fmt: skip
+    said = f"drifted: {', '.join(drifted)}" if drifted else f"steady: nothing drifted by more than {DRIFTED:.0%} and chance"
+    if not found["figures"]:
+        said = (f"too short to tell drift: that takes {LEAST_STRETCHES} stretches, of a server with {LEAST_ANSWERS} answers each "
+                "beside those in which it fills up and drains")  # fmt: skip
     if found["throttled"]:
         said += f"; throttled by {', '.join(found['throttled'])}"
     elif not found["machine"]:

@@ -29,7 +29,7 @@ from ridgeline.diagnose import drill
 from ridgeline.diagnose.facts import PartFacts, facts_of
 from ridgeline.diagnose.patterns import find_patterns
 from ridgeline.diagnose.remedies import ranked
-from ridgeline.diagnose.trace import read_trace, trace_of_steps
+from ridgeline.diagnose.trace import KNOWN, read_trace, trace_of_steps
 from ridgeline.errors import ConfigError
 
 _COUNTERS = {"rows": "rows", "tokens": "tokens"}         # drawn under the steps of a trace
@@ -147,8 +147,8 @@ def _profile_server(admin_socket: str, steps: int, found: Attached) -> dict[str,
     document: dict[str, Any] = json.loads(path.read_text())
     shutil.rmtree(path.parent, ignore_errors=True)
     costs = {part: PartFacts(**numbers) for part, numbers in answer["costs"].items()}
-    found.take_profile(document, costs, answer["overhead"])
-    return document
+    spent = found.take_profile(document, costs, answer["overhead"])
+    return document | {KNOWN: {"profiler_s": spent}}
 
 
 def _from_traces(paths: list[str]) -> dict[str, Any]:
@@ -160,7 +160,8 @@ def _from_traces(paths: list[str]) -> dict[str, Any]:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{path} is no Chrome trace of torch's profiler") from None
-    facts = facts_of(traces)
+    spent = sum(trace.profiler for trace in traces) / len(traces)
+    facts = facts_of(traces, profiler=spent, kept=traces[0].kept if len(traces) == 1 else ())
     if not facts.seconds:
         raise ConfigError("the traces hold no work of a device, and no marked ops")
     findings = find_patterns(facts)

@@ -18,11 +18,12 @@ from typing import Any
 
 from ridgeline.bench.sweep import middle
 from ridgeline.bench.workloads import GPU_PRESETS, TIMED
+from ridgeline.distributed.plan import head_shards
 from ridgeline.errors import ConfigError
 from ridgeline.plan import check, report
-from ridgeline.plan.fit import fit, host_constants, narrow_constants, write_fit
+from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants, write_fit
 from ridgeline.plan.hardware import DEVICES, find_device
-from ridgeline.plan.models import CONFIGS, find_model, is_same_model
+from ridgeline.plan.models import CONFIGS, find_model, is_same_model, packed_format
 from ridgeline.plan.operation import Slo, Traffic
 from ridgeline.plan.page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
@@ -120,9 +121,12 @@ def _question(args: argparse.Namespace) -> report.Question:
         raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ConfigError(f"--price must be at least 0, got {args.price}")
+    # On a CPU the engine reads a file's own blocks; on a GPU it widens them.
+    stored = packed_format(args.model) if device.kind == "cpu" else None
+    head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # refuses what cannot be divided
     setup = Setup(
-        model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or dtype, kv=args.kv_cache_dtype,
-        sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
+        model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or stored or dtype,
+        kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
     )  # fmt: skip
     most = max(args.most, args.count) if device.link.latency else args.count
@@ -131,7 +135,8 @@ def _question(args: argparse.Namespace) -> report.Question:
         objective = replace(objective, slo=parse_slo(args.slo))
     return report.Question(
         setup, traffic, most, args.gpu_memory_utilization, args.price, slo, args.rate, args.parameters,
-        args.hit_rate or 0.5, args.drafts or 4, args.acceptance, objective, parse_kl(args.kl) if args.kl else None,
+        args.hit_rate or 0.5, args.drafts or 4, args.acceptance, objective, (args.input, args.output),
+        parse_kl(args.kl) if args.kl else None,
     )  # fmt: skip
 
 
@@ -229,7 +234,8 @@ def _fit(args: argparse.Namespace) -> int:
     records = [read_record(path, preset_lengths()) for path in args.fit]
     constants, errors = fit(records, host_constants(*args.host) if args.host else None)
     if args.ops:
-        constants = replace(constants, **narrow_constants(args.ops, constants.attention_call_s))
+        measured = narrow_constants(args.ops, constants.attention_call_s) | launch_constants(args.ops)
+        constants = replace(constants, **measured)
     for name, value in constants.values().items():
         print(f"{name:<20}{value:.4g}")
     for each in errors:

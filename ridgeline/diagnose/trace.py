@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STEP, PHASE, OP = "step", "phase:", "op:"                # how whoever profiles marks the host's time
+KNOWN = "ridgeline"                  # what a trace of ours says beside its events: the profiler's cost, who had the processor
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 MARKS = ("user_annotation", "cpu_op")
@@ -98,6 +99,8 @@ class Trace:
     waits: list[Span] = field(default_factory=list)      # calls that block until the device is done
     allocations: list[Span] = field(default_factory=list)        # calls that ask the driver for memory, or give it back
     memory: list[Memory] = field(default_factory=list)
+    profiler: float = 0.0            # seconds that profiling took of these steps, where whoever wrote the trace knows …
+    kept: list[float] = field(default_factory=list)      # … and the part of each step in which the process had a processor
 
 
 def read_trace(document: Mapping[str, Any]) -> Trace:
@@ -127,6 +130,8 @@ def read_trace(document: Mapping[str, Any]) -> Trace:
     work = _kernels(events, launched, borders) if on_gpu else _marked_ops(events, borders)
     found.work = sorted(work, key=lambda each: each.start)
     found.memory = list(_memory(document.get("traceEvents", ())))
+    known = document.get(KNOWN, {})
+    found.profiler, found.kept = float(known.get("profiler_s", 0.0)), [float(part) for part in known.get("kept", ())]
     return found
 
 

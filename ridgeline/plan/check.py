@@ -13,6 +13,7 @@ from ridgeline.plan.records import MeasuredRow, Record
 
 BAR = 0.15                           # of TPOT and throughput, on what was not fitted
 BARRED = ("TPOT", "output tok/s")
+WIDE = 1.15                          # runs of one figure that differ by as much as the bar allows are noted; no excuse
 
 
 _HEAD = ["record", "workload", "figure", "measured", "predicted", "error", ""]
@@ -39,7 +40,8 @@ class Checked:
 
     @property
     def note(self) -> str:
-        return "fitted" if self.fitted else f"its runs differ {self.spread:.1f}×" if self.spread > 1 + 2 * BAR else ""
+        words = ["fitted"] * self.fitted + [f"its runs differ {self.spread:.2f}×"] * (self.spread >= WIDE)
+        return ", ".join(words)
 
 
 def check(record: Record, fitted: bool = False) -> list[Checked]:
@@ -63,7 +65,8 @@ def _row(record: Record, row: MeasuredRow, fitted: bool) -> list[Checked]:
     if uniform:
         first = workload_seconds(setup, [(tokens_in, 1) for tokens_in, _ in row.asked], *limits)
         if row.first_seconds:
-            found.append(Checked(record.name, row.workload, "first tokens", row.first_seconds, first, fitted))
+            spread = row.spread.get("first_tokens_s", 1.0)
+            found.append(Checked(record.name, row.workload, "first tokens", row.first_seconds, first, fitted, spread))
         if row.tpot_seconds:
             each = (total - first) / (row.asked[0][1] - 1)
             spread = row.spread.get("decode_tok_s", 1.0)

@@ -1,8 +1,9 @@
 """`ridgeline plan --fit`: the constants of prediction.py from the records of one model on one device.
 
 Fitted are what a decode step of the uniform workloads takes, what first tokens take, and, where a record has them, the
-kernels' times by part. Every figure counts by its relative error. A constant that the records hardly touch stays near what
-it is expected to be (`_EXPECTED`); so the fit has one answer. Levenberg–Marquardt on logarithms, in numpy.
+kernels' times by part. Every figure counts by its relative error over what its own runs differ by. A constant that the records
+hardly touch stays near what it is expected to be (`_EXPECTED`); so the fit has one answer. Levenberg–Marquardt on logarithms,
+in numpy.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _EXPECTED: dict[str, tuple[float, float]] = {
     "host": (1.0, 1.0),              # how much longer a new request takes in an engine at work than in `bench host`, by itself
 }  # fmt: skip
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
-_ERROR = 0.02                        # of a measured figure: what the runs of a record differ by
-_PART_ERROR = 0.05                   # of a part's: the trace slows things down a little
+_LEAST_ERROR = 0.02                  # of a measured figure whose runs agree: cards of the same kind differ by so much
+_LEAST_PART_ERROR = 0.05             # of a part's, of which there is one trace: that slows things down a little
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,25 @@ def observations(record: Record) -> list[Observation]:
         if row.shared:
             if row.seconds:
                 steps = _steps(setup, record, row.asked, row.shared)
-                found.append(Observation(f"{row.workload} total", row.seconds, _sum(steps), _ERROR))
+                error = _error(row, "output_tok_s")
+                found.append(Observation(f"{row.workload} total", row.seconds, _sum(steps), error))
             continue
         found += _parts(setup, row)
         if not row.first_seconds:
             continue
         first = _steps(setup, record, [(tokens_in, 1) for tokens_in, _ in row.asked])
-        found.append(Observation(f"{row.workload} first tokens", row.first_seconds, _sum(first), _ERROR))
+        error = _error(row, "first_tokens_s")
+        found.append(Observation(f"{row.workload} first tokens", row.first_seconds, _sum(first), error))
         if row.tpot_seconds:
             whole, count = _steps(setup, record, row.asked), row.asked[0][1] - 1
-            found.append(Observation(f"{row.workload} TPOT", row.tpot_seconds, _tpot(whole, first, count), _ERROR))
+            error = _error(row, "decode_tok_s")
+            found.append(Observation(f"{row.workload} TPOT", row.tpot_seconds, _tpot(whole, first, count), error))
     return found
+
+
+def _error(row: MeasuredRow, figure: str, least: float = _LEAST_ERROR) -> float:
+    """What to expect of a figure: as much as its own runs differ, the highest from the lowest."""
+    return max(least, row.spread.get(figure, 1.0) - 1)
 
 
 def _steps(setup: Setup, record: Record, asked: Sequence[tuple[int, int]], shared: int = 0) -> Steps:
@@ -103,13 +112,14 @@ def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
         return seconds
 
     found = [
-        Observation(f"{row.workload} {part}", seconds, predict(part), _PART_ERROR)
+        Observation(f"{row.workload} {part}", seconds, predict(part), _error(row, "decode_tok_s", _LEAST_PART_ERROR))
         for part, seconds in measured.items() if seconds > 0
     ]
     if row.step_seconds is not None:
         found.append(Observation(
-            f"{row.workload} step", row.step_seconds, lambda setup: float(step_seconds(setup, steps, steady=True)[0]), _ERROR
-        ))
+            f"{row.workload} step", row.step_seconds, lambda setup: float(step_seconds(setup, steps, steady=True)[0]),
+            _LEAST_ERROR,
+        ))  # fmt: skip
     return found
 
 
@@ -187,6 +197,15 @@ def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
         raise ConfigError(f"{path} has no attention over wide and over narrow pages: `ridgeline bench ops --op decode_attention "
                           "paged_attention` on a GPU has")  # fmt: skip
     return found
+
+
+def launch_constants(path: str | Path) -> dict[str, float]:
+    """What launching a kernel costs the host, from the peaks in a record of `ridgeline bench ops`; nothing where it has none."""
+    try:
+        seconds = json.loads(Path(path).read_text(encoding="utf-8"))["workload"]["peaks"]["host_launch_s"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {"launch_s": float(seconds)}
 
 
 def _speed(row: dict[str, Any], rate: str, call_s: float) -> float:

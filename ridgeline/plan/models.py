@@ -7,12 +7,14 @@ planned, as that decoder with the part exchanged; the engine itself does not run
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.config import ModelConfig, hf_model_config, load_model_config, read_json
+from ridgeline.models.gguf import GGUFFile
 from ridgeline.plan.experts import Experts, read_experts
 from ridgeline.plan.latent import Latent, read_latent
 
@@ -219,9 +221,9 @@ def find_model(name: str) -> PlannedModel:
     """A name of the table, a config.json, a directory with one, or a .gguf file."""
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
-        return _from_json(path.parent.name or path.stem, read_json(path))
+        return _from_json(path.resolve().parent.name or path.stem, read_json(path), str(path))
     if (path / "config.json").is_file():
-        return _from_json(path.resolve().name, read_json(path / "config.json"))
+        return _from_json(path.resolve().name, read_json(path / "config.json"), str(path / "config.json"))
     if path.exists():
         return PlannedModel(path.name, load_model_config(path))
     wanted = _plain(name)
@@ -233,15 +235,26 @@ def find_model(name: str) -> PlannedModel:
                       f"{', '.join(close)} …")
 
 
-def _from_json(name: str, raw: dict[str, Any]) -> PlannedModel:
+def packed_format(name: str) -> str | None:
+    """Of a .gguf file, the format that its matrices are nearest to; None where they are wide, or it is no such file."""
+    path = Path(name)
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    with GGUFFile(path) as file:
+        matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+        bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(1, sum(math.prod(tensor.shape) for tensor in matrices))
+    return "int4" if bits < 6.5 else "int8" if bits < 12 else None
+
+
+def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
     """As the engine reads it; experts and latent attention apart. Formats are chosen here, and no size depends on them."""
-    raw = {**raw, "quantization_config": None}
-    experts, latent = read_experts(raw, name), read_latent(raw, name)
+    raw, where = {**raw, "quantization_config": None}, where or name
+    experts, latent = read_experts(raw, where), read_latent(raw, where)
     if experts is None and latent is None:
-        return PlannedModel(name, hf_model_config(raw, {}, where=name))
+        return PlannedModel(name, hf_model_config(raw, {}, where=where))
     architecture = (raw.get("architectures") or [""])[0]
     if architecture not in _AS_DENSE:
-        raise ModelError(f"{name}: architecture {architecture!r} is not described; of mixtures and latent attention known are "
+        raise ModelError(f"{where}: architecture {architecture!r} is not described; of mixtures and latent attention known are "
                          f"{', '.join(_AS_DENSE)}")  # fmt: skip
     # How positions are stretched changes no size, and the families differ in what they take there.
     raw |= {"architectures": [f"{_AS_DENSE[architecture]}ForCausalLM"], "rope_scaling": None, "rope_parameters": None}
@@ -251,7 +264,7 @@ def _from_json(name: str, raw: dict[str, Any]) -> PlannedModel:
         raw["mlp_bias"] = True
     if latent is not None:
         raw |= {"head_dim": latent.value, "num_key_value_heads": raw.get("num_attention_heads")}
-    return PlannedModel(name, hf_model_config(raw, {}, where=name), experts, latent)
+    return PlannedModel(name, hf_model_config(raw, {}, where=where), experts, latent)
 
 
 def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:

@@ -32,7 +32,8 @@ class Traffic:
 
     def __post_init__(self) -> None:
         if self.tokens_in < 1 or self.tokens_out < 1 or not 0 <= self.hit_rate < 1:
-            raise ConfigError(f"requests need a token in and out at least, and a hit rate from 0 to below 1: got {self}")
+            raise ConfigError(f"requests need a token in and out at least, and a hit rate from 0 to below 1: got "
+                              f"{self.tokens_in} in, {self.tokens_out} out, {self.hit_rate:g}")  # fmt: skip
 
     @property
     def context(self) -> int:
@@ -127,6 +128,9 @@ def saturation_batch(points: Sequence[Point]) -> int:
     return next(point.batch for point in points if point.tok_s >= enough)
 
 
+MOST_LOAD = 0.8                      # of what replicas can: requests that come by chance need room, else they queue
+
+
 # ── how many ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -137,6 +141,11 @@ class Answer:
     point: Point                     # of one replica, at the most it may be given
     replicas: int
     rate: float                      # requests/s asked for
+
+    @property
+    def load(self) -> float:
+        """Of what the replicas can within the SLO."""
+        return self.rate / (self.replicas * self.point.requests_s)
 
     @property
     def devices(self) -> int:
@@ -159,14 +168,14 @@ def best_point(setup: Setup, traffic: Traffic, slo: Slo, utilization: float = 0.
 def devices_for(
     setup: Setup, traffic: Traffic, slo: Slo, rate: float, most_ranks: int = 8, utilization: float = 0.9
 ) -> list[Answer]:
-    """For every number of ranks that can, fewest devices first."""
+    """For every number of ranks that can, fewest devices first; none is loaded beyond MOST_LOAD."""
     if not 0 < rate < math.inf:
         raise ConfigError(f"rate must be above 0, got {rate}")
     answers = []
     for ranks in possible_ranks(setup.model, most_ranks):
         point = best_point(replace(setup, ranks=ranks), traffic, slo, utilization)
         if point is not None:
-            answers.append(Answer(point, math.ceil(rate / point.requests_s), rate))
+            answers.append(Answer(point, math.ceil(rate / (MOST_LOAD * point.requests_s)), rate))
     return sorted(answers, key=lambda answer: (answer.devices, answer.point.tpot))
 
 

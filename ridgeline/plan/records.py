@@ -7,6 +7,7 @@ requests follow from the record where all are alike; a caller brings those of th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,29 +123,48 @@ def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> 
     )  # fmt: skip
 
 
+_CPU_SIZES = {"latency": (1, 128, 128), "batch8": (8, 128, 128), "batch32": (32, 128, 128), "prefill": (1, 512, 1)}
+_CPU_SIZE = re.compile(r"(\d+)x(\d+)\+(\d+)")            # as `bench offline --requests` names its workloads
+
+
+def _cpu_size(name: str) -> tuple[int, int, int] | None:
+    """Requests, tokens in and out of each; settings may stand behind the workload's name."""
+    name = name.partition(",")[0]
+    if found := _CPU_SIZE.fullmatch(name):
+        count, tokens_in, tokens_out = map(int, found.groups())
+        return count, tokens_in, tokens_out
+    return _CPU_SIZES.get(name)
+
+
 def _cpu(raw: dict[str, Any]) -> Record:
     """Bandwidth as the record measured it; the matrix rate is that of its fastest prompts."""
     workload, figures = raw["workload"], raw["figures"]
     model = find_model("smollm2-135m" if workload["model"].startswith("SmolLM2-135M") else workload["model"])
-    sizes = {"latency": (1, 128, 128), "batch8": (8, 128, 128), "batch32": (32, 128, 128), "prefill": (1, 512, 1)}
     rows, formats = [], set()
-    for name, (count, tokens_in, tokens_out) in sizes.items():
-        if name not in figures:
+    for name, measured in figures.items():
+        size = _cpu_size(name)
+        if size is None or not isinstance(measured, dict):
             continue
-        found = figures[name]["ridgeline"]
+        count, tokens_in, tokens_out = size
+        found = measured["ridgeline"]
         formats.add(found.get("bytes_per_weight"))
         first = count * tokens_in / found["prefill_tok_s"]["median"]
         tpot = found["tpot_ms"]["median"] / 1e3 if "tpot_ms" in found else None
         output = found["output_tok_s"]["median"] if "output_tok_s" in found else None
-        rows.append(MeasuredRow(name, [(tokens_in, tokens_out)] * count, 0, None, first, tpot, output))
+        spread = {"first_tokens_s": "prefill_tok_s", "decode_tok_s": "decode_tok_s", "output_tok_s": "output_tok_s"}
+        rows.append(MeasuredRow(
+            name, [(tokens_in, tokens_out)] * count, 0, None, first, tpot, output,
+            spread={mine: found[theirs]["p90"] / found[theirs]["p10"] for mine, theirs in spread.items() if theirs in found},
+        ))  # fmt: skip
     if not rows:
-        raise ConfigError(f"the record has none of the workloads {', '.join(sizes)}")
+        raise ConfigError("the record has no workload that is known: latency, batch8, batch32, prefill, or one by its sizes")
     rate = max(
         2 * model.linear_parameters * sum(tokens_in for tokens_in, _ in row.asked) / row.first_seconds
         for row in rows if row.first_seconds
     )
     bandwidth = figures["read_bandwidth_gb_s"] * 1e9
     device = Device("CPU", 0, bandwidth, {"float32": rate / 0.8}, NO_LINK, kind="cpu")
-    # The engine multiplies the file's own blocks: of SmolLM2's, 0.72 bytes a weight.
-    setup = Setup(model=model, device=device, dtype="float32", weights="int4" if min(formats - {None}) < 1 else "float32")
+    # The engine multiplies the file's own blocks: of SmolLM2's, 0.72 bytes a weight. Prompts alone say nothing of them.
+    packed = min(formats - {None}, default=4.0) < 1
+    setup = Setup(model=model, device=device, dtype="float32", weights="int4" if packed else "float32")
     return Record(workload["model"], setup, rows, 512, 128)

@@ -11,6 +11,7 @@ from ridgeline import ledger
 from ridgeline.ledger import GIB
 from ridgeline.plan.capacity import Capacity, textbook
 from ridgeline.plan.operation import (
+    MOST_LOAD,
     Answer,
     Point,
     Slo,
@@ -44,6 +45,7 @@ class Question:
     drafts: int = 4                  # … and of "drafts"
     acceptance: float = 0.7
     objective: Objective | None = None
+    given: tuple[int | None, int | None] = (None, None)  # tokens in and out that were asked for; None: an objective's own
     kl: dict[str, float] | None = None                   # measured by `ridgeline eval`, by format; "kv-fp8" is the cache's
 
 
@@ -56,6 +58,7 @@ def answer(question: Question) -> dict[str, Any]:
     told: dict[str, Any] = {
         "model": setup.model.name, "parameters": setup.model.parameters, "active_parameters": setup.model.active_parameters,
         "not_run": setup.model.not_run, "device": setup.device.name, "ranks": setup.ranks,
+        "kv_heads": setup.model.config.num_kv_heads,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
         "formats": support(setup.device), "lossy": setup.lossy,
@@ -98,10 +101,14 @@ def objectives(question: Question) -> dict[str, Any]:
     asked = [question.objective] if question.objective else list(OBJECTIVES.values())
     found: dict[str, Any] = {}
     for objective in asked:
-        traffic = question.traffic if question.objective else objective.traffic
+        (given_in, given_out), own = question.given, objective.traffic
+        traffic = Traffic(given_in or own.tokens_in, given_out or own.tokens_out, question.traffic.hit_rate)
         points = candidates(question.setup, traffic, question.most_ranks, objective.lossy, question.utilization)
         point = best(points, objective)
-        found[objective.name] = {"what": objective.what, "best": _point(point, question.price) if point else None}
+        found[objective.name] = {
+            "what": objective.what, "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out,
+            "hit_rate": traffic.hit_rate, "best": _point(point, question.price) if point else None,
+        }  # fmt: skip
     return found
 
 
@@ -138,7 +145,8 @@ def _point(point: Point, price: float | None) -> dict[str, Any]:
 
 def _answer(found: Answer, price: float | None) -> dict[str, Any]:
     return {
-        "devices": found.devices, "replicas": found.replicas, "rate": found.rate, "point": _point(found.point, price),
+        "devices": found.devices, "replicas": found.replicas, "rate": found.rate, "load": found.load,
+        "point": _point(found.point, price),
         "dollars_per_hour": price * found.devices if price is not None else None,
     }
 
@@ -166,6 +174,7 @@ def text(told: dict[str, Any]) -> str:
         + (f", derated to {told['derate']:.0%}" if told["derate"] < 1 else ""),
         f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"
         + (f", {told['hit_rate']:.0%} of the prompt cached" if told["hit_rate"] else ""),
+        *_uneven(told),
         *([f"{told['not_run']}: planned, as kernels like ours would run it; this engine does not yet"] * bool(told["not_run"])),
         "",
         *_memory(told),
@@ -183,11 +192,30 @@ def text(told: dict[str, Any]) -> str:
     if "deployments" in told:
         lines += ["", *_deployments(told["deployments"])]
     for name, found in told.get("objectives", {}).items():
-        lines += ["", f"{name}: {found['what']}", f"  {_one_line(found['best'])}"]
+        lengths = f"({found['tokens_in']:,} tokens in, {found['tokens_out']:,} out)"
+        lines += ["", f"{name}: {found['what']} {lengths}", f"  {_one_line(found['best'])}"]
     emulated = [f"{name} ({how})" for name, how in told["formats"].items() if how != "native"]
     native = [name for name, how in told["formats"].items() if how == "native"]
     lines += ["", f"native on {told['device']}: {', '.join(native)}; {'; '.join(emulated)}"]
     return "\n".join(lines)
+
+
+def _uneven(told: dict[str, Any]) -> list[str]:
+    heads, ranks = told["kv_heads"], told["ranks"]
+    if ranks >= heads or heads % ranks == 0:
+        return []
+    even = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+    return [f"{heads} KV heads do not divide evenly among {ranks}: a rank has up to {-(-heads // ranks)} of them, and the others "
+            f"wait for it, so it is slower than planned; {even} do"]  # fmt: skip
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request{'s' if count != 1 else ''}"
+
+
+def _rate(tok_s: float) -> str:
+    """Tokens per second; slow ones with their digits."""
+    return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.2g}"
 
 
 def _active(told: dict[str, Any]) -> str:
@@ -197,7 +225,7 @@ def _active(told: dict[str, Any]) -> str:
 
 def _memory(told: dict[str, Any]) -> list[str]:
     head = "fits" if told["fits"] else "DOES NOT FIT"
-    rows = f"{min(told['largest_batch'], MOST_ROWS) or 1:,} requests"
+    rows = _requests(min(told["largest_batch"], MOST_ROWS) or 1)
     lines = [f"{head}: GiB of one device with {rows}, {told['usable'] / GIB:.1f} of them usable"]
     parts = [part for part in (*ledger.PARTS, *told["ledger"]) if part in told["ledger"]]
     for part in dict.fromkeys(parts):
@@ -205,12 +233,12 @@ def _memory(told: dict[str, Any]) -> list[str]:
     lines.append(f"  {'left':<12}{(told['usable'] - sum(told['ledger'].values())) / GIB:>9.2f}")
     book, context = told["textbook"], told["tokens_in"] + told["tokens_out"]
     lines += [
-        f"KV {told['kv_bytes_per_token'] / 1024:,.1f} KiB a token; {told['largest_batch']:,} requests of {context:,} tokens "
+        f"KV {told['kv_bytes_per_token'] / 1024:,.1f} KiB a token; {_requests(told['largest_batch'])} of {context:,} tokens "
         f"fit, or one of {told['longest_context']:,}",
         f"batch limited by memory at {told['largest_batch']:,}, by compute (ridge) at {told['compute_limited_batch']:,}"
         + (f"; 90 % of the throughput at {told['saturation_batch']:,}" if "saturation_batch" in told else ""),
-        f"textbook (weights and KV alone, {book['parameters'] / 1e9:.4g} G parameters): {book['tok_s']:,.0f} tok/s at batch 1 "
-        f"by bandwidth, {book['batch']:,} requests by memory",
+        f"textbook (weights and KV alone, {book['parameters'] / 1e9:.4g} G parameters): {_rate(book['tok_s'])} tok/s at batch 1 "
+        f"by bandwidth, {_requests(book['batch'])} by memory",
     ]
     return lines
 
@@ -221,8 +249,8 @@ def _batches(points: Sequence[dict[str, Any]]) -> list[str]:
     head = f"{'batch':>6}{'TTFT ms':>10}{'TPOT ms':>10}{'tok/s':>11}{'per device':>12}{'requests/s':>12}"
     lines = [alone, head + (f"{'$/M tokens':>12}" if priced else "")]
     for point in points:
-        line = f"{point['batch']:>6}{point['ttft'] * 1e3:>10.1f}{point['tpot'] * 1e3:>10.2f}{point['tok_s']:>11,.0f}"
-        line += f"{point['tok_s_device']:>12,.0f}{point['requests_s']:>12.2f}"
+        line = f"{point['batch']:>6}{point['ttft'] * 1e3:>10.1f}{point['tpot'] * 1e3:>10.2f}{_rate(point['tok_s']):>11}"
+        line += f"{_rate(point['tok_s_device']):>12}{point['requests_s']:>12.2f}"
         lines.append(line + (f"{point['dollars_per_million']:>12.3f}" if priced else ""))
     return lines
 
@@ -242,8 +270,8 @@ def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"{'ranks':>6}{'TPOT ms at 1':>14}{'largest batch':>15}{'tok/s':>11}{'per device':>12}"]
     for row in rows:
         one, many = row["one"], row["many"]
-        lines.append(f"{row['ranks']:>6}{one['tpot'] * 1e3:>14.2f}{many['batch']:>15,}{many['tok_s']:>11,.0f}"
-                     f"{many['tok_s_device']:>12,.0f}")  # fmt: skip
+        lines.append(f"{row['ranks']:>6}{one['tpot'] * 1e3:>14.2f}{many['batch']:>15,}{_rate(many['tok_s']):>11}"
+                     f"{_rate(many['tok_s_device']):>12}")  # fmt: skip
     fastest = min(rows, key=lambda row: row["one"]["tpot"])["ranks"]
     cheapest = max(rows, key=lambda row: row["many"]["tok_s_device"])["ranks"]
     return [*lines, f"best tensor parallelism: {fastest} for latency, {cheapest} for throughput per device"]
@@ -267,8 +295,10 @@ def _deployments(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         point, price = row["point"], row["dollars_per_hour"]
-        lines.append(f"{row['rate']:g} requests/s need {row['devices']} devices: {row['replicas']} × {point['label']}, at most "
-                     f"{point['batch']} requests each, TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms"
+        devices = f"{row['devices']} device{'s' if row['devices'] > 1 else ''}"
+        lines.append(f"{row['rate']:g} requests/s need {devices}: {row['replicas']} × {point['label']}, at most "
+                     f"{_requests(point['batch'])} each, TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms; "
+                     f"loaded with {row['load']:.0%} of what they can, at most {MOST_LOAD:.0%}"
                      + (f", ${price:,.2f} an hour" if price is not None else ""))  # fmt: skip
     return lines
 
@@ -277,5 +307,5 @@ def _one_line(point: dict[str, Any] | None) -> str:
     if point is None:
         return "nothing meets it"
     cost = f", ${point['dollars_per_million']:.3f} per million tokens" if point["dollars_per_million"] is not None else ""
-    return (f"{point['label']}, batch {point['batch']}: {point['tok_s_device']:,.0f} tok/s per device, "
+    return (f"{point['label']}, batch {point['batch']}: {_rate(point['tok_s_device'])} tok/s per device, "
             f"TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms{cost}")  # fmt: skip
