@@ -561,7 +561,7 @@ def test_a_field_that_is_missing_is_named(client: Client, path: str, body: dict[
 
 def test_an_answer_that_cannot_fit_is_refused_with_both_numbers(client: Client) -> None:
     """As vLLM does; without a number of its own the answer may be as long as there is room for."""
-    prompt = client.sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1).usage.prompt_tokens  # type: ignore
+    prompt = client.sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1).usage.prompt_tokens
     for name, path, body in (
         ("max_tokens", "chat/completions", {"messages": MESSAGES}),
         ("max_completion_tokens", "chat/completions", {"messages": MESSAGES}),
