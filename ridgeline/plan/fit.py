@@ -35,8 +35,8 @@ _EXPECTED: dict[str, tuple[float, float]] = {
     "host": (1.0, 1.0),              # how much longer a new request takes in an engine at work than in `bench host`, by itself
 }  # fmt: skip
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
-_LEAST_ERROR = 0.02                  # of a measured figure whose runs agree: cards of the same kind differ by so much
-_LEAST_PART_ERROR = 0.05             # of a part's, of which there is one trace: that slows things down a little
+_ERROR = 0.02                        # of a measured figure, all alike: cards of the same kind differ by so much and more
+_PART_ERROR = 0.05                   # of a part's, of which there is one trace: that slows things down a little
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +58,17 @@ def observations(record: Record) -> list[Observation]:
         if row.shared:
             if row.seconds:
                 steps = _steps(setup, record, row.asked, row.shared)
-                error = _error(row, "output_tok_s")
-                found.append(Observation(f"{row.workload} total", row.seconds, _sum(steps), error))
+                found.append(Observation(f"{row.workload} total", row.seconds, _sum(steps), _ERROR))
             continue
         found += _parts(setup, row)
         if not row.first_seconds:
             continue
         first = _steps(setup, record, [(tokens_in, 1) for tokens_in, _ in row.asked])
-        error = _error(row, "first_tokens_s")
-        found.append(Observation(f"{row.workload} first tokens", row.first_seconds, _sum(first), error))
+        found.append(Observation(f"{row.workload} first tokens", row.first_seconds, _sum(first), _ERROR))
         if row.tpot_seconds:
             whole, count = _steps(setup, record, row.asked), row.asked[0][1] - 1
-            error = _error(row, "decode_tok_s")
-            found.append(Observation(f"{row.workload} TPOT", row.tpot_seconds, _tpot(whole, first, count), error))
+            found.append(Observation(f"{row.workload} TPOT", row.tpot_seconds, _tpot(whole, first, count), _ERROR))
     return found
-
-
-def _error(row: MeasuredRow, figure: str, least: float = _LEAST_ERROR) -> float:
-    """What to expect of a figure: as much as its own runs differ, the highest from the lowest."""
-    return max(least, row.spread.get(figure, 1.0) - 1)
 
 
 def _steps(setup: Setup, record: Record, asked: Sequence[tuple[int, int]], shared: int = 0) -> Steps:
@@ -112,13 +104,13 @@ def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
         return seconds
 
     found = [
-        Observation(f"{row.workload} {part}", seconds, predict(part), _error(row, "decode_tok_s", _LEAST_PART_ERROR))
+        Observation(f"{row.workload} {part}", seconds, predict(part), _PART_ERROR)
         for part, seconds in measured.items() if seconds > 0
     ]
     if row.step_seconds is not None:
         found.append(Observation(
             f"{row.workload} step", row.step_seconds, lambda setup: float(step_seconds(setup, steps, steady=True)[0]),
-            _LEAST_ERROR,
+            _ERROR,
         ))  # fmt: skip
     return found
 
