@@ -83,6 +83,21 @@ def test_params_for_each_prompt(llm: LLM) -> None:
     assert [len(ids(output)[0]) for output in llm.generate(["a", "b"], params)] == [2, 5]
 
 
+def test_the_longest_answers_begin_first_and_come_back_in_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    added, add = [], llm.core.add
+
+    def noted(request: Request) -> None:
+        added.append(request.params.max_tokens)
+        add(request)
+
+    monkeypatch.setattr(llm.core, "add", noted)
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (3, 8, 3, 5)]
+    outputs = llm.generate([[1, 2], [3, 4], [5, 6], [7, 8]], params, use_tqdm=False)
+    assert added == [8, 5, 3, 3]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 8, 3, 5]
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+
 def test_n_answers_and_seeds(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=7, max_tokens=8, ignore_eos=True)
     first, again = llm.generate("Hello", params)[0], llm.generate(["Hello"], params)[0]

@@ -20,6 +20,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.resolve import ResolvedConfig, resolve
 from ridgeline.runner.worker import device_facts
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.scheduler.policy import longest_first
 from ridgeline.techniques import TECHNIQUES
 
 EXACT = "exact"                      # the quality of a record in which nothing was on that may change answers
@@ -70,14 +71,12 @@ class Engine:
         return [*run.first, run.seconds]
 
     def serve(self, asked: Asked, salt: str = "", **params: Any) -> Run:
-        """Submit all at once and wait for all. Runs with different salts share nothing in the prefix cache."""
+        """Submit all at once, as LLM.generate does, and wait for all. Runs with different salts share no cached prefix."""
         core, steps, cached = self.core, 0, 0
         first: dict[str, float] = {}
-        answers: dict[str, list[int]] = {}
         longest, start = 0.0, time.perf_counter()
-        for prompt, tokens_out in asked:
-            request_id = self.submit(prompt, tokens_out, salt, **params)
-            answers[request_id] = []
+        ids = {place: self.submit(*asked[place], salt, **params) for place in longest_first([count for _, count in asked])}
+        answers: dict[str, list[int]] = {ids[place]: [] for place in range(len(asked))}
         before = time.perf_counter()
         while core.has_work:
             deltas = core.step()

@@ -21,6 +21,7 @@ from ridgeline.messages import Request
 from ridgeline.models.config import load_model_config
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams, shown
+from ridgeline.scheduler.policy import longest_first
 
 
 class LLM:
@@ -58,7 +59,7 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to all prompts, in order.
+        """Answers to all prompts, in order. Those that may become longest begin first; `priority` comes before that.
 
         A prompt that cannot run fails the call before anything is computed. An answer that fails on the way ends with
         finish_reason "error" and says why in stop_reason; the others go on. Ctrl-C waits for the running step, so that
@@ -104,8 +105,8 @@ class LLM:
         states = {request.request_id: state for request, state in made}
         with progress_bar("answers", wanted=show) as tick, _BetweenSteps() as interrupt:
             try:
-                for request, _ in made:
-                    self.core.add(request)
+                for place in longest_first([request.params.max_tokens for request, _ in made]):
+                    self.core.add(made[place][0])
                 self._drain(states, tick, interrupt.deliver)
             except BaseException:
                 for request_id in states:                # leave nothing behind that would run with the next call
