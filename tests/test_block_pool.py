@@ -60,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted({*self.cached, *(+self.held)})))
-        self.pool.hold(block)
+        self.pool.hold([block])
         if block in self.cached:
             self.cached.remove(block)
         self.held[block] += 1
@@ -212,7 +212,7 @@ def test_a_second_release_is_an_error(pool: BlockPool) -> None:
 
 def test_a_free_block_cannot_be_held() -> None:
     with pytest.raises(KeyError):
-        _pool().hold(1)
+        _pool().hold([1])
 
 
 def test_a_release_waits_for_the_newest_step_in_flight() -> None:

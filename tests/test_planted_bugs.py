@@ -24,6 +24,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_block_pool import PoolMachine
 
+from ridgeline.cache import prefix_cache
 from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
 from ridgeline.cache.prefix_cache import PrefixCache
@@ -61,6 +62,10 @@ _quick = settings(                                       # found is enough: noth
 
 def collisions(monkeypatch: pytest.MonkeyPatch) -> None:
     test_prefix_cache.test_forced_hash_collisions_never_reuse_a_wrong_block(8, monkeypatch)
+
+
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    test_prefix_cache.test_a_remembered_path_changes_nothing((None, 5))
 
 
 def one(test: Callable[..., None], *arguments: object) -> Hunt:
@@ -120,11 +125,17 @@ PLANTS = [
     Plant("commit takes the next block's tokens", KVManager, "publish", "start = index * self.block_size",
           "start = (index + 1) * self.block_size"),
     Plant("a fork shares the partial block", KVManager, "fork", "limit // self.block_size", "-(-limit // self.block_size)"),
-    Plant("a hit's blocks are not held", KVManager, "start", "self.pool.hold(block)", "pass"),
+    Plant("a hit's blocks are not held", KVManager, "start", "self.pool.hold(shared)", "pass"),
     Plant("a hit is committed again", KVManager, "start", "hit.node, hit.num_tokens // self.block_size)", "hit.node, 0)"),
     Plant("a start does not see that blocks are short", KVManager, "start", "self.pool.num_allocatable < new", "False and new",
           manager_model),
-    Plant("lookup goes past its limit", KVManager, "lookup", "limit - size + 1", "limit + 1"),
+    Plant("lookup goes past its limit", PrefixCache, "walk", "limit - size + 1", "limit + 1"),
+    Plant("a remembered path goes past what is the same", prefix_cache, "_in_common", "same // size - 1", "same // size",
+          remembered),
+    Plant("a remembered path goes past the limit", prefix_cache, "_in_common", "min(len(newest[0]), limit)",
+          "len(newest[0])", remembered),
+    Plant("a remembered block that is gone is taken", prefix_cache, "_in_common", "if not any(node.blocks)",
+          "if False", remembered),
     Plant("no block for the last token", KVManager, "grow", "-(-num_tokens // self.block_size) - first",
           "num_tokens // self.block_size - first"),
     Plant("new blocks at the wrong place", KVManager, "grow", "(group, first + offset, block)", "(group, offset, block)"),

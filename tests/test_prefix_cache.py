@@ -86,6 +86,36 @@ def test_a_node_somebody_stands_on_stays_without_blocks() -> None:
     assert len(cache) == 0
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 5)])
+def test_a_remembered_path_changes_nothing(windows: tuple[int | None, ...]) -> None:
+    """walk() finds what block by block is found, while sequences come and go and the pool evicts."""
+    rng = random.Random(0)
+    manager = KVManager([KVGroupSpec((layer,), window, 2, 1, 8) for layer, window in enumerate(windows)], 20 * len(windows))
+    stems = [[rng.randrange(2) for _ in range(12)] for _ in range(2)]
+    remembered = 0
+    for _ in range(1500):
+        stem = rng.choice(stems)
+        tokens = array("i", stem[: rng.randrange(2, 13)] + [rng.randrange(2) for _ in range(rng.randrange(6))])
+        limit = rng.randrange(len(tokens) + 1)
+        root = node = manager.cache.root("")
+        plain = []
+        for start in range(0, limit - 1, 2):
+            child = manager.cache.find(node, tokens[start : start + 2].tobytes())
+            if child is None:
+                break
+            plain.append(child)
+            node = child
+        remembered += len(plain) > 1 and plain[0].newest is not None
+        found = manager.cache.walk(root, tokens, limit, 2)
+        assert len(found) == len(plain) and all(a is b for a, b in zip(found, plain, strict=True))
+        if rng.random() < 0.3:
+            blocks = manager.start(manager.lookup(tokens, "", len(tokens) - 1), len(tokens))
+            assert blocks is not None
+            manager.commit(blocks, tokens, len(tokens))
+            manager.free(blocks)
+    assert remembered > 300 and manager.counters.evicted > 100, "both are put to the test"
+
+
 def test_keys_are_secret_to_the_process() -> None:
     """Otherwise somebody who may choose prompts could compute collisions at home."""
     assert PrefixCache(1).root("").key != PrefixCache(1).root("").key

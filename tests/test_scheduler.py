@@ -385,7 +385,7 @@ def test_a_victim_that_frees_nothing_is_passed_over() -> None:
     assert scheduler._victim(asking) is cheap
     for table in cheap.blocks.tables:                    # type: ignore[union-attr]
         for block in table:
-            simulation.manager.pool.hold(block)
+            simulation.manager.pool.hold([block])
     assert scheduler._victim(asking) is sequence_of(simulation, "b")
     cheap.priority = 5                                   # the least important asks, and only the more important could give
     assert scheduler._victim(cheap) is cheap

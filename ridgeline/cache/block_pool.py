@@ -47,6 +47,11 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
+    def num_unheld(self, blocks: list[int]) -> int:
+        """How many of these nobody holds: they are allocatable until somebody does."""
+        references = self._references
+        return [references[block] for block in blocks].count(0)
+
     def states(self) -> np.ndarray:
         """uint8 [num_blocks - 1]: what each block but the null one is now, for a picture."""
         found = np.minimum(np.frombuffer(self._references, np.int32), 2).astype(np.uint8)
@@ -72,11 +77,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def hold(self, block: int) -> None:
-        """One more reference to a held or cached block."""
-        if self._references[block] == 0:
-            del self._cached[block]
-        self._references[block] += 1
+    def hold(self, blocks: list[int]) -> None:
+        """One more reference to each of these held or cached blocks."""
+        references = self._references
+        for block in blocks:
+            if references[block] == 0:
+                del self._cached[block]
+            references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
         """Drop one reference to each; they are reused in the order given once no step in flight can touch them."""

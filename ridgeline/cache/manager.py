@@ -92,12 +92,8 @@ class KVManager:
         for group, table in zip(self.groups, hit.tables, strict=True):
             shared = [block for block in table if block]
             taken += min(total - len(table), group_blocks(group, num_tokens, max_chunk) - len(shared))
-            taken += self._unheld(shared)
+            taken += self.pool.num_unheld(shared)
         return taken
-
-    def _unheld(self, blocks: list[int]) -> int:
-        """How many of these nobody holds: they are allocatable until somebody does."""
-        return sum(1 for block in blocks if block and not self.pool.references(block))
 
     @property
     def grows(self) -> bool:
@@ -112,15 +108,8 @@ class KVManager:
 
     def lookup(self, tokens: array[int], salt: str, limit: int) -> Hit:
         """The longest cached prefix of at most `limit` tokens that is valid in every group."""
-        root = node = self.cache.root(salt)
-        path: list[Node] = []
-        size = self.block_size
-        for start in range(0, limit - size + 1, size):
-            child = self.cache.find(node, tokens[start : start + size].tobytes())
-            if child is None:
-                break
-            path.append(child)
-            node = child
+        root = self.cache.root(salt)
+        path = self.cache.walk(root, tokens, limit, self.block_size)
         length = self._valid_length([child.blocks for child in path])
         hit = self._hit([child.blocks for child in path[:length]], path[length - 1] if length else root)
         hit.asked_tokens = len(tokens)
@@ -135,6 +124,8 @@ class KVManager:
 
     def _valid_length(self, columns: list[list[int]]) -> int:
         """How many leading blocks can be used: all present in full groups, the last window's worth in window groups."""
+        if not self._windows:
+            return next((index for index, blocks in enumerate(columns) if not all(blocks)), len(columns))
         windows = dict(self._windows)
         run = [0] * len(self.groups)                             # present blocks in a row that end here
         best = 0
@@ -167,13 +158,11 @@ class KVManager:
     def start(self, hit: Hit, num_tokens: int) -> SequenceBlocks | None:
         """Take the hit's blocks and enough new ones for `num_tokens`; None when the pool has too few."""
         new = self._slab or -(-num_tokens // self.block_size) - hit.num_tokens // self.block_size
-        unheld = sum(self._unheld(table) for table in hit.tables)
+        shared = [block for table in hit.tables for block in table if block]
+        unheld = self.pool.num_unheld(shared)
         if self.pool.num_allocatable < new * len(self.groups) + unheld:
             return None
-        for table in hit.tables:                                 # hold first: what is held cannot be evicted below
-            for block in table:
-                if block:
-                    self.pool.hold(block)
+        self.pool.hold(shared)                                   # first: what is held cannot be evicted below
         blocks = SequenceBlocks([list(table) for table in hit.tables], hit.node, hit.num_tokens // self.block_size)
         blocks.freed = [0] * len(self.groups)
         for group, _ in self._windows:

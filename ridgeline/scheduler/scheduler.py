@@ -404,6 +404,7 @@ class Scheduler:
         rows: list[int] = []
         tokens: list[int] = []
         unready: list[tuple[tuple[int, int], Sequence]] = []
+        promised = self._promised(table.ranked())
         while self._waiting and budget > 0 and not table.full:
             entry = self._waiting[0]
             sequence = entry[1]
@@ -421,7 +422,7 @@ class Scheduler:
             count = min(rest, budget) if self.limits.chunked_prefill else rest
             if count > budget:
                 break                                            # whoever is next waits; nobody overtakes
-            blocks = manager.start(hit, hit.num_tokens + count) if self._has_room(hit, known) else None
+            blocks = manager.start(hit, hit.num_tokens + count) if self._has_room(hit, known, promised) else None
             if blocks is None:
                 full = True
                 break
@@ -431,6 +432,7 @@ class Scheduler:
             sequence.admitted_at = self._step
             row = table.add(sequence, self._want(sequence), known, hit.num_tokens)
             table.hold(row, blocks.num_blocks)
+            promised += self._promised(np.array([row]))
             table.committed[row] = blocks.committed
             if sequence.lost_tokens == 0 and sequence.leader is None:
                 sequence.num_cached = hit.num_tokens
@@ -473,18 +475,20 @@ class Scheduler:
                 return forked
         return hit
 
-    def _has_room(self, hit: Hit, known: int) -> bool:
-        """Room for all its known tokens, and for the ones already running to finish their prompts and go on a block.
+    def _promised(self, rows: np.ndarray) -> int:
+        """Blocks that these rows will take to finish their prompts and go on for one."""
+        table, manager = self._rows, self.manager
+        if not manager.grows:
+            return 0
+        missing = -(-table.known[rows] // manager.block_size) - table.num_blocks[rows]
+        return (int(np.maximum(missing, 0).sum()) + len(rows)) * len(manager.groups)
+
+    def _has_room(self, hit: Hit, known: int, promised: int) -> bool:
+        """Room for all its known tokens, and for what is promised to those that run.
 
         Admitting on less would only preempt somebody a few steps later.
         """
-        table, manager = self._rows, self.manager
-        rows = table.ranked()
-        promised = 0
-        if manager.grows and len(rows):
-            missing = -(-table.known[rows] // manager.block_size) - table.num_blocks[rows]
-            promised = (int(np.maximum(missing, 0).sum()) + len(rows)) * len(manager.groups)
-        return manager.num_free >= manager.blocks_beyond(hit, known, self.limits.max_step_tokens) + promised
+        return self.manager.num_free >= self.manager.blocks_beyond(hit, known, self.limits.max_step_tokens) + promised
 
     def _want(self, sequence: Sequence) -> int:
         params = sequence.request.params
