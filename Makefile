@@ -9,8 +9,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 GPU_TESTS := tests/test_ops.py tests/test_sampler.py tests/test_families.py tests/test_laws.py \
     tests/test_linear_kernels.py tests/test_ring_gemv.py tests/test_ring_gemm.py tests/test_wide_gemm.py tests/test_gated_gemm.py tests/test_attention_gpu_shapes.py \
     tests/test_attention_tma.py tests/test_shared_prefix.py tests/test_gpu_engine.py tests/test_gpu_embedded.py
-# These compare what the device holds with a prediction, so nobody else may be on it.
-GPU_TESTS_ALONE := tests/test_gpu_memory.py
+# These compare what the device holds with a prediction, or take all of it, so nobody else may be on it.
+GPU_TESTS_ALONE := tests/test_gpu_memory.py tests/test_gpu_out_of_memory.py
 
 .PHONY: install serve test test-all test-gpu lint clean
 

@@ -198,6 +198,21 @@ class Attended:
         )  # fmt: skip
 
 
+def _stored_bytes(
+    keys: int, blocks: int, kv_heads: int, head_dim: int, kv_format: Sequence[str] | None, element_bytes: float
+) -> int:
+    """K and V of so many positions in so many blocks, and the scales of their format."""
+    if kv_format is None:
+        return kv_bytes(tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
+    counts = {
+        "none": 0, "tensor": 1, "head": kv_heads, "token": keys * kv_heads, "channel": kv_heads * head_dim,
+        "block": blocks * kv_heads,
+    }  # fmt: skip
+    scales = sum(counts[layout] * SCALE_BYTES for layout in kv_format[1::2])
+    element_bytes = sum(QUANTISED_BYTES[dtype] for dtype in kv_format[::2]) / 2
+    return scales + kv_bytes(tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
+
+
 def paged_attention_cost(
     *,
     rows: Rows | Attended,
@@ -212,32 +227,34 @@ def paged_attention_cost(
     scattered: bool = False,
     shared: Sequence[tuple[Sequence[int], int]] = (),
     kv_format: Sequence[str] | None = None,
+    older: Sequence[int] = (),
+    older_format: Sequence[str] | None = None,
 ) -> Cost:
     """Each KV byte is read once per row, however many heads and queries look at it; once for all rows that share it.
 
     `scattered`: rows have their tables in other places; `shared`: (rows, tokens of their common prefix); `kv_format`:
-    dtype and layout of the scales, of K and of V.
+    dtype and layout of the scales, of K and of V; `older`: how many of each row's positions have `older_format` instead.
     """
     attended = rows if isinstance(rows, Attended) else Attended.of(rows, window, block_size)
     queries, pairs, blocks = attended.queries, attended.pairs, attended.blocks
     keys = attended.keys - sum((len(members) - 1) * tokens for members, tokens in shared)
-    scales = 0
-    if kv_format is not None:
-        kv_element_bytes = sum(QUANTISED_BYTES[dtype] for dtype in kv_format[::2]) / 2
-        counts = {
-            "none": 0, "tensor": 1, "head": kv_heads, "token": keys * kv_heads, "channel": kv_heads * head_dim,
-            "block": blocks * kv_heads,
-        }  # fmt: skip
-        scales = sum(counts[layout] * SCALE_BYTES for layout in kv_format[1::2])
+    kept_keys = kept_blocks = 0      # of older positions, those that no window hides
+    if older and not isinstance(rows, Attended):
+        for length, (query_len, kv_len) in zip(older, rows, strict=True):
+            first = kv_len - visible_keys(query_len, kv_len, window)
+            kept_keys += max(0, length - first)
+            kept_blocks += max(0, length // block_size - first // block_size)
     # Per pair and head: two dot products; scale, maximum, subtraction, exponential, sum; tanh and two scalings.
     per_pair = 4 * head_dim + 5 + (3 if softcap is not None else 0)
     flops = heads * (pairs * per_pair + queries * head_dim)
-    kv = kv_bytes(
-        tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim,
-        element_bytes=element_bytes if kv_element_bytes is None else kv_element_bytes,
+    kv = _stored_bytes(
+        keys - kept_keys, blocks - kept_blocks, kv_heads, head_dim, kv_format,
+        element_bytes if kv_element_bytes is None else kv_element_bytes,
     )
-    tables = (blocks + (3 if scattered else 2) * attended.rows + 1) * LENGTH_BYTES
-    return Cost(flops, 2 * queries * heads * head_dim * element_bytes + kv + scales + tables)
+    kv += _stored_bytes(kept_keys, kept_blocks, kv_heads, head_dim, older_format if older else None, element_bytes)
+    numbers = 2 + scattered + (len(older) > 0)           # per row: its length, its queries, its table, its older length
+    tables = (blocks + numbers * attended.rows + 1) * LENGTH_BYTES
+    return Cost(flops, 2 * queries * heads * head_dim * element_bytes + kv + tables)
 
 
 def _attention(rows: Rows, **changes: Any) -> dict[str, Any]:
@@ -295,10 +312,41 @@ PAGED_ATTENTION_CASES = (
     ), dtypes=("float64", "bfloat16")),
     Case("fp8-values", _attention([(1, 12), (3, 8)], kv_format=("bfloat16", "none", E4M3, "head")),
          dtypes=("float64", "bfloat16")),
+    # Older positions in a cache of their own: none, a block, all but one; rows of several shares, queries of several tiles.
+    Case("older", _attention([(1, 9), (1, 1), (1, 6), (1, 17), (3, 11), (5, 5)], older=(8, 0, 4, 16, 8, 0))),
+    Case("older-none", _attention([(1, 12), (4, 9)], older=(0, 0))),
+    Case("older-long", _attention(
+        [(1, 200), (1, 0), (1, 65), (20, 90), (1, 33), (2, 3)], older=(176, 0, 64, 64, 32, 0), block_size=16, scattered=True,
+    )),
+    Case("older-odd", _attention(
+        [(1, 11), (1, 70), (3, 8)], older=(9, 66, 3), heads=3, kv_heads=1, head_dim=20, block_size=3, softcap=3.0,
+    ), dtypes=("float64", "bfloat16")),
+    Case("older-no-groups", _attention([(1, 5), (9, 15), (3, 7)], older=(4, 4, 0), heads=3, kv_heads=3),
+         dtypes=("float64", "float32")),
+    Case("older-window", _attention([(1, 14), (1, 3), (6, 15)], older=(12, 0, 8), window=5)),
+    *(
+        Case(f"older-{name}", _attention(
+            [(1, 9), (1, 70), (1, 0), (3, 8), (5, 41)], older=(8, 64, 0, 0, 32), kv_format=later, older_format=earlier,
+            scattered=name == "head", head_dim=40 if name == "token" else 16,
+        ), dtypes=("float64", "bfloat16"))
+        for name, earlier, later in (
+            ("wide", None, (E4M3, "token", E4M3, "token")), ("token", (E4M3, "token", E4M3, "token"), None),
+            ("tensor", (E4M3, "tensor", E4M3, "tensor"), None), ("head", (E4M3, "head", E4M3, "head"), None),
+            ("channel", (E4M3, "channel", E4M3, "channel"), None), ("block", (E4M3, "block", E4M3, "block"), None),
+            ("other-scales", (E4M3, "block", E4M3, "channel"), (E4M3, "channel", E4M3, "head")),
+            ("values", ("bfloat16", "none", E4M3, "token"), (E4M3, "tensor", "bfloat16", "none")),
+        )
+    ),
+    # Both parts as the copy engine wants them.
+    Case("older-tiles", _attention(
+        [(1, 33), (5, 21), (2, 35), (30, 160)], older=(32, 16, 32, 128), head_dim=64, block_size=16,
+        older_format=(E4M3, "token", E4M3, "token"),
+    ), dtypes=("float64", "bfloat16")),
     Case("decode-1", _attention([(1, 256)], **_SMOLLM2), timed=True),
     Case("decode-8", _attention([(1, 250 + row) for row in range(8)], **_SMOLLM2), timed=True),
     Case("decode-32", _attention([(1, 240 + row) for row in range(32)], **_SMOLLM2), timed=True),
     Case("prefill-512", _attention([(512, 512)], **_SMOLLM2), timed=True),
+    Case("older-32", _attention([(1, 240 + row) for row in range(32)], older=(160,) * 32, **_SMOLLM2), timed=True),
 )
 
 
@@ -367,6 +415,7 @@ def sample_cost(*, rows: int, vocab: int, kind: str, element_bytes: int) -> Cost
 
 
 EDITED_BYTES = 1 << 27               # of logits that are being changed before a token is chosen; more go in parts
+PROMPT_LOGPROB_ROWS = 256            # prompt positions whose logits exist at once
 KNOWN_IDS = 256                      # per row: room for the ids it has said, for penalties; grows for longer texts
 
 
@@ -384,6 +433,11 @@ def sampling_bytes(*, rows: int, vocab: int, element_bytes: int, on_gpu: bool) -
         groups = tiles * (SAMPLE_TILE // SAMPLE_GROUP)
         per_row += 4 * groups + 8 * tiles + 12 * SAMPLE_CANDIDATES + 12 * race_tiles + 28
     return rows * per_row + edited_rows(rows=rows, vocab=vocab, element_bytes=wide) * vocab * wide
+
+
+def mask_bytes(*, rows: int, vocab: int) -> int:
+    """What a grammar allows, a bit for each id, in words of 32."""
+    return rows * -(-vocab // 32) * 4
 
 
 # How the kernels of ops/sample_triton.py divide a vocabulary.
@@ -406,7 +460,7 @@ GREEDY_CASES = (
 
 def mask_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
     """Read, and written to another place."""
-    return Cost(0, rows * (-(-vocab // 32) * 4 + 2 * vocab * element_bytes))
+    return Cost(0, mask_bytes(rows=rows, vocab=vocab) + rows * 2 * vocab * element_bytes)
 
 
 MASK_CASES = (

@@ -46,7 +46,7 @@ def begin(gpu: bool) -> None:
     if gpu and has_driver():
         # The driver has the loader's lock while it starts, and whoever loads a library waits: so torch's come first.
         importlib.import_module("torch")
-        threading.Thread(target=open_device, name="open-device", daemon=True).start()
+        threading.Thread(target=_open_device_early, name="open-device", daemon=True).start()
         if importlib.util.find_spec("triton") is not None:
             hash_triton()
 
@@ -76,6 +76,19 @@ def open_device() -> int:
         or driver.cuDeviceGet(ctypes.byref(device), 0)
         or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     )
+
+
+def _open_device_early() -> None:
+    """Whatever comes of it, torch does it again later and says itself what is wrong: here it only took no time off the start."""
+    try:
+        code = open_device()
+        problem = f"the driver's code is {code}" if code else ""
+    except Exception as error:                           # a library of that name which is not the driver
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        from ridgeline.log import get_logger  # with what it imports, nothing that a start should wait for
+
+        get_logger("start").info("the first GPU was not opened beside the imports: %s", problem)
 
 
 @functools.cache

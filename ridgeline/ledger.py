@@ -16,6 +16,11 @@ STEPS = "steps"                      # activations and logits of the largest ste
 RUNTIME = "runtime"                  # the driver's context, libraries, loaded kernels
 PARTS = (WEIGHTS, KV, ROWS, STEPS, RUNTIME)
 
+# Beside large tensors, both pools of steps, of those that are launched and of graphs, hold in reserve (runner/reserve.py): small
+# tensors, of which ten or so are there at once, and what cuBLAS works in on a GPU like the H200.
+SMALL_BLOCK, SMALL_BLOCKS = 2**20, 16
+LIBRARY_BYTES = 32 * 2**20
+
 
 def error(predicted: Mapping[str, int], measured: Mapping[str, int]) -> float:
     """How far the predicted total is from the measured one, as a share of the latter."""

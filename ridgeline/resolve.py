@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ridgeline import embedded, ledger
 from ridgeline.config import EngineConfig
-from ridgeline.costs import DTYPE_BYTES, sampling_bytes
+from ridgeline.costs import DTYPE_BYTES, PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.errors import ConfigError
 from ridgeline.graph_shapes import PROMPT_TOKENS
 from ridgeline.kv_spec import KVGroupSpec, blocks_for
@@ -54,6 +54,8 @@ class ResolvedConfig:
     shared_prefixes: bool            # attention reads what running requests share once
     step_seconds: float              # that a step may take when prompts join who decodes; 0: as long as it takes
     memory: dict[str, int]           # predicted bytes on this rank, by part of the ledger
+    step_bytes: int                  # of these, what the largest step takes that is launched kernel by kernel …
+    graph_bytes: int                 # … and the largest that is recorded
     reasons: dict[str, str] = field(default_factory=dict)        # option -> why it has its value
 
     @property
@@ -123,6 +125,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     num_blocks = _num_blocks(config, memory, groups, longest, most_tokens, max_num_seqs, reasons)
     max_model_len = _max_model_len(config, groups, num_blocks, memory.per_block, longest, budget, reasons)
     budget = _budget(config, budget, max_model_len, reasons)
+    step_bytes, graph_bytes = memory.pools(max_num_seqs, budget)
 
     overlap = config.scheduler.async_scheduling
     if overlap is None:
@@ -135,7 +138,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         kv_dtype=dtype if config.cache.kv_cache_dtype == "auto" else "float8_e4m3fn", graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
-        reasons=reasons,
+        step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons,
     )  # fmt: skip
 
 
@@ -151,7 +154,9 @@ class Memory:
     per_block: int
     vocab: int
     per_row_kept: int                # a row's block tables, partial results, and logits that a graph leaves behind
-    per_row_step: int                # a row's logits while a step computes them, eagerly and in a graph
+    per_row_logits: int              # a row's logits while a step computes them
+    per_row_copied: int              # copies of them while tokens are chosen: without a graph's padding, for log-probabilities
+    scored: int                      # logits of a prompt's positions, of which log-probabilities are wanted
     graph_tokens: int                # of the longest recorded prompts; activations in graphs have memory of their own
     per_token: int                   # a token's activations in one layer, the widest
     kv_option: str                   # what the size of the KV cache was given by
@@ -186,7 +191,9 @@ class Memory:
             per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
             vocab=model.vocab_size,
             per_row_kept=tables + (logits if graphs else 0) + partials,
-            per_row_step=logits * (2 if graphs else 1),
+            per_row_logits=logits,
+            per_row_copied=0 if device.kind == "cpu" else logits * (2 if graphs else 1),
+            scored=0 if device.kind == "cpu" else min(budget, PROMPT_LOGPROB_ROWS) * logits,
             graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
@@ -195,11 +202,22 @@ class Memory:
     def rows(self, max_num_seqs: int) -> int:
         size, on_gpu = DTYPE_BYTES[self.dtype], self.kind != "cpu"
         sampling = sampling_bytes(rows=max_num_seqs, vocab=self.vocab, element_bytes=size, on_gpu=on_gpu)
-        return max_num_seqs * self.per_row_kept + sampling
+        masks = mask_bytes(rows=max_num_seqs, vocab=self.vocab) if on_gpu else 0
+        return max_num_seqs * self.per_row_kept + sampling + masks
 
     def steps(self, max_num_seqs: int, budget: int) -> int:
-        graph_tokens = max(max_num_seqs, self.graph_tokens) if self.graph_tokens else 0
-        return max_num_seqs * self.per_row_step + (budget + graph_tokens) * self.per_token
+        on_gpu = 0 if self.kind == "cpu" else ledger.SMALL_BLOCKS * ledger.SMALL_BLOCK + ledger.LIBRARY_BYTES
+        return sum(size + on_gpu for size in self.pools(max_num_seqs, budget) if size)
+
+    def pools(self, max_num_seqs: int, budget: int) -> tuple[int, int]:
+        """What the largest step takes that is launched kernel by kernel, and the largest graph.
+
+        Of a step's activations nothing is left when its tokens are chosen: what takes most of it counts.
+        """
+        logits = max_num_seqs * self.per_row_logits
+        launched = max(budget * self.per_token, max_num_seqs * self.per_row_copied, self.scored)
+        recorded = max(max_num_seqs, self.graph_tokens) * self.per_token
+        return logits + launched, logits + recorded if self.graph_tokens else 0
 
     def left(self, max_num_seqs: int, budget: int) -> int:
         """What remains for the KV cache."""
@@ -228,7 +246,7 @@ class Memory:
         )
         parts: list[tuple[str, int, Callable[[int], int]]] = [
             ("max_num_seqs", max_num_seqs, lambda count: self.rows(count) + self.steps(count, 0)),
-            ("max_num_batched_tokens", budget, lambda count: count * self.per_token),
+            ("max_num_batched_tokens", budget, lambda count: self.steps(max_num_seqs, count) - self.steps(max_num_seqs, 0)),
             (self.kv_option, kv, lambda count: count * per_kv),
         ]
         for name, count, needs in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -110,6 +111,13 @@ def test_a_workspace_is_large_enough_for_every_number_of_rows(deterministic: boo
         items = decode_shares.num_items(rows, decode_shares.programs_at_once(132, 8), deterministic)
         assert (items + rows * attention.prefix_shares(rows, 4, 8, 132)) * 32 * (128 + 2) <= floats
     assert floats * 4 < 1 << 28
+    with_older = attention.workspace_floats(300, 32, 8, 128, multiprocessors=132, deterministic=deterministic, older=True)
+    for rows in range(1, 301):
+        programs = decode_shares.programs_at_once(132, 8)
+        cut, _ = attention.older_shares(rows, programs, deterministic)
+        assert (decode_shares.num_items(rows, programs, deterministic) + rows * cut) * 32 * (128 + 2) <= with_older
+    assert attention.older_shares(1, 66, False) == (16, 64) and attention.older_shares(128, 66, False) == (1, 64)
+    assert attention.older_shares(1, 66, True) == attention.older_shares(500, 66, True)
 
 
 # ── the Triton kernels, in the interpreter ───────────────────────────────────────────────────────────────────────────
@@ -122,7 +130,7 @@ def test_kernels_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert run.stdout.count("PASSED ") == 6
+    assert run.stdout.count("PASSED ") == 11
 
 
 kernels_run = pytest.mark.skipif(not (TRITON_INTERPRETED or torch.cuda.is_available()), reason="no Triton kernels here")
@@ -213,3 +221,88 @@ def test_kernel_prefix_is_merged_by_the_only_program_of_a_row(monkeypatch: pytes
     torch.testing.assert_close(
         attention.paged_attention_triton(*args, **options), expected, rtol=1e-5, atol=1e-5
     )
+
+
+# ── rows with older positions in another format ──────────────────────────────────────────────────────────────────────
+
+OLDER: dict[str, Any] = {"block_size": 16, "older": (160, 0, 32, 48), "older_format": ("float8_e4m3fn", "token") * 2}
+OLDER_ROWS = [(1, 200), (1, 7), (1, 40), (20, 90)]
+
+
+def as_float16(older: OlderKV) -> OlderKV:
+    """float32 queries, as the other tests here: eight-bit floats are then read value by value."""
+    return dataclasses.replace(older, k_cache=older.k_cache.half(), v_cache=older.v_cache.half())
+
+
+@kernels_run
+@pytest.mark.parametrize("window", [None, 30])
+def test_kernel_older_positions_without_the_definition(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes and a merge; with a window the definition, which is right as well."""
+    args, options = on_device(OLDER_ROWS, window=window, **OLDER)
+    options["older"] = as_float16(options["older"])
+    expected = attention.paged_attention_reference(*args, **options)
+    called = []
+    definition = attention.paged_attention_reference
+    monkeypatch.setattr(attention, "paged_attention_reference", lambda *a, **k: called.append(1) or definition(*a, **k))
+    actual = attention.paged_attention_triton(*args, **options)
+    assert bool(called) == (window is not None)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@kernels_run
+def test_kernel_older_lengths_are_read_on_the_device() -> None:
+    """What a graph replays: nothing is asked of the host, and other lengths in the same tensors give their own result."""
+    (q, k, v, _, starts, kv_len), options = on_device(OLDER_ROWS, **OLDER)
+    k, v = (torch.randn(cache.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) for cache in (k, v))
+    made = options["older"]
+    pages = [torch.randn(made.k_cache.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) for _ in "kv"]
+    # Every table has some block everywhere: any length of either part is possible.
+    tables = [torch.randint(1, len(cache), (4, 16), dtype=torch.int32).to(DEVICE) for cache in (k, pages[0])]
+    older = OlderKV(pages[0], pages[1], tables[1], made.length)
+    workspace = attention.make_workspace(
+        attention.workspace_floats(3, 4, 2, 16, multiprocessors=132, older=True), 3, 2, torch.device(DEVICE)
+    )
+    # Shares of 64 keys of as many items as the longest rows need; the rest are nobody's.
+    lists = ([0] * 4 + [1] * 4 + [2] * 4 + [-1], [0, 4, 8], [64, 64, 64])
+    shares = decode_shares.DeviceShares(*(torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in lists))
+    steps = (([200, 7, 40, 90], [160, 0, 32, 48]), ([17, 250, 0, 150], [16, 0, 0, 128]), ([64] * 4, [48, 0, 16, 32]))
+    for lengths, kept in steps:
+        kv_len.copy_(torch.tensor(lengths))
+        older.length.copy_(torch.tensor(kept))
+        workspace.partials.fill_(torch.nan)
+        actual = attention.paged_attention_triton(
+            q, k, v, tables[0], starts, kv_len, scale=0.25, work=AttentionWork(3, 20), shares=shares, workspace=workspace,
+            older=older,
+        )  # fmt: skip
+        expected = attention.paged_attention_reference(q, k, v, tables[0], starts, kv_len, scale=0.25, older=older)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        assert not workspace.arrived.any()
+
+
+@kernels_run
+def test_kernel_older_positions_in_deterministic_mode() -> None:
+    """A row's bits depend on that row alone: its older part is always cut alike."""
+    (q, k, v, table, starts, kv_len), made = on_device([(1, 1200), (1, 9), (1, 40)], block_size=16, older=(1104, 0, 16))
+    older = made["older"]
+    together = attention.paged_attention_triton(
+        q, k, v, table, starts, kv_len, work=AttentionWork(3, 0, deterministic=True), scale=0.25, older=older
+    )
+    for row in range(3):
+        one = slice(row, row + 1)
+        own = dataclasses.replace(older, block_table=older.block_table[one], length=older.length[one])
+        alone = attention.paged_attention_triton(
+            q[one], k, v, table[one], starts[:2], kv_len[one], work=AttentionWork(1, 0, deterministic=True), scale=0.25,
+            older=own,
+        )  # fmt: skip
+        assert torch.equal(alone[0], together[row])
+
+
+@kernels_run
+def test_kernel_older_positions_need_room_and_written_tokens() -> None:
+    (q, k, v, table, starts, kv_len), options = on_device(OLDER_ROWS[:3], **{**OLDER, "older": (160, 0, 32)})
+    small = attention.make_workspace(attention.workspace_floats(1, 4, 2, 16, multiprocessors=1), 3, 2, torch.device(DEVICE))
+    with pytest.raises(ValueError, match="or without prefixes or older positions"):
+        attention.paged_attention_triton(q, k, v, table, starts, kv_len, **options, workspace=small)
+    fresh = attention.FreshTokens(starts, starts, q)
+    with pytest.raises(ValueError, match="write new tokens by rotary_write"):
+        attention.paged_attention_triton(q, k, v, table, starts, kv_len, **options, fresh=fresh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -110,7 +111,7 @@ def test_a_step_of_a_shape_has_as_many_tiles_as_any_other(monkeypatch: pytest.Mo
 # ── the kernel, compiled ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compiled(head_dim: int, group: int, narrow: bool) -> dict[str, Any]:
+def compiled(head_dim: int, group: int, narrow: bool, keys: str = "all") -> dict[str, Any]:
     """What the compiler makes of the kernel for sm_90. In a process of its own, where the op files believe in a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -128,7 +129,7 @@ def compiled(head_dim: int, group: int, narrow: bool) -> dict[str, Any]:
         "TILE_KEYS": query_tiles.TILE_KEYS, "QUERY_STAGES": module.QUERY_STAGES,
         "KEY_STAGES": module.NARROW_KEY_STAGES if narrow else module.KEY_STAGES,
         "VALUE_STAGES": module.NARROW_VALUE_STAGES if narrow else module.VALUE_STAGES, "BYTE_STAGES": module.BYTE_STAGES,
-        "CONVERTED_KEYS": module.CONVERTED_KEYS, "NARROW": narrow,
+        "CONVERTED_KEYS": module.CONVERTED_KEYS, "NARROW": narrow, "RANGE": keys,
     }  # fmt: skip
 
     def pages(width: int) -> str:
@@ -138,8 +139,9 @@ def compiled(head_dim: int, group: int, narrow: bool) -> dict[str, Any]:
 
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | {
         "queries": f"tensordesc<bf16[{64 // rounded}, {rounded}, 64],{cube!r}>", "score_scale": "fp32",
-        "keys": pages(head_dim if narrow else 64), "values": pages(64), "out_ptr": "*bf16", "table_ptr": "*i32",
+        "keys": pages(head_dim if narrow else 64), "values": pages(64), "table_ptr": "*i32",
         "tiles_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32",
+        **dict.fromkeys(("out_ptr", "statistics_ptr"), "*bf16" if keys == "all" else "*fp32"),
     }  # fmt: skip
     by_place = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("out_ptr", "out_token_stride")}
@@ -162,17 +164,18 @@ def compiled(head_dim: int, group: int, narrow: bool) -> dict[str, Any]:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
 @pytest.mark.parametrize(
-    ("head_dim", "group", "narrow"),
+    ("head_dim", "group", "narrow", "keys"),
     [
-        (64, 4, False), (64, 4, True), pytest.param(128, 8, False, marks=pytest.mark.slow),
-        pytest.param(128, 7, False, marks=pytest.mark.slow), pytest.param(128, 4, True, marks=pytest.mark.slow),
+        (64, 4, False, "all"), (64, 4, True, "all"), pytest.param(128, 8, False, "all", marks=pytest.mark.slow),
+        pytest.param(128, 7, False, "all", marks=pytest.mark.slow), pytest.param(128, 4, True, "all", marks=pytest.mark.slow),
+        pytest.param(128, 4, False, "newer", marks=pytest.mark.slow), pytest.param(128, 4, True, "older", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: bool) -> None:
+def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: bool, keys: str) -> None:
     """Every product under way while others compute, and the exponentials between the issue of one and the wait for it.
     Eight-bit keys are multiplied as they are."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, __file__, str(head_dim), str(group), *["narrow"] * narrow]
+    command = [sys.executable, __file__, str(head_dim), str(group), keys, *["narrow"] * narrow]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)
@@ -206,6 +209,11 @@ ROWS = [
     [(512, 512)],
     [(1, 1), (1, 1), (7, 135), (32, 128), (31, 128), (128, 1024)],
     [(2, 2), (16, 16), (17, 17), (500, 777), (1, 128), (1, 129), (64, 128)],
+]
+OLDER_ROWS = [                           # and how many of their positions are older ones: none, fewer than a tile has queries …
+    (((1, 70), (100, 228), (3, 300), (1, 65), (33, 161)), (64, 128, 256, 64, 128)),
+    (((512, 1024),), (512,)),
+    (((1, 1), (1, 129), (7, 135), (32, 160), (31, 128), (128, 1024)), (0, 128, 128, 64, 0, 896)),
 ]
 
 
@@ -243,7 +251,42 @@ def test_prompts_agree_with_the_definition(
         assert torch.equal(*found)
 
 
+@on_hopper
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "later", "earlier", "launched"),
+    [
+        (32, 8, 128, 16, None, "token", ["older", "newer"]), (32, 8, 128, 16, "token", None, ["older", "newer"]),
+        (14, 2, 128, 16, "block", "token", ["older", "newer"]), (8, 2, 64, 32, None, "head", ["older", "newer"]),
+        (8, 2, 64, 8, None, "channel", ["newer"]), (64, 1, 128, 64, None, None, ["older", "newer"]),
+    ],
+)  # fmt: skip
+def test_prompts_over_two_formats_agree_with_the_definition(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, later: str | None, earlier: str | None, launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each part by the copy engine's kernel where that can read it; and the same bits every time."""
+    calls: list[str] = []
+    launch = attention_tma.prompt_attention
+    monkeypatch.setattr(attention_tma, "prompt_attention", lambda *args: (calls.append(args[8]), launch(*args)))
+    tolerance = paged_attention.tolerance["bfloat16"]
+    formats = {"kv_format": later, "older_format": earlier}
+    formats = {name: ("float8_e4m3fn", layout) * 2 if layout else None for name, layout in formats.items()}
+    for rows, older in OLDER_ROWS:
+        args, options = paged_attention.inputs(
+            torch.Generator().manual_seed(5), torch.bfloat16, "cuda", rows=rows, older=older, heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, block_size=block_size, window=None, softcap=None, scattered=len(rows) > 5, **formats,
+        )  # fmt: skip
+        wanted = attention.paged_attention_reference(*map(_wide, args), **{key: _wide(value) for key, value in options.items()})
+        calls.clear()
+        found = [attention.paged_attention_triton(*args, **options).cpu() for _ in range(2)]
+        assert calls == 2 * launched
+        torch.testing.assert_close(found[0].double(), wanted, rtol=tolerance.relative, atol=tolerance.absolute)
+        assert torch.equal(*found)
+
+
 def _wide(value: Any) -> Any:
+    if isinstance(value, attention.OlderKV):
+        return dataclasses.replace(value, **{each.name: _wide(getattr(value, each.name)) for each in dataclasses.fields(value)})
     if not isinstance(value, torch.Tensor):
         return value
     return value.to("cpu", torch.float64) if value.is_floating_point() else value.cpu()
@@ -269,4 +312,4 @@ def test_what_is_not_plain_goes_to_the_other_kernel(monkeypatch: pytest.MonkeyPa
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled(int(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3)))
+    print(json.dumps(compiled(int(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 4, sys.argv[3])))

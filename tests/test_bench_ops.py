@@ -6,14 +6,16 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ridgeline.__main__ import main
-from ridgeline.bench import cascade, ops
+from ridgeline.bench import cascade, op_cases, ops
 from ridgeline.bench.peaks import MachinePeaks
-from ridgeline.costs import Case
+from ridgeline.costs import Case, Cost
+from ridgeline.ops.registry import Implementation
 from ridgeline.runner import shared_prefix
 
 REGISTRY = ops.all_ops()
@@ -89,10 +91,10 @@ def test_gpu_cases_fit_their_ops(name: str) -> None:
 
 def test_contiguous_attention_is_the_same_attention() -> None:
     case = Case("decode", {"rows": ROWS, **ATTENTION}, timed=True)
-    function, args, kwargs = ops.contiguous_attention(case, torch.float32, "cpu")
+    function, args, kwargs = op_cases.contiguous_attention(case, torch.float32, "cpu")
     assert function(*args, **kwargs).shape == (2, 4, 1, 16)
-    assert ops.contiguous_attention(Case("chunk", {"rows": ((3, 20),), **ATTENTION}), torch.float32, "cpu") is None
-    assert ops.contiguous_attention(Case("uneven", {"rows": ((1, 20), (1, 9)), **ATTENTION}), torch.float32, "cpu") is None
+    assert op_cases.contiguous_attention(Case("chunk", {"rows": ((3, 20),), **ATTENTION}), torch.float32, "cpu") is None
+    assert op_cases.contiguous_attention(Case("uneven", {"rows": ((1, 20), (1, 9)), **ATTENTION}), torch.float32, "cpu") is None
 
 
 def test_inputs_are_copied_until_a_cache_cannot_hold_them() -> None:
@@ -133,5 +135,102 @@ def test_attention_over_narrow_pages_is_the_same_case(op: str, case: str) -> Non
     tokens = sum(length for _, length in wide.sizes["rows"])
     assert costs[0].flops == costs[1].flops
     assert costs[0].bytes - costs[1].bytes == pytest.approx(2 * tokens * 8 * (128 * 2 - 128 - 4), rel=0.02)
-    args, kwargs = ops.make_inputs(REGISTRY[op], narrow, torch.bfloat16, "cpu")
+    args, kwargs = op_cases.make_inputs(REGISTRY[op], narrow, torch.bfloat16, "cpu")
     assert torch.isfinite(REGISTRY[op].implementations[-1].function(*args, **kwargs)).all()
+
+
+# -- what a GPU is measured with ---------------------------------------------------------------------------------------
+
+SMALL_ATTENTION = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 4, "window": None, "softcap": None}
+
+
+@pytest.mark.parametrize("rows", [((1, 20), (1, 9), (1, 33)), ((5, 12), (3, 3)), ((1, 30), (6, 30))])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_attention_inputs_are_those_of_the_op(rows: tuple[tuple[int, int], ...], narrow: bool) -> None:
+    """Made for a device at once: the same arguments as the op's own generator makes, and attention of contiguous tensors."""
+    sizes: dict[str, Any] = SMALL_ATTENTION | ({"kv_format": ("float8_e4m3fn", "token") * 2} if narrow else {})
+    args, kwargs = op_cases.attention_inputs("paged_attention", torch.float32, "cpu", 1, rows=rows, **sizes)
+    theirs, their_kwargs = REGISTRY["paged_attention"].inputs(torch.Generator(), torch.float32, "cpu", rows=rows, **sizes)
+    assert set(kwargs) - {"work", "workspace"} == set(their_kwargs)
+    assert [(arg.dtype, arg.ndim) for arg in args] == [(arg.dtype, arg.ndim) for arg in theirs]
+    out = REGISTRY["paged_attention"](*args, **kwargs)
+    q, k_cache, v_cache, table, *_ = args
+    first = 0
+    for row, (queries, length) in enumerate(rows):
+        slots = table[row].long().repeat_interleave(4)[:length] * 4 + torch.arange(length) % 4
+        keys, values = (
+            ((cache.float() * scale.unsqueeze(-1) if scale is not None else cache).flatten(0, 1)[slots])
+            for cache, scale in ((k_cache, kwargs.get("k_scale")), (v_cache, kwargs.get("v_scale")))
+        )
+        mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[first : first + queries].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), mask, enable_gqa=True
+        ).transpose(0, 1)
+        torch.testing.assert_close(out[first : first + queries], expected, rtol=1e-4, atol=1e-4)
+        first += queries
+
+
+def test_older_positions_are_drawn_and_copied() -> None:
+    """In a cache of their own, which is not left in the device's cache between two calls."""
+    narrow = ("float8_e4m3fn", "token") * 2
+    sizes = SMALL_ATTENTION | {"older": (16, 0, 8), "older_format": narrow}
+    rows = ((1, 20), (1, 9), (3, 11))
+    args, kwargs = op_cases.attention_inputs("paged_attention", torch.float32, "cpu", 1, rows=rows, **sizes)
+    _, theirs = REGISTRY["paged_attention"].inputs(torch.Generator(), torch.float32, "cpu", rows=rows, **sizes)
+    assert set(kwargs) - {"work", "workspace"} == set(theirs)
+    assert kwargs["older"].length.tolist() == [16, 0, 8] and kwargs["older"].k_cache.dtype == torch.float8_e4m3fn
+    assert kwargs["shares"].size.tolist() == theirs["shares"].size.tolist()
+    whole = REGISTRY["paged_attention"](*args, **kwargs)
+    assert torch.isfinite(whole).all()
+    (_, first), (_, second), *_ = ops._copies(args, kwargs, "cpu")
+    assert first["older"].k_cache.data_ptr() != second["older"].k_cache.data_ptr()
+    torch.testing.assert_close(REGISTRY["paged_attention"](*args, **second), whole)
+
+
+def test_inputs_of_decode_attention_end_at_the_newest_token() -> None:
+    sizes = SMALL_ATTENTION | {"rotary_dim": 16, "norm": True}
+    args, kwargs = op_cases.attention_inputs("decode_attention", torch.float32, "cpu", 1, rows=((1, 20), (1, 9)), **sizes)
+    _, positions, slots, *_, table, _, kv_len = args
+    assert positions.tolist() == [19, 8] and kv_len.tolist() == [20, 9]
+    assert slots.tolist() == [int(table[0, 4]) * 4 + 3, int(table[1, 2]) * 4]
+    assert torch.isfinite(REGISTRY["decode_attention"](*args, **kwargs)).all()
+
+
+def test_rows_that_share_a_prefix_have_its_blocks() -> None:
+    sizes = SMALL_ATTENTION | {"shared": (((0, 1, 2), 16),)}
+    args, kwargs = op_cases.attention_inputs("paged_attention", torch.float32, "cpu", 1, rows=((1, 20),) * 3, **sizes)
+    table = args[3]
+    assert (table[:, :4] == table[0, :4]).all() and len(set(table[:, 4].tolist())) == 3
+    assert kwargs["prefix"].prefix_len.tolist() == [16] * 3
+    whole = REGISTRY["paged_attention"](*args, **kwargs)
+    torch.testing.assert_close(whole, REGISTRY["paged_attention"](*args, **kwargs | {"prefix": None}))
+
+
+def test_linears_are_measured_at_every_number_of_rows_that_has_a_plan_of_its_own() -> None:
+    """Through the ops that the engine's schemes call: those with a norm before them, and those without."""
+    rows = {1, 8, 32, 64, 128, 256, 1024, 8192}
+    for op, matrices in (("normed_linear", ("qkv", "gate_up")), ("linear", ("o", "down", "head"))):
+        for matrix in matrices:
+            found = {case["tokens"] for name, case in op_cases.GPU_CASES[op].items() if name.rpartition("-")[0] == matrix}
+            assert found == (rows - {8192} if matrix == "head" else rows)
+    assert op_cases.GPU_CASES["normed_linear"]["gate_up-8"]["gate"] == "silu"
+
+
+def test_a_product_onto_the_residual_counts_the_residual() -> None:
+    x, weight = torch.randn(6, 8), torch.randn(4, 8)
+    found = op_cases.onto(x, weight, Cost(100, 1000))
+    out = found.function(*found.args)
+    torch.testing.assert_close(out, x @ weight.t())
+    assert out.data_ptr() == found.args[0].data_ptr() and found.cost == Cost(100 + 24, 1000 + 96)
+
+
+def test_a_gpu_measures_what_an_engine_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"kv_write", "rotary", "block_linear"}.isdisjoint(ops.engine_ops("cuda")) and "linear" in ops.engine_ops("cuda")
+    assert set(ops.engine_ops("cpu")) == set(REGISTRY)
+    case = Case("small", {"tokens": 2, "width": 32, "residual": True}, timed=True)
+    monkeypatch.setattr(ops, "make_inputs", lambda op, case, dtype, device: op_cases.make_inputs(op, case, dtype, "cpu"))
+    norm = REGISTRY["rms_norm"]
+    kernel = Implementation("triton", norm.implementations[-1].function, lambda site: True)
+    monkeypatch.setattr(norm, "implementations", [kernel, norm.implementations[-1]])
+    assert "reference" not in {run.name for run in ops.runs_of(norm, case, "float32", "cuda", None)}
+    assert [run.name for run in ops.runs_of(norm, case, "float32", "cuda", ["reference"])] == ["reference"]

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from served_model import write_model
 
 from ridgeline.__main__ import main
-from ridgeline.bench import device_log, floors, nvidia_smi, offline, presets, quality, shapes, workloads
-from ridgeline.bench.engine import parse_options
+from ridgeline.bench import (
+    device_log,
+    floors,
+    idle,
+    nvidia_smi,
+    offline,
+    ops,
+    presets,
+    quality,
+    shapes,
+    startup,
+    studies,
+    workloads,
+)
+from ridgeline.bench.engine import Engine, parse_options
 from ridgeline.bench.floors import preset_floor, step_floor, workload_floor
 from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.bench.workloads import GPU_PRESETS, Lengths, Preset
@@ -22,8 +38,12 @@ from ridgeline.config import EngineConfig
 from ridgeline.diagnose.cost import DecoderShape, Peaks, decoder_shape, step_cost
 from ridgeline.errors import ConfigError
 from ridgeline.models.config import load_model_config
+from ridgeline.ops import gated_gemm
+from ridgeline.ops.paged_attention import prefix_tile_rows
 from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.runner import shared_prefix
 
+H200_FACTS = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), runtime=800 << 20)
 H200 = Peaks(4.38e12, 793e12)
 
 # SHA-256 of json.dumps([[prompt, tokens_out], …]) as the workloads' own generator wrote them.
@@ -78,6 +98,14 @@ def test_the_suite_covers_every_shape_and_every_workload() -> None:
         assert args.label == name and args.preset == list(group.presets) and args.shape == [group.shape]
         assert parse_options(args.set) == group.options | {"step_time_ms": 0.0}
         EngineConfig.of(**parse_options(args.set), **presets.MODEL_OPTIONS.get(group.shape, {}))
+    # Idle time with one row and with 256, wherever there is room for them.
+    assert all({"latency_b1", "batch128"} <= set(group.presets) for group in groups if group.shape != "llama-3.1-70b")
+    modules = {"startup": startup, "studies": studies, "ops": ops}
+    for name in presets.COMMANDS:
+        command, *words = presets.command_words(name, asked)
+        parser = OptionParser(prog="bench")
+        modules[command].add_arguments(parser)
+        assert parser.parse(words).out == f"benchmarks/h200/{name}.json"
 
 
 # -- floors ------------------------------------------------------------------------------------------------------------
@@ -93,8 +121,7 @@ def test_every_group_fits_on_the_card_it_is_for(name: str) -> None:
     longest = presets._context([GPU_PRESETS[preset] for preset in group.presets])
     options = {"max_model_len": longest, "dtype": "bfloat16", "device": "cuda", "load_format": "dummy"}
     options |= {"skip_tokenizer_init": True} | presets.MODEL_OPTIONS.get(group.shape, {}) | group.options
-    h200 = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), runtime=800 << 20)
-    assert resolve(EngineConfig.of(model=str(write_shape(group.shape)), **options), h200).num_blocks * 16 >= longest
+    assert resolve(EngineConfig.of(model=str(write_shape(group.shape)), **options), H200_FACTS).num_blocks * 16 >= longest
 
 
 def test_our_count_agrees_with_the_published_floors() -> None:
@@ -181,6 +208,53 @@ def test_presets_on_a_tiny_model(tiny_presets: None, tmp_path: Path, capsys: pyt
     assert run["decode_tok_s"] == pytest.approx(5 / (run["seconds"] - run["first_tokens_s"]))
 
 
+def test_the_record_of_a_gpu_holds_what_it_did(
+    tiny_presets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CPU in a GPU's clothes: a made trace, a made ledger, torch's counters."""
+    monkeypatch.setitem(workloads.GPU_PRESETS, "batch128", Preset("batch128", 3, 24, 6))
+    monkeypatch.setattr(presets, "PROFILED", {"latency_b1": (1,), "batch128": (3, 6)})
+    monkeypatch.setattr(Engine, "config", property(lambda self: dataclasses.replace(self.core.config, device="cuda")))
+    monkeypatch.setattr(idle, "_synchronise", lambda engine: None)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(presets.torch.cuda, name, lambda: 1234)
+
+    def traced(engine: Engine, steps: int, path: Path) -> list[int]:
+        for _ in range(steps):
+            engine.core.step()
+        events = [
+            {"ph": "X", "cat": "kernel", "name": "decode_kernel", "ts": 100.0 * step, "dur": 99.0, "args": {"correlation": step}}
+            for step in range(steps)
+        ]
+        events += [event | {"cat": "cuda_runtime", "name": "cudaGraphLaunch"} for event in events]
+        path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 0}))
+        return [int(1e5) * step for step in range(steps)]
+
+    monkeypatch.setattr(idle, "_traced", traced)
+    start = Engine.__init__
+
+    def start_measured(self: Engine, model: str, **options: Any) -> None:
+        start(self, model, **options)
+        self.memory = {"weights": 90, "steps": 10}
+        self.core.config.memory.clear()
+        self.core.config.memory.update({"weights": 91, "steps": 10})
+
+    monkeypatch.setattr(Engine, "__init__", start_measured)
+    model = write_model(tmp_path / "tiny")
+    words = ["--load-format", "dummy", "--directory", str(tmp_path), "--set", "max_num_seqs=4", "device=cpu"]
+    assert main(["bench", "offline", str(model), "--preset", "latency_b1", "batch128", "prefix", *words]) == 0
+    figures = json.loads((tmp_path / "offline-tiny.json").read_text())["figures"]
+    assert figures["memory"]["error"] == pytest.approx(0.01) and figures["memory"]["measured"] == {"weights": 90, "steps": 10}
+    assert "no reference" in figures["quality"]["not_checked"]
+    one, many, sharing = (figures["rows"][name] for name in ("latency_b1", "batch128", "prefix"))
+    for row in (one, many):
+        assert row["launches_per_step"] == 1 and row["device_idle"]["idle_between_steps_share"] == pytest.approx(0.01, abs=1e-3)
+        assert row["device_idle"]["step_ms"] > 0 and row["peak_memory_bytes"] == 1234
+    assert many["device_idle_6_rows"] == {"not_measured": "max_num_seqs is 4"} and "device_idle" not in sharing
+    assert "latency_b1 and batch128" in sharing["not_profiled"]
+    assert "1 launches a step, idle between steps with 3 and 6 rows: 1.0% and not measured" in capsys.readouterr().out
+
+
 def test_after_the_time_limit_rows_are_named_as_not_measured(tiny_presets: None, tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny")
     words = ["--load-format", "dummy", "--directory", str(tmp_path), "--time-limit", "-1", "--set", "max_num_seqs=8"]
@@ -238,12 +312,64 @@ def small_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     return "small"
 
 
-BATCHES = ((3, 20, 6, False), (8, 20, 6, True))
+PARTS = (
+    quality.Part("one row", 3, 20, 6, together=False, alike=True), quality.Part("many rows", 8, 20, 6, alike=True),
+    quality.Part("long prompt", 1, 600, 4, scored=8), quality.Part("shared prefix", 6, 20, 3, shared=64, compared=3),
+)  # fmt: skip
 
 
 def test_a_correct_engine_agrees_with_the_reference(small_shape: str) -> None:
-    found = quality.check_quality(small_shape, "float32", BATCHES, device="cpu")
-    assert found["top1_agreement"] == found["top1_agreement_alike_rows"] == 1.0 and found["positions"] == 66
+    found = quality.check_quality(small_shape, "float32", PARTS, device="cpu")
+    assert found["top1_agreement"] == found["top1_agreement_alike_rows"] == 1.0
+    # The prompt's positions 0, 8 … 592 and its answer; of the six that share a prefix every second.
+    counts = {name: part["positions"] for name, part in found["by_part"].items()}
+    assert counts == {"one row": 18, "many rows": 48, "long prompt": 75 + 4, "shared prefix": 9}
+    assert found["positions"] == sum(counts.values())
+    assert found["reached"] == ["chunked prefill", "prefix caching"] and found["kernels"] == []
+
+
+@pytest.mark.parametrize("wrong", ["one row", "many rows", "long prompt", "shared prefix"])
+def test_a_part_that_is_wrong_shows(wrong: str, small_shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of every answer, and every token that the engine expects in the long prompt."""
+    answered = quality._answered
+
+    def change(engine: Any, part: quality.Part, asked: Any, salt: str) -> list[quality.Heard]:
+        heard = answered(engine, part, asked, salt)
+        if part.name == wrong:
+            for each in heard:
+                each.answer[0] = (each.answer[0] + 1) % 400
+                each.expected = [token + 1 for token in each.expected]
+        return heard
+
+    monkeypatch.setattr(quality, "_answered", change)
+    found = quality.check_quality(small_shape, "float32", PARTS, device="cpu")
+    assert found["by_part"][wrong]["top1_agreement"] < 0.9 and found["top1_agreement"] < quality.LEAST
+    assert all(part["top1_agreement"] == 1.0 for name, part in found["by_part"].items() if name != wrong)
+
+
+def test_the_check_reaches_what_only_long_and_many_rows_do() -> None:
+    """On an H200: a step of the whole token budget and one of over a thousand behind it, and a prefix worth sharing."""
+    parts = {part.name: part for part in quality.PARTS}
+    budget = resolve(EngineConfig.of(model=str(write_shape("llama-3.1-8b", 2)), device="cuda"), H200_FACTS).max_num_batched_tokens
+    assert budget >= gated_gemm.FEWEST_ROWS and parts["long prompt"].tokens_in - budget >= 1024
+    sharing = parts["shared prefix"]
+    rows, prefix_blocks = sharing.count, sharing.shared // 16
+    tables = np.arange(1, rows * 80 + 1, dtype=np.int32).reshape(rows, 80)
+    tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
+    for heads in (4, 8):                                             # query heads of a KV head: 1B, 8B, Qwen3; 70B
+        finder = shared_prefix.SharedPrefixes(16, prefix_tile_rows(heads))
+        found = finder.find(tables, np.arange(rows), np.full(rows, sharing.shared + sharing.tokens_in // 2), rows)
+        assert found is not None and int(found.length.max()) == sharing.shared
+
+
+def test_what_was_reached_is_what_happened_since() -> None:
+    options = SimpleNamespace(execution=SimpleNamespace(deterministic=False))
+    config = SimpleNamespace(max_num_batched_tokens=64, depth=1, kv_dtype="bfloat16", dtype="bfloat16", options=options)
+    runner = SimpleNamespace(forward=SimpleNamespace(replays=7), rows=SimpleNamespace(prefixes=[SimpleNamespace(steps=3)]))
+    engine: Any = SimpleNamespace(config=config, runner=runner)
+    heard = [quality.Heard(PARTS[0], [1] * 64, cached=0)]
+    assert quality.reached(engine, (6, 2), heard) == ["overlap", "recorded graphs", "shared-prefix attention"]
+    assert quality.reached(engine, (7, 3), [quality.Heard(PARTS[0], [1] * 65, cached=0)]) == ["chunked prefill", "overlap"]
 
 
 def test_a_wrong_engine_does_not(small_shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,14 +380,16 @@ def test_a_wrong_engine_does_not(small_shape: str, monkeypatch: pytest.MonkeyPat
         copy({name: value.roll(1, 0) if "mlp" in name else value for name, value in weights.items()}, target)
 
     monkeypatch.setattr(quality, "copy_weights", copy_and_change)
-    assert quality.check_quality(small_shape, "float32", BATCHES, device="cpu")["top1_agreement"] < 0.9
+    found = quality.check_quality(small_shape, "float32", PARTS, device="cpu")
+    assert all(part["top1_agreement"] < 0.9 for part in found["by_part"].values())
 
 
 def test_figures_of_a_wrong_engine_do_not_count(
     small_shape: str, tiny_presets: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are on disk with what was found, and the command fails; not so where a lossy technique was asked for."""
-    agreement = {"top1_agreement": 0.97, "top1_agreement_alike_rows": 0.9, "positions": 9}
+    parts = {"one row": {"top1_agreement": 0.97, "positions": 9}}
+    agreement = {"top1_agreement": 0.97, "top1_agreement_alike_rows": 0.9, "positions": 9, "by_part": parts, "reached": []}
     monkeypatch.setattr(presets, "check_quality", lambda *_, **__: agreement)
     monkeypatch.setitem(shapes.SHAPES, "llama-3.1-8b", shapes.SHAPES[small_shape] | {"num_hidden_layers": 1})
     words = ["bench", "offline", "--preset", "latency_b1", "--shape", "llama-3.1-8b", "--directory", str(tmp_path)]

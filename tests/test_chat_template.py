@@ -246,6 +246,7 @@ def test_messages_take_the_form_templates_expect() -> None:
         ([{"role": "user"}], "messages[0].content is missing; a message of role user needs it"),
         ([{"role": "system", "content": None}, *USER], "messages[0].content is missing; a message of role system needs it"),
         ([{"role": "user", "content": [{"type": "image_url", "text": "x", "image_url": {}}]}], "is of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a text"),
         ([{"role": "user", "content": [{"type": "zzz", "text": "x"}]}], "messages[0].content[0] is of type 'zzz'"),
         ([{"role": "user", "content": [{"type": ["text"], "text": "x"}]}], "messages[0].content[0] is of type"),
         ([{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}],

@@ -1,4 +1,5 @@
-"""Kernels compiled in threads: launchers must not be mixed up. What is compiled ahead is in test_kernel_steps.py."""
+"""Kernels compiled in threads: launchers must not be mixed up, and a Triton that cannot do it is used without. What is compiled
+ahead is in test_kernel_steps.py."""
 
 from __future__ import annotations
 
@@ -6,15 +7,18 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from triton.runtime import build
 
-from ridgeline.ops.compile_ahead import load_launchers_apart
+from ridgeline.ops import registry
+from ridgeline.ops.compile_ahead import CompileAhead, load_launchers_apart
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
 
@@ -55,3 +59,27 @@ def test_threads_get_their_own_launchers() -> None:
     with ThreadPoolExecutor(8) as pool:
         asked = [number % 4 for number in range(400)]
         assert list(pool.map(lambda number: loaded(number).launch(), asked)) == asked
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("missing", ["", "AsyncCompileMode", "JITFunction", "run", "_do_compile", "_load_module_from_path"])
+def test_a_triton_that_lacks_something_compiles_at_the_first_launch(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is used of it and may be missing, one thing at a time. With everything there it is active."""
+    function = type("JITFunction", (), {name: lambda *args: "launched" for name in ("run", "_do_compile") if name != missing})
+    library = SimpleNamespace(AsyncCompileMode=lambda *args, **options: None, JITFunction=function)
+    if hasattr(library, missing):
+        delattr(library, missing)
+    if missing == "_load_module_from_path":
+        monkeypatch.delattr(build, missing)
+    for name, value in {"triton": library, "HAS_TRITON": True, "TRITON_INTERPRETED": False}.items():
+        monkeypatch.setattr(registry, name, value)
+    monkeypatch.setattr("ridgeline.ops.compile_ahead.logger", SimpleNamespace(info=lambda *said: told.append(said)))
+    told: list[tuple[str, ...]] = []
+    with CompileAhead(torch.device("cuda")) as ahead:
+        assert ahead.active is (not missing) and len(told) == bool(missing)
+        if missing:
+            with ahead.collecting():
+                assert missing in ("run", "JITFunction") or function.run() == "launched"
+            ahead.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from ridgeline.ops.decode_shares import (
     LEAST_OF_FEW,
     LEAST_SHARE,
     MOST_SHARES,
+    SHARE_COST,
     SINGLE_SHARES,
     Shares,
     most_items,
@@ -52,6 +55,30 @@ def test_equal_rows_are_not_cut_for_nothing() -> None:
     for rows in (66, 128, 500):
         lengths = np.full(rows, 640, np.int32) + np.arange(rows, dtype=np.int32) % 200
         assert (share_out(lengths, PROGRAMS).item_row >= 0).sum() == rows
+
+
+def end(items: list[int], programs: int) -> int:
+    """When the last item ends, in keys, if each goes to the program that is free first."""
+    free = [0] * programs
+    for keys in items:
+        heapq.heapreplace(free, free[0] + keys + SHARE_COST)
+    return max(free)
+
+
+@pytest.mark.parametrize("rows", [12, 17, 24, 34, 40, 69, 80, 96])
+def test_rows_of_one_length_end_together(rows: int) -> None:
+    """One more row than programs would take twice as long, if each were read by one."""
+    lengths = np.full(rows, 1000, np.int32)
+    cut = end([last - first for _, first, last in spans(share_out(lengths, PROGRAMS), lengths)], PROGRAMS)
+    assert cut < 1.55 * lengths.sum() / PROGRAMS
+    if rows > PROGRAMS:
+        assert cut < 0.85 * end(lengths.tolist(), PROGRAMS)
+
+
+def test_a_list_has_room_for_no_more_than_pays() -> None:
+    """A program without work is not free: 128 rows, full rounds as they are, have none but those for rounding."""
+    expected = {64: 66 + 32, 69: 3 * 69 + 34, 128: 128 + 64, 1000: 1000 + 500}
+    assert {rows: most_items(rows, PROGRAMS) for rows in expected} == expected
 
 
 def test_one_row_is_read_by_many_programs() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from llguidance import LLExecutor
 from served_model import write_model
 
 from ridgeline import sampling_params
@@ -29,8 +30,7 @@ from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import BadRequest, Overloaded, RequestError
 from ridgeline.grammar import background, worker
 from ridgeline.grammar.cache import ByteLimitedCache
-from ridgeline.grammar.compiler import compile_grammar, make_backend
-from ridgeline.grammar.crew import Crew
+from ridgeline.grammar.compiler import compile_grammar, make_backend, make_tokenizer
 from ridgeline.grammar.frames import Question
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.grammar.vocabulary import GrammarVocabulary, Pieces
@@ -327,15 +327,105 @@ def test_vocabularies_without_an_end_are_refused(tokenizer: Tokenizer) -> None:
         vocabulary_of(tokenizer, PADDED, frozenset())
 
 
-def test_a_family_has_one_thread_and_keeps_it() -> None:
-    crew = Crew(3)
-    first = crew.deal([10, 10, 11, 12, 12, 12, 13])
-    assert first[:2] == [first[0]] * 2 and first[3:6] == [first[3]] * 3
-    assert {first[0], first[2], first[3]} == {0, 1, 2} and first[6] == first[2]      # which had the fewest
-    assert crew.deal([12, 10, 13]) == [first[3], first[0], first[6]]                 # and keep it
-    crew._whose.update(dict.fromkeys(range(10_000, 12_000), 0))
-    assert sorted(crew.deal([1, 2, 3])) == [0, 1, 2] and len(crew._whose) == 3       # what is gone is forgotten
-    crew.close()
+class Listed:
+    """The library's pool, and what it was given."""
+
+    def __init__(self) -> None:
+        self.pool = LLExecutor(2)
+        self.said, self.rows = list[Any](), list[Any]()
+
+    def consume_token_par(self, listed: list[Any]) -> list[bool]:
+        self.said.append(listed)
+        return self.pool.consume_token_par(listed)
+
+    def unsafe_compute_mask_ptr(self, listed: list[Any], *given: Any) -> None:
+        self.rows.append(listed)
+        self.pool.unsafe_compute_mask_ptr(listed, *given)
+
+
+def test_copies_of_one_grammar_stand_beside_each_other(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for each other: one thread should get them."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    assert params.structured_outputs is not None
+    prototypes = [compile_grammar(make_tokenizer(vocabulary), params.structured_outputs) for _ in range(3)]
+    made = [Matcher(prototypes[number % 3], params, vocabulary.end_ids) for number in range(12)]
+    masks, pool, a = Masks(PADDED, 2), Listed(), vocabulary.pieces.index(b"a")
+    monkeypatch.setattr(masks, "_pool", pool)
+    masks.fill(list(enumerate(made)), 12)
+    masks.advance([(at, a) for at in made], list(enumerate(made)), 12)
+    families = {id(at._matcher): at.family for at in made}
+    for listed in (pool.said[0], *pool.rows):
+        order = [families[id(each)] for each, _ in listed]
+        assert len(order) == 12 and [len(list(group)) for _, group in itertools.groupby(order)] == [4, 4, 4]
+
+
+def test_where_threads_cannot_tell_each_is_told_alone(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def consume_token_par(self, listed: list[Any]) -> list[bool]:
+            raise ValueError("no threads")
+
+        def unsafe_compute_mask_ptr(self, *given: Any) -> None:
+            raise ValueError("no threads")
+
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab"))
+    made, a, b = [matcher(vocabulary, params) for _ in range(6)], vocabulary.pieces.index(b"a"), vocabulary.pieces.index(b"b")
+    masks = Masks(PADDED, 2)
+    monkeypatch.setattr(masks, "_pool", Broken())
+    masks.advance([(at, a) for at in made], list(enumerate(made)), 6)
+    assert all(at.accept(a) for at in made)
+    assert [allowed(row) for row in masks.fill(list(enumerate(made)), 6)] == [[b]] * 6
+
+
+# -- how forced text is spelled ----------------------------------------------------------------------------------------
+
+
+def worded(*words: bytes) -> GrammarVocabulary:
+    """All bytes, these words, and an end."""
+    pieces = [*(bytes([byte]) for byte in range(256)), *words, b"<end>"]
+    return GrammarVocabulary(pieces, [len(pieces) - 1], [len(pieces) - 1])
+
+
+def test_the_library_spells_forced_text_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would have to be asked under its lock, by every thread that fills masks."""
+    monkeypatch.setattr(Pieces, "__call__", lambda self, text: pytest.fail("Python was asked"))
+    vocabulary = worded(b"an", b"ana", b"na", "ü".encode())
+    at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex="banana <end>ü!")))
+    masks, said = Masks(len(vocabulary.pieces)), list[bytes]()
+    while not at.ended:
+        (token,) = nexts(masks, at)
+        assert at.accept(token)
+        said.append(vocabulary.pieces[token])
+    assert said == [b"b", b"an", b"ana", *(bytes([byte]) for byte in b" <end>"), "ü".encode(), b"!"]
+
+
+def test_a_text_that_no_token_can_say_fails_its_own_answer() -> None:
+    vocabulary = GrammarVocabulary([b"a", b"b", b"ab", b"<end>"], [3], [3])
+    assert vocabulary.ranks() == {b"a": 0, b"b": 1, b"ab": 2}
+    asked = [StructuredOutputs(regex=regex) for regex in ("a(a|bc)", "aab")]
+    at, other = (matcher(vocabulary, SamplingParams(structured_outputs=each)) for each in asked)
+    masks = Masks(len(vocabulary.pieces))
+    assert at.accept(0) and at.accept(1) and other.accept(0)     # now "c" is all that could follow
+    filled = masks.fill([(0, at), (1, other)], 2)
+    assert "no token can say" in at.error and allowed(filled[1]) == [2] and not other.error
+    with pytest.raises(BadRequest, match="cannot be used: no token can say"):
+        matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex="acb")))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "why"),
+    [
+        (GrammarVocabulary([b"a", b"b", "ü".encode(), b"<end>"], [3], [3]), "a byte is only part of a letter"),
+        (worded(b"an", b"an"), "two ids say the same"),
+        (GrammarVocabulary([*worded().pieces, b"\xff\xfe"], [256, 257], [256]), "a special token has no name"),
+    ],
+)
+def test_other_vocabularies_are_spelled_by_python(vocabulary: GrammarVocabulary, why: str) -> None:
+    assert vocabulary.ranks() is None, why
+    at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex="(ab){3}")))
+    masks = Masks(len(vocabulary.pieces))
+    for letter in b"ababab":
+        assert nexts(masks, at) == [vocabulary.pieces.index(bytes([letter]))] and at.accept(nexts(masks, at)[0])
+    assert at.ended and not at.error
 
 
 def test_an_engine_takes_the_front_ends_word_for_schemas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,13 @@ import jsonschema
 import numpy as np
 import pytest
 from grammar_schemas import WRITTEN, drawn
+from llguidance import LLExecutor
 from served_model import wait_until, write_model
 
 from ridgeline import LLM, RequestOutput, SamplingParams
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.core import EngineCore
 from ridgeline.errors import BadRequest, RequestError
-from ridgeline.grammar.crew import Crew, Order
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
 from ridgeline.runner.runner import Runner
@@ -146,10 +146,17 @@ def test_many_answers_to_one_grammar_compile_it_often_enough_for_threads(llm: LL
     outputs = llm.generate(["Hello"] * 20, [asks(seed, regex=regex) for seed in range(20)], use_tqdm=False)
     assert all(re.fullmatch(regex, output.outputs[0].text) for output in outputs)
     compiled = llm.core.grammars.cache.get(StructuredOutputs(regex=regex).key)
-    assert compiled is not None and len(compiled) == 3   # once for each thread, which is less than for four answers
-    assert len({id(prototype) for prototype in compiled._prototypes}) == 3
+    assert compiled is not None and len(compiled) == 5   # once for four answers
+    assert len({id(prototype) for prototype in compiled._prototypes}) == 5
     alone = llm.generate("Hello", asks(7, regex=regex), use_tqdm=False)
     assert answers(alone) == answers(outputs[7:8])
+    monkeypatch.setattr("ridgeline.engine.grammars.COPIES_PER_THREAD", 1)
+    for threads, copies in ((3, 3), (1, 1)):             # not more often than threads have use for, nor for one of them
+        monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda threads=threads: threads)
+        again = regex + "Y" * threads
+        llm.generate(["Hello"] * 20, [asks(seed, regex=again, max_tokens=1) for seed in range(20)], use_tqdm=False)
+        compiled = llm.core.grammars.cache.get(StructuredOutputs(regex=again).key)
+        assert compiled is not None and len(compiled) == copies
 
 
 # -- how an answer ends ------------------------------------------------------------------------------------------------
@@ -257,17 +264,21 @@ def test_answers_do_not_depend_on_how_many_threads_follow_them(llm: LLM, monkeyp
     params = [asks(seed, json=SCHEMA) if seed % 4 else SamplingParams(seed=seed, max_tokens=9) for seed in range(16)]
     prompts = ["Hello"] * 16
     expected = answers(llm.generate(prompts, params, use_tqdm=False))
-    done = dict[str, int]()
-    carry_out = Crew.carry_out
+    masks, done = Masks(llm.core.config.model.vocab_size, 3), {"said": 0, "rows": 0}
 
-    def counted(self: Crew, orders: list[Order]) -> None:
-        for order in orders:
-            done["said"] = done.get("said", 0) + len(order.said)
-            done["rows"] = done.get("rows", 0) + len(order.rows)
-        carry_out(self, orders)
+    class Counted:
+        pool = LLExecutor(3)
 
-    monkeypatch.setattr(Crew, "carry_out", counted)
-    monkeypatch.setattr(llm.core.grammars, "_masks", Masks(llm.core.config.model.vocab_size, 3))
+        def consume_token_par(self, listed: list[Any]) -> list[bool]:
+            done["said"] += len(listed)
+            return self.pool.consume_token_par(listed)
+
+        def unsafe_compute_mask_ptr(self, listed: list[Any], *given: int) -> None:
+            done["rows"] += len(listed)
+            self.pool.unsafe_compute_mask_ptr(listed, *given)
+
+    monkeypatch.setattr(masks, "_pool", Counted())
+    monkeypatch.setattr(llm.core.grammars, "_masks", masks)
     assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
     assert done["said"] > 50 and done["rows"] > 50
     llm.core.grammars.masks.close()

@@ -16,12 +16,14 @@ from ridgeline.bench.startup import cold_environment
 ROOT = Path(__file__).parent.parent
 
 
-def child(code: str, without: str = "", **environment: str) -> list[str]:
+def child(code: str, without: str = "", says: str = "", **environment: str) -> list[str]:
+    """What it prints; `says`: what it logs."""
     told = {name: value for name, value in one_thread().items() if name != without}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**told, **environment}
     )
     assert done.returncode == 0 and "ERROR" not in done.stderr, done.stderr[-3000:]
+    assert says in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
     return done.stdout.split()
 
 
@@ -68,22 +70,31 @@ static int said(const char *what) {
 }
 int cuInit(unsigned flags) { return said("init"), atoi(getenv("RIDGELINE_TEST_CODE")); }
 int cuDeviceGet(int *device, int number) { *device = 40 + number; return said("device"); }
+#ifndef NO_DRIVER
 int cuDevicePrimaryCtxRetain(void **context, int device) { return said(device == 40 ? "context" : "another"); }
+#endif
 """
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize(("gpu", "code", "calls"), [
-    (True, "0", "init device context"), (True, "100", "init"), (False, "0", ""),
+@pytest.mark.parametrize(("gpu", "code", "calls", "says"), [
+    (True, "0", "init device context", ""),
+    (True, "100", "init", "the first GPU was not opened beside the imports: the driver's code is 100"),
+    (True, "no driver", "init device", "the first GPU was not opened beside the imports: AttributeError: "),
+    (False, "0", "", ""),
 ])  # fmt: skip
-def test_the_first_gpus_context_is_made_beside_the_imports(tmp_path: Path, gpu: bool, code: str, calls: str) -> None:
+def test_the_first_gpus_context_is_made_beside_the_imports(
+    tmp_path: Path, gpu: bool, code: str, calls: str, says: str
+) -> None:
+    """What goes wrong there is told in a line, and ends nothing."""
     (tmp_path / "driver.c").write_text(DRIVER)
     (tmp_path / "torch.py").write_text("import builtins; builtins.order = ['torch']")
     (tmp_path / "triton" / "runtime").mkdir(parents=True)
     (tmp_path / "triton" / "__init__.py").write_text("")
     (tmp_path / "triton" / "runtime" / "__init__.py").write_text("")
     (tmp_path / "triton" / "runtime" / "cache.py").write_text("def triton_key(): order.append('hash')")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    options = ["-DNO_DRIVER"] if code == "no driver" else []
+    subprocess.run(["gcc", "-shared", "-fPIC", *options, "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
     program = f"""
 import builtins, threading
 builtins.order = []
@@ -96,7 +107,7 @@ print(*order)
 """
     path = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     told = {"RIDGELINE_TEST_CALLS": str(tmp_path / "calls"), "RIDGELINE_TEST_CODE": code, "LD_LIBRARY_PATH": path}
-    assert child(program, PYTHONPATH=f"{tmp_path}:{ROOT}", **told) == (["torch", "hash"] if gpu else [])
+    assert child(program, says=says, PYTHONPATH=f"{tmp_path}:{ROOT}", **told) == (["torch", "hash"] if gpu else [])
     assert (tmp_path / "calls").read_text().split() == calls.split() if calls else not (tmp_path / "calls").exists()
 
 

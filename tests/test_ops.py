@@ -6,6 +6,7 @@ interpreter is chosen when triton is imported, and nothing else in the suite sho
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import math
@@ -78,6 +79,8 @@ def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -
 
 
 def widened(value: Any) -> Any:
+    if isinstance(value, paged_attention.OlderKV):
+        return dataclasses.replace(value, **{each.name: widened(getattr(value, each.name)) for each in dataclasses.fields(value)})
     return value.to("cpu", torch.float64) if isinstance(value, torch.Tensor) and value.is_floating_point() else (
         value.cpu() if isinstance(value, torch.Tensor) else value
     )
@@ -397,8 +400,16 @@ def naive_attention(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Ten
     """One dot product at a time, straight from the sentence that defines what a query sees."""
     q, k_cache, v_cache, table, query_start, kv_len = args
     k_cache, v_cache = dequantised(k_cache, "k", options), dequantised(v_cache, "v", options)
-    if options.get("table_rows") is not None:
-        table = [table[row] for row in options["table_rows"].tolist()]
+    table_rows = options["table_rows"].tolist() if options.get("table_rows") is not None else range(len(kv_len))
+    table = [table[row].tolist() for row in table_rows]
+    older = options.get("older")
+    if older is not None:                                # its blocks after the others, and in the tables where they belong
+        form = {"kv_format": older.format, "k_scale": older.k_scale, "v_scale": older.v_scale}
+        for row, length in enumerate(older.length.tolist()):
+            blocks = older.block_table[table_rows[row], : length // k_cache.shape[1]]
+            table[row][: len(blocks)] = (blocks + len(k_cache)).tolist()
+        k_cache = torch.cat((k_cache, dequantised(older.k_cache, "k", form)))
+        v_cache = torch.cat((v_cache, dequantised(older.v_cache, "v", form)))
     out = torch.zeros_like(q)
     size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     for row in range(len(kv_len)):

@@ -207,6 +207,7 @@ def test_where_ranks_share_a_step_the_engine_ends(tmp_path: Path) -> None:
     (MemoryError(), True),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"), True),
     (RuntimeError("CUDA error: out of memory"), True),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), True),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
     (ValueError("CUDA error: out of memory"), False),
 ])  # fmt: skip

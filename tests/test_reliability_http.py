@@ -253,6 +253,34 @@ def test_a_thousand_streams() -> None:
     run(scene())
 
 
+def test_two_thousand_streams_are_held_and_the_engine_does_not_wait() -> None:
+    streams, tokens, rate = 2_000, 100, 20_000
+
+    async def watch(front: Front, most: list[int]) -> None:
+        while True:
+            async with connected(front) as (reader, writer):
+                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                most[0] = max(most[0], json.loads((await reader.read()).partition(b"\r\n\r\n")[2])["requests"])
+            await asyncio.sleep(0.5)
+
+    async def scene() -> None:
+        with front(streams, rate, max_queued_requests=2 * streams) as server:
+            await asyncio.gather(*(once(server, request(2)) for _ in range(50)))
+            most = [0]
+            watching = asyncio.create_task(watch(server, most))
+            began = time.monotonic()
+            answers = await asyncio.gather(*(once(server, request(tokens)) for _ in range(streams)))
+            seconds = time.monotonic() - began
+            watching.cancel()
+            resident = server.resident
+        assert {(each.status, each.events) for each in answers} == {(200, tokens + 1)}       # and [DONE]
+        assert most[0] >= 0.98 * streams, most
+        assert seconds <= 1.25 * streams * tokens / rate, seconds            # what the engine alone takes
+        assert resident < 300 * MIB
+
+    run(scene())
+
+
 # -- [H-05] ------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@ places. As on a GPU, without one: tensors on the meta device, a buffer that only
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ridgeline.runner import rows as module
 from ridgeline.runner import shared_prefix
 from ridgeline.runner.rows import DeviceRows
 from ridgeline.runner.warm_up import warm_up
-from ridgeline.sampling_params import SamplingParams
+from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 
 NONE = np.zeros(0, np.int32)
@@ -298,19 +299,27 @@ def test_the_workspace_suffices_for_every_number_of_rows(
 
 
 @pytest.mark.parametrize(("max_rows", "budget", "max_model_len", "expected"), [
-    (1024, 8192, 131072, [8192, 4095, 1024, 1024, 1280, 1280, 1024, 1024]),
-    (4, 8192, 1000, [3996, 4, 4, 896, 896, 4, 4]),       # gate and up are written in the largest step
-    (8192, 8192, 100, [8192, 8192, 8192, 64, 64, 8192, 8192]),
-    (64, 48, 4096, [48, 48, 48, 1, 1, 48, 48]),
+    (1024, 8192, 131072, [8192, 639, 1024, 1024, 1280, 1280, 1023, 1023]),
+    (4, 8192, 1000, [3996, 639, 4, 4, 896, 896, 3, 3]),
+    (8192, 8192, 100, [8192, 639, 8192, 8192, 64, 64, 8191, 8191]),
+    (64, 48, 4096, [48, 48, 48, 1, 1, 47, 47]),          # gate and up are written in the largest step
+    (2, 1024, 600, [1024, 639, 2, 2, 512, 512, 2, 2]),        # every number of decodes is recorded
+    (1, 1024, 2000, [1024, 639, 1, 1, 1024, 1024, 1, 1]),
+    (256, 300, 2000, [300, 256, 256, 256, 256, 255, 255]),
 ])  # fmt: skip
 def test_what_is_run_before_the_first_request(max_rows: int, budget: int, max_model_len: int, expected: list[int]) -> None:
     plans: list[StepPlan] = []
+    masked: list[int] = []
 
     class Recorder:
+        model = SimpleNamespace(config=SimpleNamespace(vocab_size=100))
+        rows = SimpleNamespace(device=torch.device("cpu"))
+
         def submit(self, plan: StepPlan) -> None:
             plans.append(plan)
 
-        def sample(self) -> None: ...
+        def sample(self, masks: np.ndarray | None) -> None:
+            masked.append(0 if masks is None else masks.size)
 
         def collect(self) -> None: ...
 
@@ -320,3 +329,11 @@ def test_what_is_run_before_the_first_request(max_rows: int, budget: int, max_mo
     warm_up(Recorder(), 1, max_rows, budget, max_model_len)      # type: ignore[arg-type]
     assert [plan.total_tokens for plan in plans] == expected
     assert all(plan.num_tokens.max() < max_model_len and len(plan.rows) <= max_rows for plan in plans)
+    costly = (0, len(plans) - 2)
+    assert masked == [4 * len(plan.rows) * (place in costly) for place, plan in enumerate(plans)]
+    assert all(plans[place].added[0].params.logprobs == MAX_LOGPROBS for place in costly)
+    first = plans[0]
+    # Log-probabilities of a prompt whose logits take as much as they may at once, as far as there are so many tokens.
+    scored = min(257, max_model_len - 1, first.total_tokens - len(first.rows) + 1)
+    assert first.num_tokens[-1] >= scored and bool(first.want[-1] & Want.PROMPT_LOGPROBS) == (scored > 1)
+    assert not any((plan.want & Want.PROMPT_LOGPROBS).any() for plan in plans[1:])

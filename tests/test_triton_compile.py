@@ -16,6 +16,7 @@ import torch
 from ridgeline.ops import (
     activation,
     attention_decode,
+    attention_older,
     attention_prefill,
     gated_gemm,
     gemv,
@@ -77,7 +78,8 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
 def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # compile, do not remember
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    for module in (attention_decode, attention_prefill, gated_gemm, gemv, invariant_gemm, rms_norm, sample_triton, small_gemm):
+    attention = (attention_decode, attention_older, attention_prefill)
+    for module in (*attention, gated_gemm, gemv, invariant_gemm, rms_norm, sample_triton, small_gemm):
         monkeypatch.setattr(module, "tl", module.tl)
 
 
@@ -175,7 +177,7 @@ def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
 ATTENTION_HELPERS = (
     "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
     "scale_values", "merge_shares", "prepared", "in_runs", "partner_of", "angles",
-    "norm_weights", "load_heads", "turned", "store_scaled", "store_newest", "slot_of", "load_pairs",
+    "norm_weights", "load_heads", "turned", "store_scaled", "store_newest", "slot_of", "load_pairs", "row_of",
 )  # fmt: skip
 
 
@@ -186,9 +188,9 @@ def attention_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language
 
     for name in ATTENTION_HELPERS:
-        helper = getattr(attention_decode, name)
+        helper = getattr(attention_decode, name, None) or getattr(attention_older, name)
         compiled = helper if isinstance(helper, triton.JITFunction) else triton.jit(helper)
-        for module in (attention_decode, attention_prefill):
+        for module in (attention_decode, attention_older, attention_prefill):
             monkeypatch.setattr(module, "tl", triton.language)
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, compiled)
@@ -201,7 +203,7 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
             types[name] = f"*{dtype}"
         elif name in ("k_ptr", "v_ptr"):
             types[name] = f"*{kv_dtype}"
-        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr", "cos_sin_ptr"):
+        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr", "cos_sin_ptr", "parts_ptr"):
             types[name] = "*fp32"
         elif name in ("positions_ptr", "slots_ptr"):
             types[name] = "*i64"
@@ -225,25 +227,34 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         }),
         ("prefill_kernel", "bf16", "bf16", {}),
         ("prefill_kernel", "bf16", "fp8e4nv", {"K_SCALE": "head", "V_SCALE": "key", "SOFTCAP": True, "WINDOW": 4096}),
+        ("prefill_kernel", "bf16", "bf16", {"RANGE": "newer"}),
+        ("prefill_kernel", "bf16", "fp8e4nv", {"RANGE": "older", "K_SCALE": "key", "V_SCALE": "key"}),
         ("prefix_kernel", "bf16", "bf16", {"FRESH": True}),
+        ("older_kernel", "bf16", "bf16", {"SOFTCAP": True}),
+        ("older_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "key"}),
+        ("merge_kernel", "bf16", "bf16", {}),
+        ("split_tiles_kernel", "bf16", "bf16", {}),
     ],
 )  # fmt: skip
 def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dict[str, Any]) -> None:
-    module = attention_decode if hasattr(attention_decode, kernel) else attention_prefill
+    modules = (attention_decode, attention_older, attention_prefill)
+    module = next(module for module in modules if hasattr(module, kernel))
     many = kernel in ("prefill_kernel", "prefix_kernel")
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False, "K_SCALE": "none",
         "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64,
         "TILE_QUERIES": 128 if many else 16, "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128,
         "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "K_SCALES": 0, "V_SCALES": 0,
-        "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
+        "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False, "RANGE": "all", "MINIMUM_SHARE": 64,
+        "HEADS": 32, "TILE_HEADS": 32, "BLOCK": 64,
         "K_NARROW": kv_dtype == "fp8e4nv", "V_NARROW": kv_dtype == "fp8e4nv", "PAIRED": kv_dtype == "fp8e4nv", **changes,
     }  # fmt: skip
     names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
     assert set(constants) == {name for name in names if name.isupper()}
     ptx = compile_for_h100(module, kernel, attention_types(names, dtype, kv_dtype), constants, num_warps=8 if many else 4)
-    assert ("mma" in ptx) == (dtype == "bf16")           # float32 must stay IEEE, never tf32 tensor cores
+    multiplies = kernel not in ("merge_kernel", "split_tiles_kernel")
+    assert ("mma" in ptx) == (dtype == "bf16" and multiplies)    # float32 must stay IEEE, never tf32 tensor cores
 
 
 @pytest.mark.usefixtures("attention_helpers")
@@ -271,6 +282,27 @@ def test_decode_attention_keeps_its_numbers_in_registers(head_dim: int, narrow: 
         assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0, f"{pairs} pairs"
         if narrow:
             assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"] and "ld.shared.b8" not in compiled.asm["ptx"]
+
+
+@pytest.mark.usefixtures("attention_helpers")
+@pytest.mark.parametrize("narrow", [False, True])
+def test_attention_over_older_positions_keeps_its_numbers_in_registers(narrow: bool, tmp_path: Path) -> None:
+    """As the decode kernel does, in the tiles of many rows."""
+    kernel = attention_older.older_kernel
+    names = list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride"))]
+    scale = "key" if narrow else "none"
+    keys, _, launch = decode_tiles(torch.bfloat16, 128, narrow, 1024, 132)
+    constants = {
+        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "SOFTCAP": False, "K_SCALE": scale, "V_SCALE": scale,
+        "K_NARROW": narrow, "V_NARROW": narrow, "PAIRED": narrow, "HAS_TABLE_ROWS": True, "MINIMUM_SHARE": 64,
+        "TILE_QUERIES": 16, "TILE_KEYS": keys, "TILE_DIM": 128, "DEPENDENT": True, "UPCAST": False,
+    }  # fmt: skip
+    types = attention_types(names, "bf16", "fp8e4nv" if narrow else "bf16")
+    compiled = compiled_for_h100(attention_older, "older_kernel", types, constants, aligned=aligned, launch_pdl=True, **launch)
+    assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0
+    if narrow:
+        assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"] and "ld.shared.b8" not in compiled.asm["ptx"]
 
 
 # ── sampling and the small ops of a layer ────────────────────────────────────────────────────────────────────────────

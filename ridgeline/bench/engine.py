@@ -18,6 +18,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
 from ridgeline.models.decoder import Decoder
 from ridgeline.resolve import ResolvedConfig, resolve
+from ridgeline.runner.runner import Runner
 from ridgeline.runner.worker import device_facts
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.policy import longest_first
@@ -53,6 +54,7 @@ class Engine:
         resolved = resolve(config, device_facts(config))
         executor = LocalExecutor(resolved)
         self.core = EngineCore(resolved, executor)
+        self.runner: Runner = executor.runner
         self.model: Decoder = executor.runner.model
         self.memory = executor.runner.memory             # measured, by part of the ledger; empty without a GPU
         self._count = 0
@@ -109,7 +111,7 @@ class Engine:
     def close(self) -> None:
         """End it and give its memory back, so that another engine finds the device empty."""
         self.core.close()
-        del self.core, self.model
+        del self.core, self.runner, self.model
         gc.unfreeze()
         _free_memory()
 

@@ -17,6 +17,7 @@ from typing import Any
 from ridgeline.bench.workloads import Asked, Preset
 from ridgeline.costs import Cost
 from ridgeline.diagnose.cost import PARTS, DecoderShape, Peaks, step_cost
+from ridgeline.scheduler.policy import longest_first
 
 # What other engines were compared with: Llama-3.1-8B in bf16 on one H200 (4.38 TB/s, 793 TFLOP/s), counting the linears,
 # the head and the KV read at the mean context. By preset and figure; seconds or tok/s.
@@ -96,7 +97,11 @@ def workload_floor(
 def preset_floor(
     shape: DecoderShape, preset: Preset, asked: Asked, peaks: Peaks, budget: int, max_rows: int
 ) -> dict[str, Any]:
-    """Our own count for a preset: the figures that a perfect engine would have, and what it would move and compute."""
+    """Our own count for a preset: the figures that a perfect engine would have, and what it would move and compute.
+
+    It begins with the longest answers, as the engine does with requests that are all there at once.
+    """
+    asked = [asked[place] for place in longest_first([tokens_out for _, tokens_out in asked])]
     whole = workload_floor(shape, asked, peaks, budget, max_rows, preset.shared)
     tokens = sum(tokens_out for _, tokens_out in asked)
     found: dict[str, Any] = {

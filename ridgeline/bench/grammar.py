@@ -27,7 +27,7 @@ from ridgeline.bench.engine import Engine, parse_options, quality_of
 from ridgeline.bench.record import finish, percentiles, record
 from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.engine.core import EngineCore, grammar_vocabulary, make_grammars
-from ridgeline.engine.grammars import Compiled
+from ridgeline.engine.grammars import COPIES_PER_THREAD, Compiled
 from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
 from ridgeline.grammar.matcher import Masks, num_threads
 from ridgeline.grammar.vocabulary import GrammarVocabulary, Pieces
@@ -130,7 +130,7 @@ def made_up(vocab_size: int) -> GrammarVocabulary:
 def masks_alone(vocabulary: GrammarVocabulary, numbers: list[int]) -> dict[str, Any]:
     """Microseconds per row of each step of TEXT. Rows are at different places of it, as they would be."""
     tokenizer = make_tokenizer(vocabulary)
-    compiled = Compiled(lambda: compile_grammar(tokenizer, ASKED), num_threads())
+    compiled = Compiled(lambda: compile_grammar(tokenizer, ASKED), COPIES_PER_THREAD * num_threads())
     tokens = Pieces(vocabulary)(TEXT)
     params = SamplingParams(structured_outputs=ASKED, ignore_eos=True)
     figures: dict[str, Any] = {}

@@ -1,9 +1,11 @@
 """`ridgeline bench ops`: every operation × implementation × case × dtype, against the roofline of this machine.
 
-The cases are the ops' own timed ones; on a GPU those of `GPU_CASES` in their place, with the sizes of an 8B model. Inputs
-are made several times over and used in turn, so that a cache does not stand in for memory. On a GPU the calls are
-recorded in a CUDA graph where that is possible, so that the time is the device's and not the launching host's. Beside
-paged attention stands torch's own attention over contiguous keys and values of the same sizes.
+The cases are the ops' own timed ones; on a GPU those of `op_cases.py` in their place, with the sizes of an 8B model, and
+unless others are asked for the implementations that an engine would run there, not the definitions. Inputs are made several
+times over and used in turn, so that a cache does not stand in for memory. On a GPU kernels are compiled first, many at a time,
+and the calls are recorded in a CUDA graph where that is possible, so that the time is the device's and not the launching
+host's. Linears go through the rule that the engine's go through (ops/linear_plan.py); beside them stands the library's
+product, and beside paged attention torch's own over contiguous keys and values of the same sizes.
 """
 
 from __future__ import annotations
@@ -15,94 +17,33 @@ import pkgutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import ridgeline.ops
 from ridgeline.bench import sustain, table
 from ridgeline.bench.device_log import gpu_facts, torch_gpus
+from ridgeline.bench.launched import kernel_facts, launched_kernels
+from ridgeline.bench.op_cases import CONTIGUOUS, GPU_CASES, Beside, beside, make_inputs
 from ridgeline.bench.peaks import MachinePeaks, machine_peaks
 from ridgeline.bench.record import percentiles, record, write
 from ridgeline.bench.sweep import check_runs
 from ridgeline.bench.watch import Watch
-from ridgeline.costs import DTYPE_BYTES, Case
+from ridgeline.costs import DTYPE_BYTES, Case, Cost
 from ridgeline.errors import ConfigError
-from ridgeline.ops.registry import HAS_TRITON, REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
+from ridgeline.ops.compile_ahead import CompileAhead
+from ridgeline.ops.registry import REGISTRY, Implementation, Op, Site
 
 SAMPLES = 21
 MOST_COPIES = 32                     # of an op's inputs
 MOST_BYTES = 4 * 2**30               # of all copies together
 SAMPLE_SECONDS = {"cuda": 1e-3, "cpu": 5e-3}   # a sample holds as many calls as fill this time
-CONTIGUOUS = "contiguous"            # the implementation column of torch's attention over contiguous tensors
-
-_HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-_MATRICES = {
-    "qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096), "head": (4096, 128256),
-}  # fmt: skip
-
-
-def _rows(*rows: tuple[int, int]) -> dict[str, Any]:
-    return {"rows": rows, "block_size": 16, "window": None, "softcap": None, **_HEADS}
-
-
-def _narrow(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The same over pages in fp8, as the engine has them: a scale for each token and head."""
-    return sizes | {"kv_format": ("float8_e4m3fn", "token") * 2}
-
-
-_ATTENTION = {
-    "decode-1x640": _rows((1, 640)),
-    "decode-1x8192": _rows((1, 8192)),
-    "decode-16x8192": _rows(*[(1, 8192)] * 16),
-    "decode-128x640": _rows(*[(1, 640)] * 128),
-    "prefill-1x512": _rows((512, 512)),
-    "prefill-16x512": _rows(*[(512, 512)] * 16),
-    "prefill-1x8192": _rows((8192, 8192)),
-    "chunk-2048-of-16384": _rows((2048, 16384)),
-}
-_FUSED = {
-    f"rows-{batch}x{length}": _rows(*[(1, length)] * batch) | {"rotary_dim": 128}
-    for batch, length in ((1, 640), (1, 8192), (16, 8192), (128, 640))
-}
-# Sizes of Llama-3.1-8B by op; each is laid over the op's own first timed case, which brings what is not named here.
-GPU_CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "rms_norm": {f"tokens-{n}": {"tokens": n, "width": 4096, "residual": True} for n in (1, 128, 8192)},
-    "rotary": {f"tokens-{n}": {"tokens": n, "rotary_dim": 128, **_HEADS} for n in (1, 128, 8192)},
-    "gated_activation": {f"tokens-{n}": {"tokens": n, "intermediate": 14336} for n in (1, 128, 8192)},
-    "kv_write": {f"tokens-{n}": {"tokens": n, "kv_heads": 8, "head_dim": 128, "block_size": 16} for n in (1, 128, 8192)},
-    # What `plan --fit --ops` compares, here and in decode_attention: the same rows over wide pages and over narrow ones.
-    "paged_attention": _ATTENTION | {f"fp8-{name}": _narrow(sizes) for name, sizes in _ATTENTION.items()} | {
-        "shared-64x2000+64": _rows(*[(1, 2064)] * 64) | {"shared": ((tuple(range(64)), 2000),)},
-    },
-    "decode_attention": _FUSED | {f"fp8-{name}": _narrow(sizes) for name, sizes in _FUSED.items()},
-    "linear": {
-        f"{name}-{tokens}": {"tokens": tokens, "inputs": inputs, "outputs": outputs, "bias": False}
-        for tokens in (1, 8, 32, 128, 256)
-        for name, (inputs, outputs) in _MATRICES.items()
-    } | {"gate_up-8192": {"tokens": 8192, "inputs": 4096, "outputs": 28672, "bias": False}},
-    "normed_linear": {
-        f"{name}-{tokens}": {"tokens": tokens, "inputs": 4096, "outputs": outputs, "gate": gate}
-        for tokens in (1, 8)
-        for name, outputs, gate in (("qkv", 6144, None), ("gate_up", 14336, "silu"))
-    },
-    "rotary_write": {
-        f"tokens-{n}": {"tokens": n, "rotary_dim": 128, "block_size": 16, **_HEADS} for n in (1, 128, 8192)
-    },
-    "logprobs": {f"rows-{n}": {"rows": n, "vocab": 128256} for n in (1, 128)},
-    "greedy": {f"rows-{n}": {"rows": n, "vocab": 128256} for n in (1, 128)},
-    "apply_mask": {f"rows-{n}": {"rows": n, "vocab": 128256} for n in (1, 128)},
-    "sample": {
-        f"{kind}-{n}": {"rows": n, "vocab": 128256, "kind": kind}
-        for kind in ("greedy", "random", "filtered")
-        for n in (1, 128)
-    },
-}  # fmt: skip
+HOLD_SECONDS = 0.5                   # that what computes is repeated for, until a GPU has found the clocks its power allows
+DEFINITION = "reference"             # what an implementation is called that only defines the op
 
 
 @dataclass(slots=True)
@@ -112,12 +53,15 @@ class Row:
     case: str
     dtype: str
     microseconds: dict[str, float] = field(default_factory=dict)     # median, p10, p90
+    bytes: int = 0                   # that a perfect kernel moves …
+    flops: int = 0                   # … and computes
     gb_s: float = 0.0
     tflop_s: float = 0.0
     intensity: float = 0.0           # FLOPs per byte
     regime: str = ""                 # what bounds it on this machine: memory, compute, or a launch's own time
     roofline: float = 0.0            # share of what the machine allows
     timed_by: str = ""               # graph, events, clock
+    held_us: float | None = None     # a call's time at the end of half a second of such calls, where a GPU computes
     kernels: list[dict[str, Any]] = field(default_factory=list)      # registers, spills and shared memory of each
     error: str = ""
     sustain: dict[str, Any] = field(default_factory=dict)            # how its time changed over minutes
@@ -131,16 +75,17 @@ class Row:
         largest = {key: max((kernel[key] for kernel in self.kernels), default="") for key in ("registers", "spills", "shared")}
         return found | {
             "µs": f"{times['median']:.2f}", "P10–P90": f"{times['p10']:.2f}–{times['p90']:.2f}",
-            "GB/s": f"{self.gb_s:.1f}", "TFLOP/s": f"{self.tflop_s:.3f}", "FLOP/B": f"{self.intensity:.1f}",
+            "MB": f"{self.bytes / 1e6:.3g}", "GFLOP": f"{self.flops / 1e9:.3g}", "GB/s": f"{self.gb_s:.1f}",
+            "TFLOP/s": f"{self.tflop_s:.3f}", "FLOP/B": f"{self.intensity:.1f}",
             "regime": self.regime, "roofline": f"{self.roofline:.0%}", "by": self.timed_by,
+            "held µs": "" if self.held_us is None else f"{self.held_us:.1f}",
             **{key: str(value) for key, value in largest.items()},
         }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = sorted(all_ops())
-    parser.add_argument("--op", nargs="+", choices=names, default=names)
-    parser.add_argument("--implementation", nargs="+", help="only these, such as triton reference contiguous")
+    parser.add_argument("--op", nargs="+", choices=sorted(all_ops()), help="default: all that an engine on the device has")
+    parser.add_argument("--implementation", nargs="+", help="only these, such as triton reference contiguous library onto")
     parser.add_argument("--case", nargs="+", help="only cases whose name holds one of these words")
     parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: the one this device is fast in")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -196,13 +141,39 @@ def all_ops() -> dict[str, Op[Any, Any]]:
 
 
 def measure_all(args: argparse.Namespace, peaks: MachinePeaks) -> Iterator[Row]:
-    for name in args.op:
-        op = REGISTRY[name]
-        for case in cases(op, args.device):
-            if args.case and not any(word in case.name for word in args.case):
-                continue
-            for dtype in dtypes(case, args.device, args.dtype):
-                yield from measure_case(op, case, dtype, args.device, peaks, args.samples, args.implementation)
+    chosen = [
+        (op, case, dtype)
+        for op in (REGISTRY[name] for name in args.op or engine_ops(args.device))
+        for case in cases(op, args.device)
+        if not args.case or any(word in case.name for word in args.case)
+        for dtype in dtypes(case, args.device, args.dtype)
+    ]
+    compile_kernels(chosen, args.device, args.implementation)
+    for op, case, dtype in chosen:
+        yield from measure_case(op, case, dtype, args.device, peaks, args.samples, args.implementation)
+
+
+def engine_ops(device: str) -> list[str]:
+    """On a GPU those that have a kernel there: in place of the others an engine runs one of these."""
+    return [
+        name for name, op in sorted(REGISTRY.items())
+        if device != "cuda" or any(each.name == "triton" for each in op.implementations)
+    ]  # fmt: skip
+
+
+def compile_kernels(chosen: list[tuple[Op[Any, Any], Case, str]], device: str, only: Iterable[str] | None) -> None:
+    """All that the cases will launch, many at a time: one after the other they would take longer than what is measured."""
+    with CompileAhead(torch.device(device)) as ahead:
+        if not ahead.active:
+            return
+        with torch.inference_mode(), ahead.collecting():
+            for op, case, dtype in chosen:
+                try:
+                    for run in runs_of(op, case, dtype, device, only):
+                        run.function(*run.args, **run.kwargs)
+                except (RuntimeError, AssertionError, TypeError, ValueError, KeyError):
+                    continue                             # whoever measures it says what is wrong
+        ahead.finish()
 
 
 def cases(op: Op[Any, Any], device: str) -> list[Case]:
@@ -229,40 +200,32 @@ def measure_case(
 ) -> Iterator[Row]:  # fmt: skip
     """A row per implementation that can run it."""
     try:
-        args, kwargs = make_inputs(op, case, getattr(torch, dtype), device)
+        runs = runs_of(op, case, dtype, device, only)
     except (TypeError, KeyError) as error:               # the op's sizes have changed, and its GPU cases have not
         yield Row(op.name, "", case.name, dtype, error=f"no inputs: {error}")
         return
-    runs: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
-        (implementation.name, implementation.function, args, kwargs)
-        for implementation in op.implementations
-        if supported(implementation, args)
-    ]
-    contiguous = contiguous_attention(case, getattr(torch, dtype), device) if op.name == "paged_attention" else None
-    if contiguous is not None:
-        runs.append((CONTIGUOUS, *contiguous))
-    for name, function, its_args, its_kwargs in runs:
-        if only and name not in only:
-            continue
-        row = Row(op.name, name, case.name, dtype)
+    for run in runs:
+        row = Row(op.name, run.name, case.name, dtype)
         try:
-            _measure(row, function, its_args, its_kwargs, device, samples)
-            _rate(row, op.case_cost(case, dtype), dtype, peaks)
+            _measure(row, run, device, samples)
+            _rate(row, run.cost or op.case_cost(case, dtype), dtype, peaks)
+            if row.regime == "compute" and row.timed_by == "graph":
+                row.held_us = held(run, device) * 1e6
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
             row.error = f"failed: {' '.join(str(error).split())[:100]}"
         yield row
 
 
-def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The op's own inputs. Large matrices are drawn on the device itself; tables of rows are built on the host."""
-    generator = torch.Generator().manual_seed(len(case.name))
-    if device == "cuda" and not isinstance(case.sizes.get("rows"), tuple):
-        try:
-            with torch.device(device):
-                return op.inputs(torch.Generator(device).manual_seed(len(case.name)), dtype, device, **case.sizes)
-        except (RuntimeError, TypeError):
-            pass                                         # something in it is made for the host
-    return op.inputs(generator, dtype, device, **case.sizes)
+def runs_of(op: Op[Any, Any], case: Case, dtype: str, device: str, only: Iterable[str] | None) -> list[Beside]:
+    """Implementations and what stands beside them, with their inputs: those asked for; else all, but on a GPU no definition
+    where there is a kernel."""
+    args, kwargs = make_inputs(op, case, getattr(torch, dtype), device)
+    able = [each for each in op.implementations if supported(each, args)]
+    if only is None and device == "cuda" and len(able) > 1:
+        able = [each for each in able if each.name != DEFINITION]
+    runs = [Beside(each.name, each.function, args, kwargs) for each in able]
+    runs += beside(op, case, getattr(torch, dtype), args)
+    return [run for run in runs if only is None or run.name in only]
 
 
 def supported(implementation: Implementation, args: tuple[Any, ...]) -> bool:
@@ -270,40 +233,21 @@ def supported(implementation: Implementation, args: tuple[Any, ...]) -> bool:
     return implementation.supports(Site(first.device.type, first.dtype, first.shape[-1]))
 
 
-def contiguous_attention(case: Case, dtype: torch.dtype, device: str) -> Any:
-    """torch's attention over contiguous keys and values: (function, args, kwargs); None where rows differ in shape."""
-    sizes = case.sizes
-    shapes = set(sizes["rows"])
-    if len(shapes) != 1 or any(sizes.get(name) for name in ("window", "softcap", "shared", "kv_format")):
-        return None
-    queries, keys = next(iter(shapes))
-    if queries not in (1, keys):
-        return None                                      # a chunk: torch's causal mask would begin at the wrong corner
-
-    def random(heads: int, tokens: int) -> Tensor:
-        return torch.randn(len(sizes["rows"]), heads, tokens, sizes["head_dim"], device=device).to(dtype)
-
-    args = (random(sizes["heads"], queries), random(sizes["kv_heads"], keys), random(sizes["kv_heads"], keys))
-    grouped = sizes["heads"] != sizes["kv_heads"]
-    return F.scaled_dot_product_attention, args, {"is_causal": queries > 1, "enable_gqa": grouped}
-
-
 # ── timing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _measure(
-    row: Row, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str, samples: int
-) -> None:
+def _measure(row: Row, run: Beside, device: str, samples: int) -> None:
     with torch.inference_mode():
         with launched_kernels() as kernels:
-            function(*args, **kwargs)
+            run.function(*run.args, **run.kwargs)
         row.kernels = kernel_facts(kernels)
-        seconds, row.timed_by = time_calls(function, _copies(args, kwargs, device), device, samples)
+        seconds, row.timed_by = time_calls(run.function, _copies(run.args, run.kwargs, device), device, samples)
     row.microseconds = {name: value * 1e6 for name, value in percentiles(seconds).items()}
 
 
-def _rate(row: Row, cost: Any, dtype: str, peaks: MachinePeaks) -> None:
+def _rate(row: Row, cost: Cost, dtype: str, peaks: MachinePeaks) -> None:
     seconds = row.microseconds["median"] / 1e6
+    row.bytes, row.flops = cost.bytes, cost.flops
     memory, compute = cost.bytes / peaks.read_bytes_s, cost.flops / peaks.rate(dtype)
     row.gb_s, row.tflop_s = cost.bytes / seconds / 1e9, cost.flops / seconds / 1e12
     row.intensity = cost.flops / cost.bytes
@@ -327,12 +271,16 @@ def time_calls(
 
 def _copies(args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> list[Call]:
     """The inputs several times over, until they are larger than the last cache."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    older = kwargs.get("older")                          # attention's: large tensors in an object of their own
+    pages = () if older is None else (older.k_cache, older.v_cache)
+    tensors = [value for value in (*args, *kwargs.values(), *pages) if isinstance(value, Tensor)]
     size = sum(tensor.nbytes for tensor in tensors)
     cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 2**26
     count = min(MOST_COPIES, max(1, MOST_BYTES // max(1, size)), -(-3 * cache // max(1, size)))
 
     def cloned(value: Any) -> Any:
+        if value is older and older is not None:
+            return replace(older, k_cache=older.k_cache.clone(), v_cache=older.v_cache.clone())
         return value.clone() if isinstance(value, Tensor) else value
 
     more = [
@@ -356,8 +304,30 @@ def _capturable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         torch.cuda.synchronize()
 
 
+def held(run: Beside, device: str) -> float:
+    """Seconds per call once the GPU has been at it for a while: bursts of a millisecond end before its clocks fall."""
+    with torch.inference_mode():
+        stream, graph, calls = _recorded(run.function, _copies(run.args, run.kwargs, device))
+        with torch.cuda.stream(stream):
+            begin, found = time.perf_counter(), 0.0
+            while time.perf_counter() - begin < HOLD_SECONDS:
+                found = min(_event_times(lambda: [graph.replay() for _ in range(20)], 1)) / 20
+        torch.cuda.synchronize()
+    return found / calls
+
+
 def _graph(function: Callable[..., Any], copies: list[Call], samples: int) -> list[float]:
     """Seconds per call of a recorded sequence of calls."""
+    stream, graph, calls = _recorded(function, copies)
+    with torch.cuda.stream(stream):
+        graph.replay()
+        times = _event_times(graph.replay, samples)
+    torch.cuda.synchronize()
+    return [seconds / calls for seconds in times]
+
+
+def _recorded(function: Callable[..., Any], copies: list[Call]) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph, int]:
+    """A graph of so many calls that they fill a sample's time."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         function(*copies[0][0], **copies[0][1])
@@ -368,10 +338,7 @@ def _graph(function: Callable[..., Any], copies: list[Call], samples: int) -> li
             for number in range(calls):
                 args, kwargs = copies[number % len(copies)]
                 function(*args, **kwargs)
-        graph.replay()
-        times = _event_times(graph.replay, samples)
-    torch.cuda.synchronize()
-    return [seconds / calls for seconds in times]
+    return stream, graph, calls
 
 
 def _events(function: Callable[..., Any], copies: list[Call], samples: int) -> list[float]:
@@ -410,62 +377,12 @@ def _clock(function: Callable[..., Any], copies: list[Call], samples: int) -> li
     return [timed(calls) for _ in range(samples)]
 
 
-# ── what the compiler made ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def launched_kernels() -> Iterator[list[tuple[str, int]]]:
-    """Name and handle of every Triton kernel that is launched inside."""
-    found: list[tuple[str, int]] = []
-    hooks = None
-    if HAS_TRITON and not TRITON_INTERPRETED:
-        triton: Any = importlib.import_module("triton")
-        hooks = getattr(getattr(getattr(triton, "knobs", None), "runtime", None), "launch_enter_hook", None)
-
-    def note(metadata: Any) -> None:
-        data = metadata.get()
-        found.append((data.get("name", ""), data.get("function", 0)))
-
-    if hooks is None or not hasattr(hooks, "add"):
-        yield found
-        return
-    hooks.add(note)
-    try:
-        yield found
-    finally:
-        hooks.remove(note)
-
-
-def kernel_facts(launched: list[tuple[str, int]]) -> list[dict[str, Any]]:
-    """Registers, spills and shared memory of these kernels, as the loaded binaries have them."""
-    if not launched:
-        return []
-    wanted = {handle for _, handle in launched}
-    found: dict[int, dict[str, Any]] = {}
-    for kernel in _compiled():
-        handle = getattr(kernel, "function", None)
-        if handle in wanted:
-            found[handle] = {
-                "name": kernel.metadata.name, "registers": kernel.n_regs, "spills": kernel.n_spills,
-                "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages,
-            }  # fmt: skip
-    return list(found.values())
-
-
-def _compiled() -> Iterator[Any]:
-    """Every compiled kernel of the op modules."""
-    for module in pkgutil.iter_modules(ridgeline.ops.__path__):
-        for value in vars(importlib.import_module(f"ridgeline.ops.{module.name}")).values():
-            for cache in getattr(value, "device_caches", {}).values():
-                yield from cache[0].values()
-
-
 # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 COLUMNS = (
-    "op", "implementation", "case", "dtype", "µs", "P10–P90", "GB/s", "TFLOP/s", "FLOP/B", "regime", "roofline", "by",
-    "registers", "spills", "shared",
+    "op", "implementation", "case", "dtype", "µs", "P10–P90", "MB", "GFLOP", "GB/s", "TFLOP/s", "FLOP/B", "regime", "roofline",
+    "held µs", "by", "registers", "spills", "shared",
 )  # fmt: skip
 
 

@@ -53,18 +53,26 @@ class Group:
 # Everything that `--preset h200` runs, by the names of the records.
 SUITE: dict[str, Group] = {
     "llama-3.1-8b": Group("llama-3.1-8b", tuple(GPU_PRESETS)),
-    "llama-3.1-8b-fp8-kv": Group("llama-3.1-8b", ("batch128", "decode_16x8k"), {"kv_cache_dtype": "fp8"}),
+    "llama-3.1-8b-fp8-kv": Group("llama-3.1-8b", ("latency_b1", "batch128", "decode_16x8k"), {"kv_cache_dtype": "fp8"}),
     "llama-3.1-8b-deterministic": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"deterministic": True}),
     "llama-3.2-1b": Group("llama-3.2-1b", ("latency_b1", "batch128", "throughput", "prefix")),
     "qwen3-8b": Group("qwen3-8b", ("latency_b1", "batch128", "prefix")),
     "llama-3.1-70b": Group("llama-3.1-70b", ("latency_b1", "prefill_8k")),
 }
+# What it runs besides, each a command of its own with a record of this name.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "startup-warm": ("startup", "--shape", "llama-3.1-8b"),
+    "startup-cold": ("startup", "--shape", "llama-3.1-8b", "--cold", "--starts", "2"),
+    "long-prompt": ("studies", "--study", "long-prompt", "--shape", "llama-3.1-8b"),
+    "ops": ("ops",),
+}
 # One GPU holds 70B in bf16 only just: there is room for a long request or a few short ones beside it.
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {
-    "llama-3.1-70b": {"gpu_memory_utilization": 0.97, "max_num_seqs": 16, "max_num_batched_tokens": 2048},
+    "llama-3.1-70b": {"gpu_memory_utilization": 0.972, "max_num_seqs": 16, "max_num_batched_tokens": 2048},
 }
 # Presets whose decode steps are looked at kernel by kernel as well: with their own rows, and with more.
 PROFILED: dict[str, tuple[int, ...]] = {"latency_b1": (1,), "batch128": (128, 256)}
+TIME_LIMIT = 570.0                   # seconds: all of `--preset h200` takes about seven minutes
 PROFILED_STEPS = 20
 _IDLE = ("idle_share", "idle_between_steps_share", "idle_share_untraced", "step_ms", "us_per_step_by_part")
 
@@ -74,10 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preset", nargs="+", choices=[*GPU_PRESETS, "h200"], help="h200: all of them, for all shapes")
     group.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="models by their shapes, with dummy weights")
     group.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options; a name may come several times")
-    group.add_argument("--group", nargs="+", choices=list(SUITE), help="only these parts of h200")
+    group.add_argument("--group", nargs="+", choices=[*SUITE, *COMMANDS], help="only these parts of h200")
     group.add_argument("--label", help="name of the record, if not the shape's")
     group.add_argument("--directory", help=f"where records go, a file per model (--preset h200: {DIRECTORY})")
-    group.add_argument("--time-limit", type=float, default=300, help="seconds after which no further row is begun")
+    group.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds after which no further row is begun")
     group.add_argument("--no-quality", action="store_true", help="leave out the comparison with the reference")
 
 
@@ -109,12 +117,13 @@ def run_suite(args: argparse.Namespace) -> None:
     """A process per group: nothing of one engine's memory is left for the next to stumble over."""
     started = time.monotonic()
     failed = []
-    for name in args.group or list(SUITE):
+    for name in args.group or [*SUITE, *COMMANDS]:
         left = args.time_limit - (time.monotonic() - started)
         if left <= 0:
             print(f"{name}: not measured, the time limit was over", flush=True)
             continue
-        child = start_child("ridgeline", "bench", "offline", *group_words(name, args, left), stdout=sys.stderr)
+        words = ["offline", *group_words(name, args, left)] if name in SUITE else command_words(name, args)
+        child = start_child("ridgeline", "bench", *words, stdout=sys.stderr)
         try:
             if child.wait() != 0:
                 failed.append(name)
@@ -138,6 +147,10 @@ def group_words(name: str, args: argparse.Namespace, left: float) -> list[str]:
     return [*words, "--set", *settings] if settings else words
 
 
+def command_words(name: str, args: argparse.Namespace) -> list[str]:
+    return [*COMMANDS[name], "--out", str(Path(args.directory or DIRECTORY) / f"{name}.json")]
+
+
 def measure_model(shape: str, args: argparse.Namespace, names: list[str], started: float) -> dict[str, Any]:
     """All rows of one model in one engine. Whatever is done is on disk already when something later fails."""
     presets = [GPU_PRESETS[name] for name in names]
@@ -146,9 +159,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
     quality: dict[str, Any] = {"not_checked": "left out" if args.no_quality else "a model of one's own has no reference here"}
     if shape and not args.no_quality:
         quality = check_quality(shape, **{name: value for name, value in options.items() if name not in _SIZES})
-        verdict = "" if quality["top1_agreement"] >= LEAST else f"  BELOW {LEAST:.0%}"
-        print(f"{shape}: top-1 agreement {quality['top1_agreement']:.4f} over {quality['positions']} positions, "
-              f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{verdict}", flush=True)  # fmt: skip
+        print(quality_line(shape, quality), flush=True)
     began = time.perf_counter()
     options = {"max_model_len": _context(presets)} | options | {"enable_prefix_caching": True}
     if shape:
@@ -163,7 +174,13 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
         "peaks": {"read_tb_s": peaks.read_bytes_s / 1e12, "tflop_s": peaks.rate(engine.config.dtype) / 1e12},
         "rows": {}, "not_measured": {},
     }  # fmt: skip
-    made: dict[str, Any] = {}
+
+    def keep() -> dict[str, Any]:
+        made = record("offline", _setting(engine, name, args, options), figures, quality_of(engine.config), gpu_facts())
+        if args.directory:
+            write(made, Path(args.directory) / f"offline-{name}.json")
+        return made
+
     with Watch(torch_gpus()) as watch:
         for preset in presets:
             if time.monotonic() - started > args.time_limit:
@@ -173,15 +190,29 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
                 extend(engine, preset, row, args, watch)
                 if args.format == "md":
                     print(line(name, preset.name, row), flush=True)
-            made = record("offline", _setting(engine, name, args, options), figures, quality_of(engine.config), gpu_facts())
-            if args.directory:
-                write(made, Path(args.directory) / f"offline-{name}.json")
+            keep()
+    # Last, though a profiler that was attached before made no difference to the steps of an 8B model.
+    for preset in presets if engine.config.device == "cuda" else []:
+        if preset.name in figures["rows"]:
+            figures["rows"][preset.name] |= (found := profiled(engine, preset))
+            if args.format == "md" and preset.name in PROFILED:
+                print(idle_line(name, preset.name, found), flush=True)
+    made = keep()
     lossy = quality_of(engine.config) != EXACT
     engine.close()
     if not lossy and quality.get("top1_agreement", 1.0) < LEAST:
         agreement = quality["top1_agreement"]
         raise RidgelineError(f"{name}: top-1 agreement {agreement:.4f}, below {LEAST:.0%}: these figures do not count")
     return made
+
+
+def quality_line(shape: str, quality: dict[str, Any]) -> str:
+    verdict = "" if quality["top1_agreement"] >= LEAST else f"  BELOW {LEAST:.0%}"
+    parts = ", ".join(f"{name} {part['top1_agreement']:.4f} of {part['positions']}" for name, part in quality["by_part"].items())
+    return (
+        f"{shape}: top-1 agreement {quality['top1_agreement']:.4f} over {quality['positions']} positions ({parts}), "
+        f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{verdict}; reached {', '.join(quality['reached'])}"
+    )
 
 
 def memory_ledger(engine: Engine) -> dict[str, Any]:
@@ -244,23 +275,23 @@ def measure_preset(
     if (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
         row["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
         row["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
-    if config.device == "cuda":
-        row |= _profiled(engine, preset, len(asked[0][0]))
     return row
 
 
-def _profiled(engine: Engine, preset: Preset, context: int) -> dict[str, Any]:
+def profiled(engine: Engine, preset: Preset) -> dict[str, Any]:
     """Decode steps kernel by kernel: launches, and when the device had nothing to do."""
+    context = len(preset.requests(workloads.TIMED)[0][0])
     if preset.name not in PROFILED:
         return {"not_profiled": f"launches and idle times are of {' and '.join(PROFILED)}, whose steps are all alike"}
     found: dict[str, Any] = {}
     for place, rows in enumerate(PROFILED[preset.name]):
-        if rows <= engine.config.max_num_seqs:
-            profile = profile_decode(engine, rows, context, PROFILED_STEPS, salt=_salt())
-            idle = {name: profile[name] for name in _IDLE}
-            found |= {f"device_idle_{rows}_rows": idle} if place else {
-                "launches_per_step": profile["launches_per_step"], "device_idle": idle
-            }
+        name = f"device_idle_{rows}_rows" if place else "device_idle"
+        if rows > engine.config.max_num_seqs:
+            found[name] = {"not_measured": f"max_num_seqs is {engine.config.max_num_seqs}"}
+            continue
+        profile = profile_decode(engine, rows, context, PROFILED_STEPS, salt=_salt())
+        found[name] = {key: profile[key] for key in _IDLE}
+        found["launches_per_step" if not place else f"launches_per_step_{rows}_rows"] = profile["launches_per_step"]
     return found
 
 
@@ -342,11 +373,18 @@ def line(model: str, preset: str, row: dict[str, Any]) -> str:
         if name in row["median"]:
             share = f" ({against[name]:.0%} of the floor)" if name in against else ""
             parts.append(text.format(row["median"][name] * scale) + share)
-    if "launches_per_step" in row:
-        idle = row["device_idle"]["idle_between_steps_share"]
-        parts.append(f"{row['launches_per_step']:.0f} launches a step, idle between steps {idle:.1%}")
     if "cost" in row:
         parts.append(price.line(row["cost"]))
     if "sustain" in row:
         parts.append(row["sustain"]["verdict"])
     return "  ".join(parts)
+
+
+def idle_line(model: str, preset: str, found: dict[str, Any]) -> str:
+    shares = [
+        f"{idle['idle_between_steps_share']:.1%}" if "not_measured" not in idle else "not measured"
+        for name, idle in found.items() if name.startswith("device_idle")
+    ]  # fmt: skip
+    launches = f"{found['launches_per_step']:.0f} launches a step, " if "launches_per_step" in found else ""
+    rows = " and ".join(str(rows) for rows in PROFILED[preset])
+    return f"{model:14s} {preset:12s}  {launches}idle between steps with {rows} rows: {' and '.join(shares)}"

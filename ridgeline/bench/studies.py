@@ -4,6 +4,8 @@
 - paging: contiguous reservations against paged blocks at the same KV memory: waste, and how many run at once
 - cliff: latency and waste as the KV budget shrinks, across the point where preemption begins
 - cascade: attention with a shared prefix read once, against once per row; on a GPU, and only if asked for (cascade.py)
+- long-prompt: what a long prompt does to those who decode, cut by the step-time model and not; only if asked for
+  (long_prompt.py)
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import torch
 
 from ridgeline.bench.cascade import cascade
 from ridgeline.bench.device_log import gpu_facts
+from ridgeline.bench.engine import parse_options
+from ridgeline.bench.long_prompt import SIZES, Sizes, long_prompt
 from ridgeline.bench.record import finish, percentiles, record
+from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core import EngineCore
 from ridgeline.errors import ConfigError
@@ -26,12 +31,17 @@ from ridgeline.sampling_params import SamplingParams
 
 STUDIES = ("batching", "paging", "cliff")
 CASCADE = "cascade"                  # about the kernels of a GPU, not about the engine
+LONG_PROMPT = "long-prompt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--study", nargs="+", choices=(*STUDIES, CASCADE), default=list(STUDIES))
+    parser.add_argument("--study", nargs="+", choices=(*STUDIES, CASCADE, LONG_PROMPT), default=list(STUDIES))
     parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="long-prompt: a model by its shapes, with dummy weights")
+    parser.add_argument("--prompt", type=int, default=SIZES.prompt, help="long-prompt: tokens of it")
+    parser.add_argument("--decodes", type=int, default=SIZES.decodes, help="long-prompt: requests that decode meanwhile")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="long-prompt: engine options")
     parser.add_argument("--out", help="also write the record to this file")
 
 
@@ -42,11 +52,23 @@ def run(args: argparse.Namespace) -> None:
     for name in args.study:
         if name == CASCADE:
             figures[name] = cascade("cuda")
+        elif name == LONG_PROMPT:
+            figures[name] = _long_prompt(args)
         else:
             figures[name] = {"batching": batching, "paging": paging, "cliff": cliff}[name](args.model, args.requests)
-    workload = {"model": args.model or "embedded", "requests": args.requests}
+    workload = {"model": args.shape or args.model or "embedded", "requests": args.requests}
     gpu = gpu_facts() if torch.cuda.is_available() else None
     finish(record("studies", workload, figures, gpu=gpu), args.out)
+
+
+def _long_prompt(args: argparse.Namespace) -> dict[str, Any]:
+    if min(args.prompt, args.decodes) < 1:
+        raise ConfigError("--prompt and --decodes must be above 0")
+    options = parse_options(args.set)
+    if args.shape:
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    model = str(write_shape(args.shape)) if args.shape else args.model
+    return long_prompt(model, Sizes(decodes=args.decodes, prompt=args.prompt), **options)
 
 
 def batching(model: str, requests: int) -> dict[str, Any]:

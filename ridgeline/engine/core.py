@@ -16,7 +16,7 @@ from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
 from ridgeline.diagnose.cost import decoder_shape
 from ridgeline.diagnose.steps import StepRecorder
-from ridgeline.engine.executor import Executor, make_executor
+from ridgeline.engine.executor import Executor, LocalExecutor, make_executor
 from ridgeline.engine.grammar_check import vocabulary_of
 from ridgeline.engine.grammars import Grammars
 from ridgeline.engine.thrift import Thrift
@@ -230,11 +230,11 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
 
 
 def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
-    """Counts what one rank computes and moves; what its products read of a weight, the runner knows."""
+    """Counts what one rank computes and moves. What products read of a weight, a model in this process alone knows; where ranks
+    share it, or nothing is computed, it is what its numbers take."""
     ranks = config.options.parallel.tensor_parallel_size
     shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
-    model = getattr(getattr(executor, "runner", None), "model", None)
-    reads = getattr(model, "weight_reads", None)
+    reads = executor.runner.model.weight_reads if isinstance(executor, LocalExecutor) else None
     return StepRecorder(shape.shard(ranks) if ranks > 1 else shape, config.dtype, reads)
 
 

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from ridgeline.grammar.xgrammar_backend import XGrammar
 
 CACHE_BYTES = 64 * 2**20
-ENOUGH = 4                           # answers at once for each time that a grammar is compiled …
-COPIES_SECONDS = 0.2                 # … up to once for each thread that fills masks, and as takes no longer than this
+ENOUGH = 4                           # answers at once for each time that a grammar is compiled, …
+COPIES_PER_THREAD = 4                # … up to so often for each thread that fills masks, …
+COPIES_SECONDS = 0.2                 # … and as takes no longer than this
 logger = get_logger("grammars")
 
 Outcome = tuple[Request, dict[int, "Matcher"], str]      # a matcher for each answer, or why there is none
@@ -43,8 +44,9 @@ class Compiled:
     """A grammar from which matchers are copied.
 
     llguidance's copies share what they have learnt, and a lock on it: threads that fill the masks of one grammar's answers
-    would wait for each other. So a grammar with many answers at once is compiled again, once for each thread (grammar/crew),
-    and new answers go to the copy that has the fewest. More copies would learn more slowly.
+    would wait for each other. So a grammar with many answers at once is compiled again for every few of them, and new answers go
+    to the copy that has the fewest. Several copies for each thread, because a few masks take fifty times as long as the others,
+    and what stands behind them should be anybody's; one for each answer would learn too slowly.
     """
 
     def __init__(self, make: Callable[[], LibraryMatcher], most: int) -> None:
@@ -210,8 +212,8 @@ class Grammars:
             self._backend = make_backend(self._name, self._vocabulary)
         backend, compiled = self._backend, self.cache.get(asked.key)
         if compiled is None:
-            threads = num_threads()
-            most = 1 if self._name == "xgrammar" else threads            # whose matchers share no lock
+            alone = self._name == "xgrammar" or num_threads() == 1       # whose matchers share no lock; or nobody waits for it
+            most = 1 if alone else COPIES_PER_THREAD * num_threads()
             compiled = Compiled(lambda: compile_grammar(backend, asked), most)
         matchers = self._start(compiled, request)
         for index, matcher in matchers.items():

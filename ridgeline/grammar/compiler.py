@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ridgeline.errors import BadRequest
-from ridgeline.grammar.interface import LibraryMatcher, structures
+from ridgeline.grammar.interface import LibraryMatcher, in_words, structures
 from ridgeline.grammar.vocabulary import GrammarVocabulary, Pieces
 from ridgeline.sampling_params import StructuredOutputs
 
@@ -31,9 +31,9 @@ _BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"
 # without a look at each. 16: hardly a token is longer, so that texts of bounded length are dear only close to their end.
 _PLAIN = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (10, 16, 30)), f"{_PLAIN}+"]
+_WHOLE = r"[\s\S]+"                 # what is spelled at once: any text
 _FIXED_BYTES = 64 * 1024             # of memory for a compiled grammar …
 _BYTES_PER_BYTE = 256                # … and for each byte of its text: measured, for schemas that branch widely
-_ERROR_CHARACTERS = 200
 
 
 def make_backend(name: str, vocabulary: GrammarVocabulary) -> LLTokenizer | XGrammar:
@@ -46,8 +46,19 @@ def make_backend(name: str, vocabulary: GrammarVocabulary) -> LLTokenizer | XGra
 
 
 def make_tokenizer(vocabulary: GrammarVocabulary) -> LLTokenizer:
-    wrapped: Any = Pieces(vocabulary)                    # by shape: the class it names is made of another tokenizer
-    return LLTokenizer(wrapped, eos_token=vocabulary.end_ids, slices=_SLICES)
+    """Where a grammar leaves one text only, the library asks which tokens spell it: for every fourth mask or so, and from all
+    threads that fill some. So it spells by itself where it can, joining what has the lowest id first, as the tokenizers of most
+    models do; else it has to ask Python, whose lock those threads would wait for."""
+    ranks = vocabulary.ranks()
+    if ranks is None:
+        wrapped: Any = Pieces(vocabulary)                # by shape: the class it names is made of another tokenizer
+        return LLTokenizer(wrapped, eos_token=vocabulary.end_ids, slices=_SLICES)
+    tokenizer: Any = LLTokenizer                         # whose declaration leaves this out
+    made: LLTokenizer = tokenizer.from_tiktoken(
+        encoder=ranks, special_tokens={vocabulary.pieces[token].decode(): token for token in vocabulary.special_ids},
+        pattern=_WHOLE, eos_token=vocabulary.end_ids, n_vocab=len(vocabulary.pieces), slices=_SLICES,
+    )  # fmt: skip
+    return made
 
 
 def compile_grammar(backend: LLTokenizer | XGrammar, asked: StructuredOutputs) -> LibraryMatcher:
@@ -105,9 +116,7 @@ def compiled_bytes(asked: StructuredOutputs, compiled: LibraryMatcher) -> int:
 
 
 def _refused(asked: StructuredOutputs, reason: str) -> BadRequest:
-    words = " ".join(reason.replace("<non-verbose/>", "").split())
-    if words.startswith("panic"):
-        words = "it is more than the compiler can do; use a simpler grammar"
-    elif words.startswith("NoExtension"):
+    words = in_words(reason)
+    if words.startswith("NoExtension"):
         words = "no text can ever match it"
-    return BadRequest(f"structured_outputs.{asked.kind} cannot be used: {words[:_ERROR_CHARACTERS]}")
+    return BadRequest(f"structured_outputs.{asked.kind} cannot be used: {words}")

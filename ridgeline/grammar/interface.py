@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from ridgeline.errors import BadRequest
 
+_REASON_CHARACTERS = 200
+
 
 class LibraryMatcher(Protocol):
     """One answer's place in a compiled grammar."""
@@ -28,6 +30,16 @@ class LibraryMatcher(Protocol):
 
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
         """Write the mask of what may follow, `size` bytes, where the caller has room for them."""
+
+
+def in_words(reason: str) -> str:
+    """Why a grammar cannot be used, of what a library says of it."""
+    words = " ".join(reason.replace("<non-verbose/>", "").split())
+    if words.startswith("panic: no entry found"):        # of the id of a byte, where one text only is left
+        return "no token can say the text that it asks for"
+    if words.startswith("panic"):
+        return "it is more than the compiler can do; use a simpler grammar"
+    return words[:_REASON_CHARACTERS]
 
 
 def structures(tag: dict[str, Any]) -> list[tuple[str, str, Any, str]]:

@@ -31,6 +31,26 @@ class GrammarVocabulary:
         special = sorted(token for token in special_ids | end_ids if token < vocab_size and known[token])
         return cls(known, special, ends)
 
+    def ranks(self) -> dict[bytes, int] | None:
+        """The ids of all pieces of text, for llguidance to spell by itself: from single bytes on, joining two pieces at a time.
+        None where that does not work: a piece has a byte that is none by itself, two ids say the same, or a special token has no
+        name."""
+        special = frozenset(self.special_ids)
+        ranks = {piece: token for token, piece in enumerate(self.pieces) if piece and token not in special}
+        num_text = sum(1 for piece in self.pieces if piece) - len(special)
+        names = {self.pieces[token] for token in special}
+        if len(ranks) < num_text or len(names) < len(special) or not all(map(_is_text, names)):
+            return None
+        return ranks if all(bytes([byte]) in ranks for byte in set(b"".join(ranks))) else None
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
 
 class Pieces:
     """What llguidance asks of a tokenizer."""

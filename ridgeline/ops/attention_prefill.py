@@ -22,8 +22,8 @@ from ridgeline.ops.registry import tl, triton_kernel
 
 @triton_kernel(do_not_specialize=["rows", "first_row", "table_stride"])
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, query_start_ptr, kv_len_ptr, k_scale_ptr, v_scale_ptr,
-    rows, first_row, score_scale, softcap, table_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, query_start_ptr, kv_len_ptr, older_len_ptr, statistics_ptr,
+    k_scale_ptr, v_scale_ptr, rows, first_row, score_scale, softcap, table_stride,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride,
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
@@ -32,7 +32,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_NARROW: tl.constexpr, V_NARROW: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
-    UPCAST: tl.constexpr,
+    RANGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of TILE_TOKENS tokens of one row, one KV head. `rows` rows from `first_row` on, which all
     have one query each before it.
@@ -41,6 +41,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     more at most. So the grid is a host number, and a program finds its row by counting the rows that begin before it.
     Tiles are taken from the last one: under the causal mask a row's last tiles are the longest, and the short ones
     fill the gaps at the end.
+
+    RANGE: "all" keys, or without a window the "older" ones alone, which every query sees, or the "newer" ones after them: a
+    part of the result, and `statistics` [T, 2, H] say what that part weighs (attention_older.py).
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -56,6 +59,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     if tile_token >= queries:
         return
     kv_len = tl.load(kv_len_ptr + row)
+    if RANGE == "older":
+        if tl.load(older_len_ptr + row) == 0:
+            return
     table_row = row
     if HAS_TABLE_ROWS:
         table_row = tl.load(table_rows_ptr + row)
@@ -84,6 +90,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     last_position = tl.minimum(first_position + TILE_TOKENS, kv_len) - 1
     begin = 0
     limit = last_position + 1
+    if RANGE == "older":
+        limit = tl.load(older_len_ptr + row)
+        first_position = limit - 1
+        position = tl.full([TILE_QUERIES], 0, tl.int32) + first_position
+    if RANGE == "newer":
+        begin = tl.load(older_len_ptr + row)
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
     block = first_blocks(table_ptr, begin, limit, BLOCK_SIZE, TILE_KEYS)
@@ -116,6 +128,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     out = accumulated / tl.where(total == 0.0, 1.0, total)[:, None]
     out_offset = token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=live)
+    if RANGE != "all":
+        heads = tl.num_programs(1) * GROUP
+        counted = (query < queries) & (pair < TILE_TOKENS * GROUP)
+        place = statistics_ptr + token * (2 * heads) + head
+        tl.store(place, maximum + tl.log2(total), mask=counted)
+        tl.store(place + heads, tl.full([TILE_QUERIES], 1.0, tl.float32), mask=counted)
 
 
 # ── shared prefixes ──────────────────────────────────────────────────────────────────────────────────────────────────

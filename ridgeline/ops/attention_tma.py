@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -321,11 +322,11 @@ def _split_queries(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _compute(  # type: ignore[no-untyped-def]
-    q_shared, k_shared, v_shared, scale_shared, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, tiles_ptr, items,
-    score_scale, out_token_stride,
+    q_shared, k_shared, v_shared, scale_shared, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, statistics_ptr,
+    tiles_ptr, items, score_scale, out_token_stride,
     PART: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROUND: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TILE_KEYS: gl.constexpr, QUERY_STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    VALUE_STAGES: gl.constexpr, NARROW: gl.constexpr,
+    VALUE_STAGES: gl.constexpr, NARROW: gl.constexpr, RANGE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: one half of every item's queries."""
     DIM: gl.constexpr = HALVES * 64
@@ -337,7 +338,8 @@ def _compute(  # type: ignore[no-untyped-def]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KEYS, 32 if NARROW else 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8 // HALVES, 4 * HALVES], [4, 1], [1, 0])
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [8 // HALVES, 4 * HALVES], [4, 1], [1, 0])
+    store_layout: gl.constexpr = lines if RANGE == "all" else out_layout
     q_tiles = viewed(q_shared, dtype, [QUERY_STAGES * 2, 64, DIM], layout)
     k_tiles = viewed(k_shared, k_shared.dtype, [KEY_STAGES, TILE_KEYS, DIM], narrow_layout if NARROW else layout)
     v_tiles = viewed(v_shared, dtype, [VALUE_STAGES, TILE_KEYS, DIM], layout)
@@ -361,6 +363,9 @@ def _compute(  # type: ignore[no-untyped-def]
             fine_q = q_place
             row_scale = score_scale
             position = first_position + PART * TOKENS + pair // ROUND
+            if RANGE == "older":                         # every query sees every key
+                masked = gl.maximum(tiles - limit // TILE_KEYS, 1)
+                position = pair * 0 + (limit - 1)
             maximum = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, score_layout))
             total = gl.zeros([64], gl.float32, gl.SliceLayout(1, score_layout))
             out = gl.zeros([64, DIM], gl.float32, out_layout)
@@ -404,9 +409,18 @@ def _compute(  # type: ignore[no-untyped-def]
             out = warpgroup_mma_wait(0, deps=[out])
             mbarrier.arrive(v_empty.index((last - 1) % VALUE_STAGES), count=1, pred=tiles > 1)
             mbarrier.arrive(v_empty.index(v_slot), count=1)
+            if RANGE != "all":
+                query = PART * TOKENS + pair // ROUND
+                counted = (query < live) & (pair % ROUND < GROUP)
+                weight_ptr = statistics_ptr + (token + query) * (2 * KV_HEADS * GROUP) + kv_head * GROUP + pair % ROUND
+                gl.store(weight_ptr, maximum + gl.log2(total), mask=counted)
+                one = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, score_layout))
+                gl.store(weight_ptr + KV_HEADS * GROUP, one, mask=counted)
             out = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))[:, None]
-            q_place.store(out.to(dtype))             # where the queries were, to be written in whole lines
-            result = q_place.load(store_layout)
+            result = out                             # a part stays as precise as it is until it is merged
+            if RANGE == "all":
+                q_place.store(out.to(dtype))         # where the queries were, to be written in whole lines
+                result = q_place.load(store_layout)
             fence_async_shared()
             mbarrier.arrive(q_empty.index(q_slot), count=1)
             own = PART * TOKENS + out_pair // ROUND
@@ -423,18 +437,21 @@ def _compute(  # type: ignore[no-untyped-def]
 
 @gluon_kernel(do_not_specialize=["items", "table_stride"])
 def prompt_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, out_ptr, table_ptr, tiles_ptr, k_scale_ptr, v_scale_ptr, items, score_scale, table_stride,
-    out_token_stride, k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
+    queries, keys, values, out_ptr, statistics_ptr, table_ptr, tiles_ptr, k_scale_ptr, v_scale_ptr, items, score_scale,
+    table_stride, out_token_stride, k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROUND: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILE_KEYS: gl.constexpr, QUERY_STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    BYTE_STAGES: gl.constexpr, CONVERTED_KEYS: gl.constexpr, NARROW: gl.constexpr,
+    BYTE_STAGES: gl.constexpr, CONVERTED_KEYS: gl.constexpr, NARROW: gl.constexpr, RANGE: gl.constexpr,
 ):  # fmt: skip
     """`queries` [T, H, D], `keys` and `values` [blocks * BLOCK_SIZE, KH * D] are descriptors of the copy engine. An item is
     one tile of the list and one KV head. ROUND: GROUP rounded up to a power of two.
 
     NARROW: keys and values have eight bits. Keys are multiplied as they are, with queries in two parts; values are
     converted on their way, since tensor cores cannot turn a tile of bytes.
+
+    RANGE: "all" keys, or the "older" or "newer" ones alone, with lists of tiles made for them (attention_older.py): a part of
+    the result, in float32, and `statistics` [T, 2, H] say what that part weighs.
     """
     HALVES: gl.constexpr = HEAD_DIM // 64
     PAGES: gl.constexpr = TILE_KEYS // BLOCK_SIZE
@@ -461,13 +478,13 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize([
             (_compute, (
                 q_shared, k_shared, v_shared, k_scales, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
-                tiles_ptr, items, score_scale, out_token_stride, 0, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE, TILE_KEYS,
-                QUERY_STAGES, KEY_STAGES, VALUE_STAGES, True,
+                statistics_ptr, tiles_ptr, items, score_scale, out_token_stride, 0, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
+                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, True, RANGE,
             )),
             (_compute, (
                 q_shared, k_shared, v_shared, k_scales, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
-                tiles_ptr, items, score_scale, out_token_stride, 1, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE, TILE_KEYS,
-                QUERY_STAGES, KEY_STAGES, VALUE_STAGES, True,
+                statistics_ptr, tiles_ptr, items, score_scale, out_token_stride, 1, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
+                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, True, RANGE,
             )),
             (_convert, (
                 bytes_shared, v_scales, v_shared, bytes_full, bytes_empty, v_full, v_empty, tiles_ptr, items, KV_HEADS,
@@ -488,13 +505,13 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize([
             (_compute, (
                 q_shared, k_shared, v_shared, q_shared, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
-                tiles_ptr, items, score_scale, out_token_stride, 0, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE, TILE_KEYS,
-                QUERY_STAGES, KEY_STAGES, VALUE_STAGES, False,
+                statistics_ptr, tiles_ptr, items, score_scale, out_token_stride, 0, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
+                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, False, RANGE,
             )),
             (_compute, (
                 q_shared, k_shared, v_shared, q_shared, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
-                tiles_ptr, items, score_scale, out_token_stride, 1, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE, TILE_KEYS,
-                QUERY_STAGES, KEY_STAGES, VALUE_STAGES, False,
+                statistics_ptr, tiles_ptr, items, score_scale, out_token_stride, 1, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
+                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, False, RANGE,
             )),
             (_fetch, (
                 queries, keys, q_shared, k_shared, q_shared, q_full, q_empty, k_full, k_empty, table_ptr, tiles_ptr, items,
@@ -544,15 +561,20 @@ Scales = tuple[Tensor, tuple[int, ...]]
 
 def prompt_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, tiles: Tensor, out: Tensor, scale: float,
-    k_scales: Scales | None = None, v_scales: Scales | None = None,
+    scales: tuple[Scales, Scales] | None = None, keys: Literal["all", "older", "newer"] = "all",
+    statistics: Tensor | None = None, table_stride: int | None = None,
 ) -> None:  # fmt: skip
-    """Attention of the queries in `tiles` (query_tiles.py), written to `out`. Caches of eight bits have scales."""
+    """Attention of the queries in `tiles` (query_tiles.py), written to `out`. Caches of eight bits have scales of K and V.
+
+    `keys`: which of them `tiles` are made for; a part of the result is float32, and has `statistics` [T, 2, H] beside it.
+    `table_stride`: what the last number of a tile is multiplied with, where that is not a row of the table.
+    """
     tokens, heads, head_dim = q.shape
     blocks, block_size, kv_heads, _ = k_cache.shape
     group, width = heads // kv_heads, kv_heads * head_dim
     pairs = rounded(group)
-    narrow = k_scales is not None and v_scales is not None
-    (k_scale, k_strides), (v_scale, v_strides) = (each or (q, (0, 0, 0)) for each in (k_scales, v_scales))
+    narrow = scales is not None
+    (k_scale, k_strides), (v_scale, v_strides) = scales or ((q, (0, 0, 0)), (q, (0, 0, 0)))
     cube = gl.NVMMASharedLayout(128, 16, rank=3)
     pages = [
         TensorDescriptor(
@@ -564,10 +586,11 @@ def prompt_attention(
     items = tiles.shape[0] * kv_heads
     prompt_kernel[min(items, multiprocessors(q.device)),](
         TensorDescriptor(q, [tokens, heads, head_dim], [heads * head_dim, head_dim, 1], [64 // pairs, pairs, 64], cube),
-        *pages, out, block_table, tiles, k_scale, v_scale, items, scale * math.log2(math.e), block_table.stride(0),
+        *pages, out, out if statistics is None else statistics, block_table, tiles, k_scale, v_scale, items,
+        scale * math.log2(math.e), block_table.stride(0) if table_stride is None else table_stride,
         out.stride(0), *k_strides, *v_strides,
         KV_HEADS=kv_heads, GROUP=group, ROUND=pairs, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE_KEYS=TILE_KEYS,
         QUERY_STAGES=QUERY_STAGES, KEY_STAGES=NARROW_KEY_STAGES if narrow else KEY_STAGES,
         VALUE_STAGES=NARROW_VALUE_STAGES if narrow else VALUE_STAGES, BYTE_STAGES=BYTE_STAGES,
-        CONVERTED_KEYS=CONVERTED_KEYS, NARROW=narrow, num_warps=4, maxnreg=NARROW_REGISTERS if narrow else REGISTERS,
+        CONVERTED_KEYS=CONVERTED_KEYS, NARROW=narrow, RANGE=keys, num_warps=4, maxnreg=NARROW_REGISTERS if narrow else REGISTERS,
     )  # fmt: skip

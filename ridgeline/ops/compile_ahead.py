@@ -68,6 +68,16 @@ def load_launchers_apart() -> bool:
     return True
 
 
+def triton_compiles_ahead() -> bool:
+    """Whether this Triton has what is used of it here, which is not all public."""
+    function = getattr(registry.triton, "JITFunction", None)
+    there = hasattr(registry.triton, "AsyncCompileMode") and all(hasattr(function, name) for name in ("run", "_do_compile"))
+    if there and load_launchers_apart():
+        return True
+    logger.info("this Triton cannot compile ahead: each kernel is compiled when it is launched for the first time")
+    return False
+
+
 class _Builders(Executor):
     """A pool whose threads compile a kernel, and also make its launcher and load it onto the device."""
 
@@ -101,7 +111,7 @@ class _Builders(Executor):
 class CompileAhead:
     def __init__(self, device: torch.device) -> None:
         possible = registry.HAS_TRITON and not registry.TRITON_INTERPRETED and device.type == "cuda"
-        self.active = possible and hasattr(registry.triton, "AsyncCompileMode") and load_launchers_apart()
+        self.active = possible and triton_compiles_ahead()
         self._waiting: list[tuple[dict[str, Any], str, Any]] = []    # a kernel's variants, which of them, what it will be
         self._began = time.perf_counter()
         self._compiled = len(registry.COMPILED_AHEAD)

@@ -1,16 +1,18 @@
 """How the keys of decoding rows are shared out among programs: long rows in several shares, short ones in one.
 
-Reading keys and values is all a decode's attention does, so every program should have about equally much to read, whoever's
-it is. A share is what each would get if all keys of the step were dealt out evenly; a row has as many of them as come
-closest to its length, all of one size. Rows of about the same length are therefore never cut for nothing, and one long row
-among many short ones is read by many programs. Long rows come first in the list: what is left at the end is short.
+Reading keys and values is all a decode's attention does, so every program should have about equally much to read, and all of
+them should end together. So many run at once; a few more than that, and those few run alone while the rest of the chip has
+nothing to do: 69 rows of one length took 1.6 times as long as they should. So several ways to cut the rows are compared by
+when their last share would end, and shares are no smaller than that needs: each has a beginning of its own to pay for, and
+what they found is merged. Long rows come first in the list: what is left at the end is short.
 
-Plain numbers, computed while the step before runs. The lists have one length for a number of rows, whatever the lengths, as
-a recorded graph needs it.
+Plain numbers, computed while the step before runs, and kept for as many steps as a share has room for. The lists have one
+length for a number of rows, whatever the lengths, as a recorded graph needs it.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +23,11 @@ LEAST_OF_FEW, FEW_ROWS = 32, 2       # and while so few rows leave most of the c
 SHARE_UNIT = 32                      # shares are multiples of it: whole tiles
 MOST_SHARES = 64                     # of a row
 SINGLE_SHARES = 16                   # of a row that is alone: what more would read faster, the merge would lose
+ROUNDS_APART = 4                     # beyond so many rounds of programs, it matters little how full the last one is
+CLEARLY = 0.87                       # of the time: when it ends is only estimated
+SHARE_COST = 40                      # keys that could be read in the time that a share takes besides
+LONGEST_LIST = 1280                  # for full rounds: with it, no more memory is needed than 1,024 rows need in any case
+TYPICAL_LENGTH, CLOSE = 1024, 1.05   # what the lists' lengths are chosen for: as few shares as come this close to the best
 FIXED_SHARES, LEAST_FIXED_SHARE = 8, 512     # in deterministic mode: by the row's own length alone
 
 
@@ -48,13 +55,22 @@ def programs_at_once(multiprocessors: int, kv_heads: int) -> int:
 
 
 def wanted_shares(rows: int, programs: int) -> int:
-    """How many shares all rows together should have, when `programs` can run at once (for each KV head)."""
+    """How many shares a few rows together should have, when `programs` can run at once (for each KV head)."""
     return max(rows, min(SINGLE_SHARES * rows, programs))
 
 
+@functools.cache
 def most_items(rows: int, programs: int) -> int:
-    """As many as are wanted, and some for rounding: programs without work are not free. One row needs none of those."""
-    return wanted_shares(rows, programs) + rows // 2
+    """As many as rows of one length are best cut into, and some for others: programs without work are not free."""
+    if rows <= FEW_ROWS or rows > ROUNDS_APART * programs:
+        return wanted_shares(rows, programs) + rows // 2
+    ends = {
+        count: -(-rows * count // programs) * (TYPICAL_LENGTH / count + SHARE_COST) for count in range(1, SINGLE_SHARES + 1)
+    }
+    best = next(count for count, end in ends.items() if end <= CLOSE * min(ends.values()))
+    plain = wanted_shares(rows, programs)
+    pays = ends[best] < CLEARLY * ends[max(1, round(plain / rows))]
+    return max(plain + rows // 2, min(LONGEST_LIST, rows * best + rows // 2) if pays else 0)
 
 
 def num_items(rows: int, programs: int, fixed: bool) -> int:
@@ -67,19 +83,8 @@ def share_out(lengths: np.ndarray, programs: int, fixed: bool = False) -> Shares
     rows = len(lengths)
     if rows == 1 and not fixed:
         return _one_row(int(lengths[0]), programs)
-    if fixed:
-        shares = np.clip(lengths // LEAST_FIXED_SHARE, 1, FIXED_SHARES)
-    else:
-        even = max(LEAST_OF_FEW if rows <= FEW_ROWS else LEAST_SHARE, int(lengths.sum()) / wanted_shares(rows, programs))
-        if rows <= FEW_ROWS:                             # of one size, however long they are
-            even = -(-int(np.ceil(even)) // SHARE_UNIT) * SHARE_UNIT
-            shares = np.maximum(-(-lengths // even), 1)
-        else:
-            shares = _rounded(lengths, even)
-            while shares.sum() > most_items(rows, programs):     # many are shorter than a share: it was not a fair one
-                even *= 1.1
-                shares = _rounded(lengths, even)
-    size = np.maximum(-(-lengths // (shares * SHARE_UNIT)) * SHARE_UNIT, SHARE_UNIT)
+    shares = np.clip(lengths // LEAST_FIXED_SHARE, 1, FIXED_SHARES) if fixed else _cut(lengths, programs)
+    size = _sizes(lengths, shares)
     shares = np.maximum(-(-lengths // size), 1)          # whole tiles may have made the last ones empty
     longest_first = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(shares[longest_first])
@@ -101,5 +106,37 @@ def _one_row(length: int, programs: int) -> Shares:
     return Shares(np.array(items, np.int32), np.zeros(1, np.int32), np.array([size], np.int32))
 
 
-def _rounded(lengths: np.ndarray, even: float) -> np.ndarray:
-    return np.clip(np.rint(lengths / even), 1, MOST_SHARES).astype(np.int64)
+def _cut(lengths: np.ndarray, programs: int) -> np.ndarray:
+    """int64 [rows]: into how many shares each row is cut."""
+    rows, total = len(lengths), int(lengths.sum())
+    if rows <= FEW_ROWS:                                 # of one size, however long they are
+        even = max(LEAST_OF_FEW, total / wanted_shares(rows, programs))
+        even = -(-int(np.ceil(even)) // SHARE_UNIT) * SHARE_UNIT
+        return np.maximum(-(-lengths // even), 1)
+    most = most_items(rows, programs)
+    if rows > ROUNDS_APART * programs:
+        return _dealt(lengths, total / rows, most)
+    plain = _dealt(lengths, total / wanted_shares(rows, programs), most)
+    limits = [min(most, rounds * programs) for rounds in range(-(-rows // programs), -(-most // programs) + 1)]
+    whole = min((_dealt(lengths, total / limit, limit) for limit in limits), key=lambda cut: _end(lengths, cut, programs))
+    return whole if _end(lengths, whole, programs) < CLEARLY * _end(lengths, plain, programs) else plain
+
+
+def _dealt(lengths: np.ndarray, even: float, limit: int) -> np.ndarray:
+    """As many shares for each row as come closest to its length in even ones, all rows together no more than `limit`."""
+    even = max(LEAST_SHARE, even)
+    while (shares := np.clip(np.rint(lengths / even), 1, MOST_SHARES).astype(np.int64)).sum() > limit:
+        even *= 1.1
+    return shares
+
+
+def _end(lengths: np.ndarray, shares: np.ndarray, programs: int) -> float:
+    """When the last share ends, in keys, at the latest: as if round followed round, which is so where all are alike, or as if
+    every share had to wait until what is before it has been dealt out evenly. The smaller of the two holds."""
+    sizes = -np.sort(-np.repeat(_sizes(lengths, shares), shares)) + SHARE_COST
+    dealt = (np.cumsum(sizes) - sizes) / programs + sizes
+    return float(min(sizes[::programs].sum(), dealt.max()))
+
+
+def _sizes(lengths: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    return np.maximum(-(-lengths // (shares * SHARE_UNIT)) * SHARE_UNIT, SHARE_UNIT)

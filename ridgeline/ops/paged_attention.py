@@ -18,10 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.costs import PAGED_ATTENTION_CASES, paged_attention_cost
-from ridgeline.ops import attention_decode, attention_prefill, attention_tma, native
-from ridgeline.ops.decode_shares import DeviceShares, num_items, programs_at_once, share_out
+from ridgeline.ops import attention_decode, attention_older, attention_prefill, attention_tma, native
+from ridgeline.ops.decode_shares import (
+    FIXED_SHARES,
+    LEAST_FIXED_SHARE,
+    LEAST_SHARE,
+    SINGLE_SHARES,
+    DeviceShares,
+    num_items,
+    programs_at_once,
+    share_out,
+)
 from ridgeline.ops.launch import dependent_launch, multiprocessors
-from ridgeline.ops.query_tiles import cut_queries
+from ridgeline.ops.query_tiles import cut_queries, tile_tokens
 from ridgeline.ops.registry import (
     TRITON_DTYPES,
     TRITON_INTERPRETED,
@@ -98,12 +107,15 @@ class KVFormat:
 @dataclass(frozen=True, slots=True, eq=False)
 class OlderKV:
     """The first positions of every row when they are kept in another format than the later ones: an own cache with own
-    blocks. The row's table says nothing about them."""
+    blocks. The row's table says nothing about them, and `shares` are those of the later ones.
+
+    Whatever a step writes is among the later positions: a row's queries see all of its older ones, but for a window.
+    """
 
     k_cache: Tensor                  # [blocks', block_size, KH, D]
     v_cache: Tensor
     block_table: Tensor              # int32 [*, B'], by the same rows as the main one
-    length: Tensor                   # int32 [R]: positions kept here, a multiple of the block size, less than kv_len
+    length: Tensor                   # int32 [R]: positions kept here, whole blocks, of those before the row's queries
     format: KVFormat | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -418,14 +430,16 @@ class AttentionWorkspace:
 
 def workspace_floats(
     max_rows: int, heads: int, kv_heads: int, head_dim: int, *, multiprocessors: int, prefix_tiles: int = 0,
-    deterministic: bool = False,
+    deterministic: bool = False, older: bool = False,
 ) -> int:  # fmt: skip
-    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind."""
+    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind; `older`: of two formats."""
     programs = programs_at_once(multiprocessors, kv_heads)
     slots = 0
     for rows in range(1, max_rows + 1):
-        prefix = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors) if prefix_tiles else 0
-        slots = max(slots, num_items(rows, programs, deterministic) + rows * prefix)
+        before = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors) if prefix_tiles else 0
+        if older:
+            before = max(before, older_shares(rows, programs, deterministic)[0])
+        slots = max(slots, num_items(rows, programs, deterministic) + rows * before)
     return _partial_floats(slots, heads, head_dim)
 
 
@@ -448,6 +462,14 @@ def prefix_shares(rows: int, group: int, kv_heads: int, multiprocessors: int) ->
     """Into how many shares a prefix of so many rows is cut at most: one program fills a multiprocessor."""
     tiles = -(-rows // prefix_tile_rows(group))
     return max(1, min(16, multiprocessors // (tiles * kv_heads)))
+
+
+def older_shares(rows: int, programs: int, deterministic: bool) -> tuple[int, int]:
+    """(most shares, least keys of one) into which the older keys of each row are cut, when `programs` can run at once for
+    each KV head. Lengths are not known here, unlike in decode_shares.py: all rows have equally many, if they are long."""
+    if deterministic:
+        return FIXED_SHARES, LEAST_FIXED_SHARE
+    return max(1, min(SINGLE_SHARES, programs // rows)), LEAST_SHARE
 
 
 def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int) -> tuple[int, int, Launch]:
@@ -481,6 +503,70 @@ def prefill_tiles(dtype: torch.dtype, head_dim: int, pairs: int) -> tuple[int, i
     return 128, 128, {"num_warps": 8, "num_stages": 2, "maxnreg": 232}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pages:
+    """A cache as the kernels take it."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    table: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    strides: tuple[int, ...]         # of K and V over blocks, slots and heads, and of their scales
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, kv_format: KVFormat | None,
+        k_scale: Tensor | None, v_scale: Tensor | None,
+    ) -> _Pages:  # fmt: skip
+        k_layout, k_scale, k_scale_strides = _scale_argument(k_scale, kv_format.k_scale if kv_format else "none", q)
+        v_layout, v_scale, v_scale_strides = _scale_argument(v_scale, kv_format.v_scale if kv_format else "none", q)
+        strides = (*k_cache.stride()[:3], *v_cache.stride()[:3], *k_scale_strides, *v_scale_strides)
+        return cls(k_cache, v_cache, table, k_scale, v_scale, strides, {
+            "K_SCALE": k_layout, "V_SCALE": v_layout, "K_NARROW": _is_narrow(k_cache, q), "V_NARROW": _is_narrow(v_cache, q),
+        })  # fmt: skip
+
+    @property
+    def narrow(self) -> bool:
+        return bool(self.constants["K_NARROW"] or self.constants["V_NARROW"])
+
+    def paired(self, q: Tensor) -> bool:
+        return _in_pairs(self.k_cache, q) and _in_pairs(self.v_cache, q)
+
+    @property
+    def scales(self) -> tuple[attention_tma.Scales, attention_tma.Scales] | None:
+        """As attention_tma.py takes them: those of an eight-bit cache."""
+        if self.k_cache.element_size() > 1:
+            return None
+        return (self.k_scale, self.strides[6:9]), (self.v_scale, self.strides[9:])
+
+    @property
+    def plain(self) -> bool:
+        """Whether attention_tma.py can read the scales."""
+        layouts = {self.constants["K_SCALE"], self.constants["V_SCALE"]}
+        return layouts <= {"key", "head"} if self.k_cache.element_size() == 1 else layouts == {"none"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What all launches of one call have in common."""
+
+    q: Tensor
+    out: Tensor
+    query_start: Tensor
+    kv_len: Tensor
+    table_rows: Tensor | None
+    work: AttentionWork
+    heads: int
+    kv_heads: int
+    scale: float
+    window: int | None
+    score_scale: float
+    cap: float
+    constants: dict[str, Any]        # of all kernels
+
+
 def paged_attention_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor, *,
     query_start_host: list[int] | None = None, kv_len_host: list[int] | None = None, scale: float,
@@ -490,13 +576,20 @@ def paged_attention_triton(
     older: OlderKV | None = None, workspace: AttentionWorkspace | None = None, out: Tensor | None = None,
     shares: DeviceShares | None = None, fresh: FreshTokens | None = None,
 ) -> Tensor:  # fmt: skip
-    """`fresh`, for decodes alone: q is the projection [R, H + 2 KH, D], and its keys and values go into the cache here."""
-    if older is not None:                                # the kernels read one KV format per row; the definition, several
+    """`fresh`, for decodes alone: q is the projection [R, H + 2 KH, D], and its keys and values go into the cache here.
+
+    `older` positions are read by passes of their own (attention_older.py); a shared prefix is then not looked at. With a
+    window as well the definition runs: a window may end among the older positions, and no kernel takes both that end
+    and the end of the older ones. Layers with a window free what lies behind it: they have little to keep in another format.
+    """
+    if older is not None and window is not None:
         return paged_attention_reference(
             q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
             kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows,
             kv_format=kv_format, k_scale=k_scale, v_scale=v_scale, older=older, out=out,
         )  # fmt: skip
+    if older is not None and fresh is not None:
+        raise ValueError("with older positions in another format, write new tokens by rotary_write before attention")
     if work is None:
         work = _work_of(query_start_host if query_start_host is not None else query_start.tolist())
     tokens, heads, head_dim = q.shape
@@ -505,91 +598,157 @@ def paged_attention_triton(
         heads -= 2 * kv_heads
     if out is None:
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    new_tensors, new_constants = _fresh_arguments(fresh, q, kv_format, k_cache, v_cache)
-    group = heads // kv_heads
-    k_layout, k_scale, k_scale_strides = _scale_argument(k_scale, kv_format.k_scale if kv_format else "none", q)
-    v_layout, v_scale, v_scale_strides = _scale_argument(v_scale, kv_format.v_scale if kv_format else "none", q)
-    strides = (
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-        *k_scale_strides, *v_scale_strides,
-    )  # fmt: skip
-    # Base-2 exponentials: log2(e) is folded into the scale, or with a softcap into the factors around the tanh.
-    score_scale = scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap
-    cap = 0.0 if softcap is None else softcap * LOG2E
     constants: dict[str, Any] = {
-        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SOFTCAP": softcap is not None,
-        "K_SCALE": k_layout, "V_SCALE": v_layout, "K_NARROW": _is_narrow(k_cache, q), "V_NARROW": _is_narrow(v_cache, q),
+        "GROUP": heads // kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SOFTCAP": softcap is not None,
         "TILE_DIM": tile_dim(head_dim),
         "UPCAST": TRITON_INTERPRETED,    # the interpreter's narrow dot products are wrong
     }  # fmt: skip
-
-    decodes = work.num_decodes
-    if decodes:
-        if window is not None or work.deterministic:
+    # Base-2 exponentials: log2(e) is folded into the scale, or with a softcap into the factors around the tanh.
+    score_scale = scale * LOG2E if softcap is None else 2 * LOG2E * scale / softcap
+    call = _Call(
+        q, out, query_start, kv_len, table_rows, work, heads, kv_heads, scale, window, score_scale,
+        0.0 if softcap is None else softcap * LOG2E, constants,
+    )  # fmt: skip
+    pages = _Pages.of(q, k_cache, v_cache, block_table, kv_format, k_scale, v_scale)
+    if work.num_decodes:
+        new_tokens = _fresh_arguments(fresh, q, kv_format, k_cache, v_cache)
+        if window is not None or work.deterministic or older is not None:
             prefix = None
         if shares is None:
-            shares = _shares_of(kv_len, kv_len_host, decodes, kv_heads, window, prefix, work.deterministic)
-        items = shares.item_row.shape[0]
-        processors = _processors(q.device)
-        tiles = 0 if prefix is None else prefix.tile_row.shape[0]
-        prefix_cut = prefix_shares(decodes, group, kv_heads, processors) if tiles else 0
-        slots = decodes * prefix_cut + items
-        if workspace is None:
-            workspace = make_workspace(_partial_floats(slots, heads, head_dim), decodes, kv_heads, q.device)
-        elif workspace.partials.shape[0] < _partial_floats(slots, heads, head_dim):
-            raise ValueError(f"the attention workspace was made for fewer than {decodes} decodes, or without prefixes")
-        accumulated, statistics = workspace.partials, workspace.partials[slots * heads * tile_dim(head_dim) :]
-        # As many queries as the rows can have together: a tile of few is faster.
-        prefix_queries = max(16, min(PREFIX_QUERIES, 1 << (decodes * group - 1).bit_length()))
-        _, prefix_keys, prefix_launch = prefill_tiles(q.dtype, head_dim, prefix_queries)
-        if prefix is not None and tiles:
-            attention_prefill.prefix_kernel[tiles, kv_heads, prefix_cut](
-                q, k_cache, v_cache, block_table, prefix.tile_row, prefix.tile_len, prefix.tile_first,
-                prefix.tile_count, prefix.members, k_scale, v_scale, accumulated, statistics, prefix_cut,
-                score_scale, cap, block_table.stride(0), *strides[:2], *strides[4:], **constants,
-                KV_HEADS=kv_heads, MINIMUM_PREFIX=PREFIX_MINIMUM, TILE_QUERIES=prefix_queries, TILE_KEYS=prefix_keys,
-                **prefix_launch, **dependent_launch(q.device),
-            )  # fmt: skip
-        narrow = _is_narrow(k_cache, q) or _is_narrow(v_cache, q)
-        paired = _in_pairs(k_cache, q) and _in_pairs(v_cache, q)
-        pairs = 0 if work.deterministic else decodes * kv_heads
-        tile_keys, tile_values, launch = decode_tiles(q.dtype, head_dim, narrow, pairs, processors)
-        tile_group = 1 << (group - 1).bit_length()
-        attention_decode.decode_kernel[kv_heads, items](
-            q, k_cache, v_cache, out, block_table, kv_len if table_rows is None else table_rows, kv_len,
-            kv_len if prefix is None else prefix.prefix_len, shares.item_row, shares.first_item, shares.size,
-            k_scale, v_scale, accumulated, statistics, workspace.arrived, prefix_cut, decodes * kv_heads * prefix_cut,
-            *new_tensors, score_scale, cap, block_table.stride(0), *strides, **constants, **new_constants,
-            KV_HEADS=kv_heads, WINDOW=window or 0, HAS_TABLE_ROWS=table_rows is not None, HAS_PREFIX=tiles > 0, PAIRED=paired,
-            MINIMUM_PREFIX=PREFIX_MINIMUM, TILE_PREFIX=prefix_keys, TILE_QUERIES=max(16, tile_group),
-            TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
-            TILE_SLOTS=max(1, tile_values // (tile_group * tile_dim(head_dim))), **launch, **dependent_launch(q.device),
-        )  # fmt: skip
-
-    rows = kv_len.shape[0] - decodes
-    plain = window is None and softcap is None and not work.deterministic
-    scales: tuple[attention_tma.Scales, ...] = ()
-    if k_cache.element_size() == 1:
-        scales = ((k_scale, k_scale_strides), (v_scale, v_scale_strides))
-        plain &= {k_layout, v_layout} <= {"key", "head"}
+            shares = _shares_of(kv_len, kv_len_host, work.num_decodes, kv_heads, window, prefix, work.deterministic, older)
+        _attend_decodes(call, pages, shares, prefix, older, workspace, new_tokens)
+    if work.num_decodes == kv_len.shape[0]:
+        return out
+    if older is None:
+        _attend_prompts(call, pages, out, query_tiles)
     else:
-        plain &= k_layout == v_layout == "none"
-    if query_tiles is not None and plain and attention_tma.suits(q, k_cache, v_cache, out):
-        attention_tma.prompt_attention(q, k_cache, v_cache, block_table, query_tiles, out, scale, *scales)
-    elif rows and work.longest_query:
+        _attend_prompts_in_parts(call, pages, older, query_tiles)
+    return out
+
+
+def _older_pages(q: Tensor, older: OlderKV) -> _Pages:
+    return _Pages.of(q, older.k_cache, older.v_cache, older.block_table, older.format, older.k_scale, older.v_scale)
+
+
+def _attend_decodes(
+    call: _Call, pages: _Pages, shares: DeviceShares, prefix: SharedPrefix | None, older: OlderKV | None,
+    workspace: AttentionWorkspace | None, new_tokens: tuple[tuple[Any, ...], dict[str, Any]],
+) -> None:  # fmt: skip
+    """The rows with one query each. What precedes a row's own keys, a shared prefix or older positions, is read by another
+    kernel, which leaves partial results for this one to merge."""
+    q, out, heads, kv_heads, constants = call.q, call.out, call.heads, call.kv_heads, call.constants
+    group, head_dim, decodes = heads // kv_heads, q.shape[2], call.work.num_decodes
+    items = shares.item_row.shape[0]
+    processors = _processors(q.device)
+    tiles = 0 if prefix is None else prefix.tile_row.shape[0]
+    cut, least = prefix_shares(decodes, group, kv_heads, processors) if tiles else 0, PREFIX_MINIMUM
+    if older is not None:
+        cut, least = older_shares(decodes, programs_at_once(processors, kv_heads), call.work.deterministic)
+    slots = decodes * cut + items
+    if workspace is None:
+        workspace = make_workspace(_partial_floats(slots, heads, head_dim), decodes, kv_heads, q.device)
+    elif workspace.partials.shape[0] < _partial_floats(slots, heads, head_dim):
+        raise ValueError(
+            f"the attention workspace was made for fewer than {decodes} decodes, or without prefixes or older positions"
+        )
+    accumulated, statistics = workspace.partials, workspace.partials[slots * heads * tile_dim(head_dim) :]
+    before = call.kv_len
+    table_rows = call.kv_len if call.table_rows is None else call.table_rows
+    pairs = 0 if call.work.deterministic else decodes * kv_heads
+    tile_group = 1 << (group - 1).bit_length()
+    # As many queries as the rows can have together: a tile of few is faster.
+    prefix_queries = max(16, min(PREFIX_QUERIES, 1 << (decodes * group - 1).bit_length()))
+    _, prefix_keys, launch = prefill_tiles(q.dtype, head_dim, prefix_queries)
+    if prefix is not None:
+        before = prefix.prefix_len
+    if prefix is not None and tiles:
+        attention_prefill.prefix_kernel[tiles, kv_heads, cut](
+            q, pages.k_cache, pages.v_cache, pages.table, prefix.tile_row, prefix.tile_len, prefix.tile_first,
+            prefix.tile_count, prefix.members, pages.k_scale, pages.v_scale, accumulated, statistics, cut,
+            call.score_scale, call.cap, pages.table.stride(0), q.stride(0), q.stride(1), *pages.strides,
+            **constants, **pages.constants, KV_HEADS=kv_heads, MINIMUM_PREFIX=least, TILE_QUERIES=prefix_queries,
+            TILE_KEYS=prefix_keys, **launch, **dependent_launch(q.device),
+        )  # fmt: skip
+    if older is not None:
+        before, kept = older.length, _older_pages(q, older)
+        prefix_keys, _, launch = decode_tiles(q.dtype, head_dim, kept.narrow, pairs, processors)
+        attention_older.older_kernel[kv_heads, decodes, cut](
+            q, kept.k_cache, kept.v_cache, kept.table, table_rows, older.length, kept.k_scale, kept.v_scale, accumulated,
+            statistics, cut, call.score_scale, call.cap, kept.table.stride(0), q.stride(0), q.stride(1), *kept.strides,
+            **constants, **kept.constants, KV_HEADS=kv_heads, PAIRED=kept.paired(q),
+            HAS_TABLE_ROWS=call.table_rows is not None, MINIMUM_SHARE=least, TILE_QUERIES=max(16, tile_group),
+            TILE_KEYS=prefix_keys, **launch, **dependent_launch(q.device),
+        )  # fmt: skip
+    new_tensors, new_constants = new_tokens
+    tile_keys, tile_values, launch = decode_tiles(q.dtype, head_dim, pages.narrow, pairs, processors)
+    attention_decode.decode_kernel[kv_heads, items](
+        q, pages.k_cache, pages.v_cache, out, pages.table, table_rows, call.kv_len, before, shares.item_row,
+        shares.first_item, shares.size, pages.k_scale, pages.v_scale, accumulated, statistics, workspace.arrived, cut,
+        decodes * kv_heads * cut, *new_tensors, call.score_scale, call.cap, pages.table.stride(0), q.stride(0), q.stride(1),
+        out.stride(0), out.stride(1), *pages.strides, **constants, **pages.constants, **new_constants,
+        KV_HEADS=kv_heads, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None,
+        HAS_PREFIX=tiles > 0 or older is not None, PAIRED=pages.paired(q), MINIMUM_PREFIX=least, TILE_PREFIX=prefix_keys,
+        TILE_QUERIES=max(16, tile_group), TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
+        TILE_SLOTS=max(1, tile_values // (tile_group * tile_dim(head_dim))), **launch, **dependent_launch(q.device),
+    )  # fmt: skip
+
+
+def _attend_prompts(
+    call: _Call, pages: _Pages, out: Tensor, tiles: Tensor | None, keys: Literal["all", "older", "newer"] = "all",
+    older_len: Tensor | None = None, statistics: Tensor | None = None, table_stride: int | None = None,
+) -> None:  # fmt: skip
+    """The rows after the decodes, over all of their keys or one part, into `out`. `tiles` are for that part."""
+    q, work = call.q, call.work
+    tokens, _, head_dim = q.shape
+    decodes, rows = work.num_decodes, call.kv_len.shape[0] - work.num_decodes
+    plain = pages.plain and call.window is None and not call.constants["SOFTCAP"] and not work.deterministic
+    if tiles is not None and plain and attention_tma.suits(q, pages.k_cache, pages.v_cache, out):
+        attention_tma.prompt_attention(
+            q, pages.k_cache, pages.v_cache, pages.table, tiles, out, call.scale, pages.scales, keys, statistics,
+            table_stride,
+        )  # fmt: skip
+    elif work.longest_query:
+        group = call.heads // call.kv_heads
         pairs = PREFIX_QUERIES if work.deterministic else work.longest_query * group
         tile_queries, tile_keys, launch = prefill_tiles(q.dtype, head_dim, pairs)
         tile_queries = max(tile_queries, 1 << (group - 1).bit_length())
         tile_tokens = tile_queries // group
-        attention_prefill.prefill_kernel[(tokens - decodes) // tile_tokens + rows, kv_heads](
-            q, k_cache, v_cache, out, block_table, kv_len if table_rows is None else table_rows, query_start, kv_len,
-            k_scale, v_scale, rows, decodes, score_scale, cap, block_table.stride(0), *strides, **constants,
-            WINDOW=window or 0, HAS_TABLE_ROWS=table_rows is not None, TILE_ROWS=256, TILE_TOKENS=tile_tokens,
-            TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, **launch,
+        attention_prefill.prefill_kernel[(tokens - decodes) // tile_tokens + rows, call.kv_heads](
+            q, pages.k_cache, pages.v_cache, out, pages.table, call.kv_len if call.table_rows is None else call.table_rows,
+            call.query_start, call.kv_len, call.kv_len if older_len is None else older_len,
+            q if statistics is None else statistics, pages.k_scale, pages.v_scale, rows, decodes, call.score_scale, call.cap,
+            pages.table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1), *pages.strides,
+            **call.constants, **pages.constants, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None,
+            TILE_ROWS=256, TILE_TOKENS=tile_tokens, TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, RANGE=keys, **launch,
         )  # fmt: skip
-    return out
+
+
+def _attend_prompts_in_parts(call: _Call, pages: _Pages, older: OlderKV, tiles: Tensor | None) -> None:
+    """The older keys, the later ones, and the merge. Both parts of the result, and what they weigh, are float32 (rounded
+    before they are merged, they would be wrong by up to a unit of bfloat16 more) and allocated meanwhile."""
+    q, decodes = call.q, call.work.num_decodes
+    tokens, head_dim = q.shape[0], q.shape[2]
+    rows = call.kv_len.shape[0] - decodes
+    kept, width = _older_pages(q, older), tile_dim(head_dim)
+    parts = torch.empty((2, tokens, call.heads, width), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((2, tokens, 2, call.heads), dtype=torch.float32, device=q.device)
+    lists: list[Tensor | None] = [None, None]
+    if tiles is not None:
+        made = torch.empty((2, *tiles.shape), dtype=torch.int32, device=q.device)
+        attention_older.split_tiles_kernel[-(-tiles.shape[0] // 64),](
+            tiles, made, call.query_start, older.length, tiles.shape[0], rows, decodes, pages.table.stride(0),
+            BLOCK_SIZE=pages.k_cache.shape[1], TILE_TOKENS=tile_tokens(call.heads // call.kv_heads), TILE_ROWS=32, BLOCK=64,
+            num_warps=4,
+        )  # fmt: skip
+        lists = [made[0], made[1]]
+    _attend_prompts(call, kept, parts[0], lists[0], "older", older.length, statistics[0], kept.table.stride(0))
+    _attend_prompts(call, pages, parts[1], lists[1], "newer", older.length, statistics[1], 1)
+    tile_heads = 1 << (call.heads - 1).bit_length()
+    attention_older.merge_kernel[tokens - decodes,](
+        parts, statistics, call.out, call.query_start, older.length, tokens, rows, decodes,
+        call.out.stride(0), call.out.stride(1), HEADS=call.heads, HEAD_DIM=head_dim, TILE_HEADS=tile_heads, TILE_DIM=width,
+        TILE_SLOTS=2 if tile_heads * width <= 4096 else 1, TILE_ROWS=256, num_warps=4 if tile_heads * width <= 8192 else 8,
+    )  # fmt: skip
 
 
 def _fresh_arguments(
@@ -618,11 +777,14 @@ def _processors(device: torch.device) -> int:
 
 def device_shares(
     lengths: list[int], kv_heads: int, window: int | None, prefix: SharedPrefix | None, deterministic: bool,
-    device: torch.device,
+    device: torch.device, older: OlderKV | None = None,
 ) -> DeviceShares:  # fmt: skip
-    """For decodes of so many positions; whoever has them every step keeps them on the device (runner/rows.py)."""
+    """For decodes of so many positions; whoever has them every step keeps them on the device (runner/rows.py). What a kernel
+    before theirs reads, of a shared prefix or of older positions, is not shared out."""
     read = np.array(lengths, np.int32) if window is None else np.minimum(np.array(lengths, np.int32), window)
-    if prefix is not None:
+    if older is not None:
+        read = read - older.length.cpu().numpy()[: len(read)]
+    elif prefix is not None:
         read = read - prefix.prefix_len.cpu().numpy()[: len(read)]
     found = share_out(read, programs_at_once(_processors(device), kv_heads), deterministic)
     return DeviceShares(*(torch.from_numpy(each).to(device) for each in (found.item_row, found.first_item, found.size)))
@@ -630,10 +792,10 @@ def device_shares(
 
 def _shares_of(
     kv_len: Tensor, kv_len_host: list[int] | None, decodes: int, kv_heads: int, window: int | None,
-    prefix: SharedPrefix | None, deterministic: bool,
+    prefix: SharedPrefix | None, deterministic: bool, older: OlderKV | None,
 ) -> DeviceShares:  # fmt: skip
     lengths = kv_len.tolist() if kv_len_host is None else kv_len_host
-    return device_shares(lengths[:decodes], kv_heads, window, prefix, deterministic, kv_len.device)
+    return device_shares(lengths[:decodes], kv_heads, window, prefix, deterministic, kv_len.device, older)
 
 
 def _work_of(query_start: list[int]) -> AttentionWork:
@@ -737,6 +899,7 @@ def _inputs(
     *, rows: tuple[tuple[int, int], ...], heads: int, kv_heads: int, head_dim: int, block_size: int,
     window: int | None, softcap: float | None, scattered: bool = False,
     shared: tuple[tuple[tuple[int, ...], int], ...] = (), kv_format: tuple[str, ScaleLayout, str, ScaleLayout] | None = None,
+    older: tuple[int, ...] = (), older_format: tuple[str, ScaleLayout, str, ScaleLayout] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """Scattered blocks, NaN in every slot that nobody may read, and block 0 (NaN too) where a table has no block."""
 
@@ -781,10 +944,14 @@ def _inputs(
             groups, len(rows), heads // kv_heads, table_rows=None if place is None else place.tolist(),
             tiles=len(rows) + 1, device=device,
         )  # fmt: skip
+    k_cache, v_cache = k_cache.to(dtype), v_cache.to(dtype)
+    if older:
+        place = torch.arange(len(rows)) if place is None else place
+        kwargs["older"] = _moved(k_cache, v_cache, table, place, older, older_format, generator, device)
     if decodes:
         kwargs["shares"] = device_shares(
             kv_len[:decodes], kv_heads, window, None if window is not None else kwargs.get("prefix"), False,
-            torch.device(device),
+            torch.device(device), kwargs.get("older"),
         )  # fmt: skip
     if decodes < len(rows):
         table_rows = torch.arange(len(rows)) if place is None else place
@@ -792,10 +959,8 @@ def _inputs(
             np.array(query_start[decodes:]), np.array(kv_len[decodes:]), table_rows[decodes:].numpy(), heads // kv_heads
         )
         kwargs["query_tiles"] = torch.from_numpy(cut).to(device)
-    k_cache, v_cache = k_cache.to(dtype), v_cache.to(dtype)
     if kv_format is not None:
-        form = KVFormat(getattr(torch, kv_format[0]), getattr(torch, kv_format[2]), kv_format[1], kv_format[3])
-        kwargs["kv_format"] = form
+        kwargs["kv_format"] = form = _format_of(kv_format)
         k_cache, kwargs["k_scale"] = _stored(k_cache, form.k_dtype, form.k_scale, generator, device)
         v_cache, kwargs["v_scale"] = _stored(v_cache, form.v_dtype, form.v_scale, generator, device)
     args = (
@@ -807,6 +972,39 @@ def _inputs(
         torch.tensor(kv_len, dtype=torch.int32, device=device),
     )
     return args, kwargs
+
+
+def _moved(
+    k_cache: Tensor, v_cache: Tensor, table: Tensor, place: Tensor, lengths: tuple[int, ...],
+    kv_format: tuple[str, ScaleLayout, str, ScaleLayout] | None, generator: torch.Generator, device: str,
+) -> OlderKV:  # fmt: skip
+    """The first positions of each row out of the caches, where NaN is left, into caches of their own."""
+    block_size = k_cache.shape[1]
+    counts = [length // block_size for length in lengths]
+    blocks = torch.randperm(sum(counts) + 1, generator=generator)[: sum(counts)] + 1
+    own_table = torch.zeros(len(table), max(*counts, 1), dtype=torch.int32)
+    caches = [torch.full((sum(counts) + 2, *cache.shape[1:]), float("nan"), dtype=cache.dtype) for cache in (k_cache, v_cache)]
+    for row, count, own in zip(place.tolist(), counts, blocks.split(counts), strict=True):
+        moved = table[row, :count].long()
+        for cache, source in zip(caches, (k_cache, v_cache), strict=True):
+            cache[own] = source[moved]
+            source[moved] = float("nan")
+        table[row, :count] = 0
+        own_table[row, :count] = own.to(torch.int32)
+    form = None if kv_format is None else _format_of(kv_format)
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    if form is not None:
+        (caches[0], k_scale), (caches[1], v_scale) = (
+            _stored(cache, dtype, layout, generator, device)
+            for cache, dtype, layout in zip(caches, (form.k_dtype, form.v_dtype), (form.k_scale, form.v_scale), strict=True)
+        )
+        scales = k_scale, v_scale
+    length = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return OlderKV(caches[0].to(device), caches[1].to(device), own_table.to(device), length, form, *scales)
+
+
+def _format_of(named: tuple[str, ScaleLayout, str, ScaleLayout]) -> KVFormat:
+    return KVFormat(getattr(torch, named[0]), getattr(torch, named[2]), named[1], named[3])
 
 
 def _stored(

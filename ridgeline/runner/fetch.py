@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.costs import mask_bytes
+
 
 class Fetched:
     """Copies of device tensors as numpy arrays, started now; to be read once the step's landing has been waited for."""
@@ -85,10 +87,13 @@ class _Beside:
         self._there = torch.cuda.Event()
         self._room = torch.empty(0, dtype=torch.int32, device=device)
 
-    def send(self, array: np.ndarray) -> Tensor:
-        if self._room.numel() < array.size:
+    def reserve(self, size: int) -> None:
+        if self._room.numel() < size:
             torch.cuda.synchronize(self._device)         # the old room may be in use
-            self._room = torch.empty(array.size, dtype=torch.int32, device=self._device)
+            self._room = torch.empty(size, dtype=torch.int32, device=self._device)
+
+    def send(self, array: np.ndarray) -> Tensor:
+        self.reserve(array.size)
         sent = self._room[: array.size].view(array.shape)
         with torch.cuda.stream(self._stream):
             sent.copy_(torch.from_numpy(array), non_blocking=True)
@@ -102,6 +107,12 @@ def send_beside(array: np.ndarray, device: torch.device) -> Tensor:
     waits for it. The array must stay as it is until the step that was launched last has been read, and what was sent before
     is gone: whoever read it must have been collected."""
     return torch.from_numpy(array) if device.type != "cuda" else _beside(device).send(array)
+
+
+def reserve_masks(rows: int, vocab: int, device: torch.device) -> None:
+    """Room on the device for what `send_beside` sends: which of `vocab` ids a grammar allows, for so many rows."""
+    if device.type == "cuda":
+        _beside(device).reserve(mask_bytes(rows=rows, vocab=vocab) // 4)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ integers, which staging puts at the same place for the same shape. True lengths 
 Nothing but the largest shapes is recorded at start-up. Any other runs eagerly at first, which also loads its kernels. It
 is recorded when it comes again, or when there is nothing else to do: so what is used most is there first. Decodes beside
 prompts come in so many shapes that recording, which takes as long as several such steps, has to be earned more often.
-All graphs share one memory pool, for they never run at once; the largest are recorded first, and the others fit in.
+All graphs share one memory pool, for they never run at once. Their memory is taken with the first of them (reserve.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from ridgeline.layers.batch import Batch
 from ridgeline.log import get_logger
 from ridgeline.messages import StepPlan
 from ridgeline.metrics import HAPPENED
+from ridgeline.runner import reserve
 from ridgeline.runner.forward import Computed, EagerForward
+from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.rows import EVERY_HIDDEN, leading_ones
 
 logger = get_logger("graphs")
 
 USES = 1                             # before a shape is recorded …
 MIXED_USES = 8                       # … and one of decodes beside prompts
-MOST_GRAPHS = 256                    # the one unused for longest makes room; each takes a few MiB of the driver's memory
+MOST_GRAPHS = 256                    # the one unused for longest makes room; the driver keeps 1 MiB for each (8B)
 
 
 @dataclass(slots=True)
@@ -52,8 +54,9 @@ _Key = tuple[Shape, bool, tuple[bool, ...]]              # shape, greedy, groups
 class GraphForward:
     def __init__(
         self, eager: EagerForward, max_rows: int, max_step_tokens: int, vocab_size: int, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, num_bytes: int = 0,
     ) -> None:  # fmt: skip
+        """`num_bytes`: what the largest graphs take."""
         self._eager = eager
         self._shapes = GraphShapes(max_rows, max_step_tokens)
         self._shape: Shape | None = None                 # of the step that is about to run
@@ -61,6 +64,7 @@ class GraphForward:
         self._recorded: OrderedDict[_Key, _Recorded] = OrderedDict()
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._num_bytes = device, num_bytes
         self._logits = torch.empty((max_rows, vocab_size), dtype=dtype, device=device)       # of whichever ran last
         self.replays = 0
 
@@ -108,21 +112,14 @@ class GraphForward:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         del self._waiting[key]
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                computed = self._eager.run(batch, greedy)
-                if computed.logits is not None:          # its memory is the pool's: the next recording reuses it
-                    computed.logits = self._logits[: len(batch.logits_index)].copy_(computed.logits)
-                computed.hidden = None
-            except BaseException as error:
-                with suppress(RuntimeError):             # that a recording broke off says less than why it did
-                    graph.capture_end()
-                if not isinstance(error, torch.OutOfMemoryError):
-                    raise
-                logger.warning("no memory to record %s; such steps are launched kernel by kernel", shape)
-                return None
-            graph.capture_end()
+        try:
+            with torch.cuda.stream(self._stream):
+                computed = self._capture(graph, batch, greedy)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("no memory to record %s; such steps are launched kernel by kernel", shape)
+            return None
         if len(self._recorded) == MOST_GRAPHS:
             torch.cuda.synchronize()                     # it may be running
             self._recorded.popitem(last=False)
@@ -130,3 +127,19 @@ class GraphForward:
         HAPPENED["graph_recording"] += 1
         logger.debug("recorded %s, %s", shape, "greedy" if greedy else "logits")
         return self._recorded[key]
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, batch: Batch, greedy: bool) -> Computed:
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            if not self._recorded:                       # a pool begins with its first graph
+                reserve.take(self._device, self._num_bytes)
+            computed = self._eager.run(batch, greedy)
+            if computed.logits is not None:              # its memory is the pool's: the next recording reuses it
+                computed.logits = self._logits[: len(batch.logits_index)].copy_(computed.logits)
+            computed.hidden = None
+        except BaseException:
+            with suppress(RuntimeError):                 # that a recording broke off says less than why it did
+                graph.capture_end()
+            raise
+        graph.capture_end()                              # makes it ready to run, which takes memory of the driver
+        return computed

@@ -124,7 +124,7 @@ class DeviceRows:
         num_bytes = 8 * (max(max_step_tokens, max_rows) * (2 + len(groups)) + 10 * (max_rows + 1))
         num_bytes += len(groups) * (4 * (4 * num_tiles + 2 * max_rows) + 6 * 16)
         # How decodes are shared out: of all layers but the last, and of that one.
-        items = num_items(max_rows, self._programs, deterministic)
+        items = max(num_items(rows, self._programs, deterministic) for rows in range(1, max_rows + 1))
         num_bytes += len(groups) * 2 * (4 * (items + 2 * max_rows) + 3 * 16)
         if self._tile_group is not None:
             num_bytes += 16 * (most_tiles(max_step_tokens, max_rows, self._tile_group) + 1)

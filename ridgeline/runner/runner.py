@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.costs import PROMPT_LOGPROB_ROWS
 from ridgeline.distributed.comm import Communicator
 from ridgeline.graph_shapes import Shape
 from ridgeline.layers.batch import Batch
@@ -25,7 +26,6 @@ from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.rows import EVERY_HIDDEN, TOKEN, DeviceRows
 from ridgeline.runner.sampler import Prepared, Sampler
 
-_PROMPT_LOGPROB_ROWS = 256           # prompt positions whose logits exist at once: bounds the scratch
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)
 _BROKEN = "the model produced no finite logits for this request"
@@ -169,7 +169,7 @@ class Runner:
             chunks = [
                 token_logprobs(self.model.logits(part), wanted, self._num_prompt_logprobs[row])
                 for part, wanted in zip(
-                    states.split(_PROMPT_LOGPROB_ROWS), targets.split(_PROMPT_LOGPROB_ROWS), strict=True
+                    states.split(PROMPT_LOGPROB_ROWS), targets.split(PROMPT_LOGPROB_ROWS), strict=True
                 )
             ]
             found[place] = Fetched(targets, *(torch.cat(parts) for parts in zip(*chunks, strict=True)))

@@ -19,6 +19,8 @@ from ridgeline.ops.paged_attention import PREFIX_QUERIES
 from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
 from ridgeline.quant.scheme import unquantised_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
+from ridgeline.runner import reserve
+from ridgeline.runner.fetch import reserve_masks
 from ridgeline.runner.forward import EagerForward, Forward
 from ridgeline.runner.graphs import GraphForward
 from ridgeline.runner.kernel_steps import collect_kernels
@@ -73,6 +75,7 @@ def make_runner(
         sampler = Sampler(
             config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype
         )
+        reserve_masks(config.max_num_seqs, model_config.vocab_size, device)
     with CompileAhead(device) as ahead:
         with phase("kernels"):
             collect_kernels(ahead, config, model, rows, sampler, comm)
@@ -80,6 +83,7 @@ def make_runner(
             load_weights(model, config.model_path, model_config, options.model.load_format, progress, options.model.seed)
             if device.type == "cuda":
                 torch.cuda.synchronize()                 # kernels may fetch weights before they wait for anything
+                torch.cuda.empty_cache()                 # of what filling them took: what stays would be put into it
         with phase("KV cache"), meter.part(ledger.KV):
             buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
         with phase("kernels"):
@@ -90,11 +94,12 @@ def make_runner(
             capped = model_config.final_softcap is not None
             forward = GraphForward(
                 eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
-                torch.float32 if capped else dtype, device,
+                torch.float32 if capped else dtype, device, config.graph_bytes,
             )  # fmt: skip
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
+            reserve.take(device, config.step_bytes)
             warm_up(
                 runner, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
             )
