@@ -12,13 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from ridgeline.engine.async_llm import AsyncLLM
 from ridgeline.engine.caller import CALLER, Caller
 from ridgeline.engine.frontend import Prompt, RequestState
 from ridgeline.engine.ipc import Ready
 from ridgeline.engine.outputs import AnswerDelta, RequestOutput
 from ridgeline.errors import RidgelineError
-from ridgeline.messages import TokenDelta
+from ridgeline.messages import Logprobs, TokenDelta
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.keys import Keys
 from ridgeline.server.lifecycle import HttpServer, address_of, bind
@@ -37,6 +39,12 @@ TOOL_TEMPLATE = (
 Script = Callable[[str], "str | tuple[str, RidgelineError]"]
 
 
+def certain(token: int) -> Logprobs:
+    """A token that was the only one possible."""
+    top = np.array([[token]], np.int32), np.zeros((1, 1), np.float32)
+    return Logprobs(np.array([token], np.int32), np.zeros(1, np.float32), np.ones(1, np.int32), *top)
+
+
 class ScriptedStream:
     """As AnswerStream: one token a batch. A script's error comes after its text."""
 
@@ -50,7 +58,8 @@ class ScriptedStream:
             for count, token in enumerate(tokens, 1):
                 last = count == min(most, len(tokens)) and self._error is None
                 finish = None if not last else "length" if len(tokens) > most else "stop"
-                new, _ = state.take(TokenDelta("", 0, [token], finish_reason=finish, num_cached_tokens=3))
+                logprobs = [certain(token)] if state.output.outputs[0].logprobs is not None else []
+                new, _ = state.take(TokenDelta("", 0, [token], logprobs, finish_reason=finish, num_cached_tokens=3))
                 yield [(place, new)]
                 if last or new.finish_reason:
                     break

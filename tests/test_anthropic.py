@@ -151,11 +151,15 @@ def test_count_tokens(client: anthropic.Anthropic) -> None:
     ({"max_tokens": 5, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError,
      "tools[0].type 'web_search_20250305'"),
     ({"max_tokens": 5, "tools": [WEATHER], "tool_choice": {"type": "tool"}}, anthropic.BadRequestError, "tool_choice.name"),
+    ({"max_tokens": 5, "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather", "bogus": 1}},
+     anthropic.BadRequestError, "unknown field 'bogus' in tool_choice"),
     ({"max_tokens": 5, "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice needs tools"),
     ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
      anthropic.BadRequestError, "messages[0].content[0]: only text"),
     ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
      anthropic.BadRequestError, "messages[0].content[0]: a block of type 'thinking'"),
+    ({"max_tokens": 5, "messages": [{"role": "user", "content": []}]}, anthropic.BadRequestError,
+     "messages[0].content must have at least one block"),
     ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "poem"}]}]}, anthropic.BadRequestError,
      "messages[0].content[0].type: invalid value 'poem'"),
 ])  # fmt: skip
@@ -301,6 +305,7 @@ def test_a_calls_result_goes_back(with_tools: ScriptedServer, tool_client: anthr
     results: list[Any] = [
         {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}]},
         {"type": "tool_result", "tool_use_id": call.id, "content": "no data", "is_error": True},
+        {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "tool_reference", "tool_name": "weather"}]},
         {"type": "text", "text": "And?"},
     ]
     turns: list[Any] = [*MESSAGES, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
@@ -309,8 +314,9 @@ def test_a_calls_result_goes_back(with_tools: ScriptedServer, tool_client: anthr
     assert second.stop_reason == "end_turn" and second.content[0].text == "It rains."  # type: ignore[union-attr]
     prompt = prompt_of(with_tools)
     assert "<think>Where?</think>I look.<tool_call>" in prompt and "Bern" in prompt
-    assert prompt.endswith("<|im_start|>tool\nrain<|im_end|><|im_start|>tool\nError: no data<|im_end|>"
-                           "<|im_start|>user\nAnd?<|im_end|><|im_start|>assistant\n")  # fmt: skip
+    turns = [("tool", "rain"), ("tool", "Error: no data"), ("tool", "weather"), ("user", "And?")]
+    ending = "".join(f"<|im_start|>{role}\n{text}<|im_end|>" for role, text in turns)
+    assert prompt.endswith(f"{ending}<|im_start|>assistant\n")
 
 
 def test_tool_choice(with_tools: ScriptedServer, tool_client: anthropic.Anthropic) -> None:

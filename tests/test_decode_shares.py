@@ -68,7 +68,7 @@ def end(items: list[int], programs: int) -> int:
 @pytest.mark.parametrize("rows", [12, 17, 24, 34, 40, 69, 80, 96])
 def test_rows_of_one_length_end_together(rows: int) -> None:
     """One more row than programs would take twice as long, if each were read by one."""
-    lengths = np.full(rows, 1000, np.int32)
+    lengths = np.full(rows, 2000, np.int32)
     cut = end([last - first for _, first, last in spans(share_out(lengths, PROGRAMS), lengths)], PROGRAMS)
     assert cut < 1.55 * lengths.sum() / PROGRAMS
     if rows > PROGRAMS:

@@ -272,6 +272,22 @@ def test_the_model_by_each_of_its_names(tmp_path: Path) -> None:
         assert isinstance(told, dict) and (told["type"], told["error"]["type"]) == ("error", "not_found_error")
 
 
+def test_a_name_may_stand_for_all_that_begin_like_it(tmp_path: Path) -> None:
+    with serving(tmp_path, lambda _: "Hi.", served_model_name="gpt-*,tiny,claude-*") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["tiny"]      # no client is offered a pattern
+        for name in ("gpt-4o", "gpt-", "claude-opus-5-5"):
+            made = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
+            assert made.model == "tiny" and client.models.retrieve(name).id == name
+        for name in ("gp", "o3", "x-gpt-4o", "*", ""):
+            with pytest.raises(openai.NotFoundError):
+                client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
+    with serving(tmp_path / "2", lambda _: "Hi.", served_model_name="*") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        made = client.chat.completions.create(model="anything", messages=[{"role": "user", "content": "Hi"}])
+        assert made.model == client.models.list().data[0].id != "*"
+
+
 def test_a_compressed_body_is_refused_by_its_header(server: Any) -> None:
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     reply = httpx.post(f"{server.url}/v1/chat/completions", content=b"\x1f\x8b", headers=headers)
@@ -297,12 +313,30 @@ def test_an_error_names_the_field_by_the_name_it_was_sent_with(server: Any, path
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(("arguments", "told"), [
+    ('{"value": ', "{}"), ('{"a": 1, "b": [2, 3', '{"a": 1, "b": [2, 3]}'), ('"Bern"', "{}"), ("not JSON", "{}"), ("", "{}"),
+    ('{"path": "x", "text": "He said "so" and left"}', '{"path": "x", "text": "He said "}'),
+])  # fmt: skip
+def test_a_conversation_does_not_end_at_a_call_that_was_cut_or_badly_written(server: Any, arguments: str, told: str) -> None:
+    """Its client sends it back at every turn."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "not run"}]  # fmt: skip
+    items = [{"role": "user", "content": "Hi"}, {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments},
+             {"type": "function_call_output", "call_id": "1", "output": "not run"}]  # fmt: skip
+    for path, body in (("chat/completions", {"messages": chat}), ("responses", {"input": items})):
+        reply = httpx.post(f"{server.url}/v1/{path}", json=body)
+        assert reply.status_code == 200, reply.text
+        assert f'"arguments": {told}' in server.llm.prompts[-1]
+
+
 def test_calls_and_tools_without_bottom_are_no_accident_of_the_server(server: Any, plain: Any) -> None:
     """A model that repeats itself writes arguments like these, and clients send them back."""
     function = {"name": "f", "arguments": "[" * 100_000}
     call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
     body = {"messages": [{"role": "user", "content": "Hi"}, call, {"role": "tool", "tool_call_id": "1", "content": "2"}]}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 400
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    assert '"arguments": {}' in server.llm.prompts[-1]   # a template that reads them gets what is complete of them
     told = httpx.post(f"{plain.url}/tokenize", json=body)
     assert told.status_code == 200 and told.json()["count"] > 100_000        # as it was written
     for depth in range(960, 990, 2):                     # about as deep as a body may be

@@ -114,6 +114,11 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
     ({"include": ["file_search_call.results"]}, "include: 'file_search_call.results' is not supported"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type 'web_search' is not supported"),
     ({"tools": [{"type": "function", "nam": "f"}]}, "tools[0]: Object contains unknown field nam"),
+    ({"tool_choice": {"type": "function", "name": "f", "bogus": 1}}, "unknown field 'bogus' in tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f", "x": 1}]}},
+     "unknown field 'x' in tool_choice.tools[0]"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "f"}]}},
+     "tool_choice.tools[0].type: invalid value 'mcp'"),
     ({"input": []}, "input must be a text or a list with at least one item"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
      "input[0].content[0] is of type 'input_image'; only text"),
@@ -125,6 +130,8 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
     ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "image_url": "y"}]}]},
      "input[0].content[0].image_url is not supported"),
     ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema belongs to the type json_schema"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort: invalid enum value 'huge'; one of none, minimal, low, medium,"),
+    ({"text": {"verbosity": "huge"}}, "text.verbosity: invalid enum value 'huge'; one of low, medium, high works"),
     ({"max_output_tokens": 0}, "max_output_tokens must be an integer at least 1"),
     ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
 ])  # fmt: skip
@@ -388,6 +395,7 @@ TOOLS: list[Any] = [{
     "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
 }]  # fmt: skip
 SAID = '<think>Where?</think>I look.<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
+CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -441,6 +449,51 @@ def test_a_calls_result_goes_back(with_tools: ScriptedServer, tool_client: opena
     assert with_tools.llm.prompts[-1].endswith("<|im_start|>tool\nrain<|im_end|><|im_start|>assistant\n")
     turns = with_tools.llm.prompts[-1].split("<|im_start|>")
     assert turns[3].startswith("assistant\n<think>Where?</think>I look.<tool_call>"), turns
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("said", "cut", "reason", "statuses"), [
+    (f"{SAID}{CALL}", {"max_output_tokens": len(f"{SAID}{CALL}") - 20}, "max_output_tokens", ["completed"] * 3 + ["incomplete"]),
+    (f"{SAID}{CALL}", {"max_output_tokens": len(SAID) + 3}, "max_output_tokens", ["completed"] * 3),      # behind a whole call
+    ("<think>Where?</think>I look", {"max_output_tokens": 23}, "max_output_tokens", ["completed", "incomplete"]),
+    ("<think>Where?</think>I look", {"max_output_tokens": 10}, "max_output_tokens", ["incomplete"]),
+    (f"{SAID}{CALL}", {"stop": "Oslo"}, "stop", ["completed"] * 3 + ["incomplete"]),
+    (f"{SAID}{CALL}", {"stop": "</tool_call>"}, None, ["completed"] * 3),
+    (SAID, {"stop": "look"}, None, ["completed"] * 2),
+    (SAID, {}, None, ["completed"] * 3),
+])  # fmt: skip
+def test_only_the_part_that_was_cut_is_incomplete(
+    with_tools: ScriptedServer, tool_client: openai.OpenAI, stream: bool, said: str, cut: dict[str, Any], reason: str | None,
+    statuses: list[str],
+) -> None:  # fmt: skip
+    with_tools.llm.script = lambda prompt: said
+    asked: dict[str, Any] = {"model": NAME, "input": "Hello", "tools": TOOLS}
+    reply = tool_client.responses.create(**asked, extra_body=cut, stream=stream)
+    if stream:
+        events = list(reply)
+        reply = events[-1].response
+        assert events[-1].type == ("response.incomplete" if reason else "response.completed")
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert done == reply.output                      # each says of itself what the whole says of it
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert reply.status == ("incomplete" if reason else "completed")
+    assert (reply.incomplete_details and reply.incomplete_details.reason) == reason
+    assert [item.status for item in reply.output] == statuses
+    if statuses[-1] == "incomplete":                     # a conversation can go on from it
+        with_tools.llm.script = lambda prompt: "Well."
+        again = tool_client.responses.create(model=NAME, input="Go on", tools=TOOLS, previous_response_id=reply.id)
+        assert again.status == "completed"
+
+
+def test_log_probabilities_are_the_texts_and_do_not_part_a_call(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "input": "Hello", "tools": TOOLS, "top_logprobs": 1}
+    whole = tool_client.responses.create(**asked)
+    streamed = list(tool_client.responses.create(**asked, stream=True))[-1].response
+    for reply in (whole, streamed):
+        assert [item.type for item in reply.output] == ["reasoning", "message", "function_call"]
+        assert json.loads(reply.output[-1].arguments) == {"place": "Bern"}
+    texts = [["".join(entry.token for entry in reply.output[1].content[0].logprobs)] for reply in (whole, streamed)]
+    assert texts[0] == texts[1]
 
 
 def test_tool_choice_and_formats(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:

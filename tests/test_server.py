@@ -182,6 +182,18 @@ def test_completion_logprobs_with_the_prompts_own(client: openai.OpenAI) -> None
     assert tokens == logprobs.tokens and "".join(chunk.choices[0].text for chunk in chunks) == whole.text
 
 
+@pytest.mark.parametrize("prompt", ["ab cd", [97, 98, 32, 99]], ids=["text", "ids"])
+def test_an_echo_with_logprobs_is_the_same_streamed(client: openai.OpenAI, prompt: Any) -> None:
+    asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 1, "echo": True}
+    whole = client.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert whole.logprobs is not None
+    for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+        told = [entry for chunk in chunks if chunk.logprobs is not None for entry in getattr(chunk.logprobs, name)]
+        assert told == getattr(whole.logprobs, name), name
+
+
 def test_prompt_logprobs(url: str) -> None:
     reply = post(url, "completions", {"prompt": [64, 65, 66], "max_tokens": 1, "prompt_logprobs": 2}).json()
     first, *rest = reply["choices"][0]["prompt_logprobs"]
@@ -250,11 +262,11 @@ def test_models_version_and_health(client: openai.OpenAI, url: str) -> None:
 
 CHAT = {"messages": MESSAGES}
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
-    ("completions", {"prompt": ""}, None, "empty"),
+    ("completions", {"prompt": ""}, "prompt", "empty"),
     ("completions", {"prompt": []}, "prompt", "prompt"),
-    ("completions", {"prompt": [[]]}, None, "empty"),
+    ("completions", {"prompt": [[]]}, "prompt", "empty"),
     ("completions", {"prompt": ["a", 1]}, "prompt", "list"),
-    ("completions", {"prompt": [99999]}, "prompt", "99999"),
+    ("completions", {"prompt": [99999]}, "prompt", "prompt holds token id 99999"),
     ("completions", {"prompt": [-1]}, "prompt", "-1"),
     ("completions", {"prompt": [10**23]}, "prompt", "9223372036854775807"),
     ("completions", {"prompt": [[1], [10**23]]}, "prompt", "9223372036854775807"),
@@ -275,7 +287,8 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens"),
     ("completions", {"prompt": "a", "temperature": -0.1}, "temperature", "temperature"),
     ("completions", {"prompt": "a", "temperature": "hot"}, "temperature", "float"),
-    ("completions", {"prompt": "a", "top_p": 0}, "top_p", "top_p"),
+    ("completions", {"prompt": "a", "top_p": -0.1}, "top_p", "top_p"),
+    ("completions", {"prompt": "a", "top_p": 1.1}, "top_p", "top_p"),
     ("completions", {"prompt": "a", "n": 0}, "n", "n must"),
     ("completions", {"prompt": "a", "n": 129}, "n", "128"),
     ("completions", {"prompt": "a", "n": QUEUE + 1}, None, str(QUEUE)),
@@ -419,11 +432,28 @@ def test_a_body_over_the_limit(url: str) -> None:
     assert reply.status_code == 413 and "200000 bytes" in reply.json()["error"]["message"]
 
 
+def test_a_stream_for_http_1_0_ends_with_its_connection(url: str) -> None:
+    """Its tokens are written to the connection directly, and there without chunks too."""
+    body = {"messages": MESSAGES, "max_tokens": 20, "temperature": 0}
+    whole = post(url, "chat/completions", body).json()["choices"][0]["message"]["content"]
+    written = json.dumps(body | {"stream": True}).encode()
+    head = "POST /v1/chat/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"{head}Content-Length: {len(written)}\r\n\r\n".encode() + written)
+        got = b"".join(iter(lambda: connection.recv(65536), b""))
+    answer, _, content = got.partition(b"\r\n\r\n")
+    assert b"chunked" not in answer and content.endswith(b"data: [DONE]\n\n")
+    events = [json.loads(event[6:]) for event in content.decode().split("\n\n") if event.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == whole
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405),
                                                         ("GET", "/health/", 404), ("POST", "/health", 405)])  # fmt: skip
 def test_paths_that_are_not_there(url: str, method: str, path: str, status: int) -> None:
     reply = httpx.request(method, url + path)
-    assert reply.status_code == status and reply.json()["error"]["code"] == "not_found"
+    code = "not_found" if status == 404 else "method_not_allowed"
+    assert reply.status_code == status and reply.json()["error"]["code"] == code
 
 
 def test_a_full_queue_refuses_at_once(url: str) -> None:

@@ -284,6 +284,11 @@ def tool(name: str = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}, **function}}
 
 
+def allowed_tools(**fields: Any) -> dict[str, Any]:
+    named = {"type": "function", "function": {"name": "f"}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]} | fields}
+
+
 def test_the_choice_of_tools() -> None:
     both = [tool("f"), tool("g")]
     assert tool_use(both, None, True).mode == "auto" and tool_use(both, None, True).names == ["f", "g"]
@@ -310,6 +315,14 @@ def test_the_choice_of_tools() -> None:
         ([tool()], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}}, "by their names"),
         ([tool()], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "at least one"),
         ([tool()], {"type": "function", "function": {"name": "h"}}, "not among the tools"),
+        ([tool()], {"type": "function", "function": {"name": "f"}, "bogus": 1}, "tool_choice has the unknown field 'bogus'"),
+        ([tool()], {"type": "function", "function": {"name": "f", "x": 1}}, "tool_choice.function has the unknown field 'x'"),
+        ([tool()], allowed_tools(bogus=1), "tool_choice.allowed_tools has the unknown field 'bogus'"),
+        ([tool()], allowed_tools() | {"tools": []}, "tool_choice has the unknown field 'tools'"),
+        ([tool()], allowed_tools(tools=[{"type": "function", "function": {"name": "f"}, "x": 1}]),
+         "tool_choice.allowed_tools.tools[0] has the unknown field 'x'"),
+        ([tool()], allowed_tools(tools=[{"type": "function", "function": {"name": "f", "strict": True}}]),
+         "tool_choice.allowed_tools.tools[0].function has the unknown field 'strict'"),
         ([], "required", "tool_choice needs tools"),
         ([tool(f"f{number}") for number in range(129)], None, "at most 128"),
     ],

@@ -150,8 +150,10 @@ def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    if not isinstance(part, Mapping) or kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+    if not isinstance(part, Mapping) or kind not in TEXT_PARTS:
         raise Unsupported(f"{where} is of type {str(kind)[:40]!r}; only text parts are supported")
+    if not isinstance(part.get("text"), str):
+        raise BadRequest(f"{where}.text must be a text")
     for name, value in part.items():
         if name not in PART_FIELDS and value is not None:
             raise Unsupported(f"{where}.{str(name)[:40]} is not supported; a text part has a type and a text")

@@ -78,8 +78,21 @@ class DocumentBlock(Block, tag_field="type", tag="document"):
     citations: Any = None
 
 
+class ToolReferenceBlock(Block, tag_field="type", tag="tool_reference"):
+    """What a search for tools has found. The model knows all of them anyway: its name says enough."""
+
+    tool_name: str
+
+
 AnyBlock = (
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock | ImageBlock | DocumentBlock
+    TextBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ImageBlock
+    | DocumentBlock
+    | ToolReferenceBlock
 )
 
 
@@ -97,6 +110,8 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: Any = None
     eager_input_streaming: Any = None    # hints
     input_examples: Any = None
+    allowed_callers: Any = None
+    defer_loading: bool | None = None    # nothing is loaded later here: all tools are told at once
 
     def plain(self, where: str) -> dict[str, Any]:
         """As chat has it."""
@@ -244,6 +259,8 @@ _SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream", "ttft_deadline
 def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> None:
     """Append what one message says. A tool's results are messages of their own in a chat; turns in a row are one turn."""
     blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+    if not blocks and message.role != "assistant":
+        raise BadRequest(f"{where}.content must have at least one block")
     texts: list[TextBlock] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -285,8 +302,10 @@ def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> Non
 
 
 def _result(block: ToolResultBlock, where: str) -> dict[str, Any]:
-    content = block.content or ""
-    text = content if isinstance(content, str) else _texts(content, f"{where}.content")
+    text = block.content or ""
+    if not isinstance(text, str):
+        named = [TextBlock(text=each.tool_name) if isinstance(each, ToolReferenceBlock) else each for each in text]
+        text = _texts(named, f"{where}.content")
     if block.is_error:
         text = f"Error: {text}"                          # chat templates have no other place for it
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
@@ -342,6 +361,7 @@ class ModelInfo(msgspec.Struct):
     max_input_tokens: int
     max_tokens: int                      # of an answer
     type: str = "model"
+    lifecycle: str = "active"
 
     @classmethod
     def of(cls, name: str, created: int, max_model_len: int) -> ModelInfo:

@@ -63,7 +63,7 @@ from ridgeline.server.stream import (
     while_connected,
 )
 from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest, TokenizerInfo
-from ridgeline.server.tool_prompt import in_plain_text, tells_of_tools
+from ridgeline.server.tool_prompt import in_plain_text, mended, tells_of_tools
 from ridgeline.server.tools import needs_plain_text, reading
 from ridgeline.version import __version__
 
@@ -90,6 +90,8 @@ async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
         if needs_plain_text(service.options.tool_call_parser, templates):
             tools, given["tools"] = given["tools"] or [], None
             messages = await asyncio.to_thread(in_plain_text, messages, tools, templates)    # some clients bring 100 kB
+        elif any(message.get("tool_calls") for message in messages):
+            messages = await asyncio.to_thread(mended, messages)
     return await service.llm.chat_tokens(messages, **given)
 
 

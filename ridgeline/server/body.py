@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -19,6 +19,9 @@ from ridgeline.errors import BadRequest
 MAX_MESSAGE = 500                    # characters
 LONG_BODY = 64 * 1024                # bytes; what is longer is parsed and checked away from the event loop
 
+EXACT = 2**53                        # whole numbers up to here are the same as floats
+
+_FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
@@ -47,11 +50,39 @@ def parse_body(kind: type[T], body: bytes) -> T:
     try:
         request: T = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
-        raise BadRequest(readable(str(error), kind)) from None
+        request = _with_whole_numbers(kind, body, error)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     request.check()
     return request
+
+
+def _with_whole_numbers(kind: type[T], body: bytes, error: msgspec.ValidationError) -> T:
+    """JSON has one kind of number, and some clients write 16 as 16.0. Only of fields themselves: what is further inside may be
+    as large as a body."""
+    if _FLOAT_FOR_INT.match(str(error)):
+        try:
+            plain = msgspec.json.decode(body)
+            return msgspec.convert({name: _whole(value) for name, value in plain.items()}, kind)
+        except msgspec.ValidationError as second:
+            error = second
+    raise BadRequest(readable(str(error), kind)) from None
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < EXACT else value
+
+
+def _choices(kind: Any, field: str) -> str:
+    """What may stand in a field that has a few words to choose from."""
+    found = _words(get_type_hints(kind).get(field))
+    return f"; one of {', '.join(found)} works" if found else ""
+
+
+def _words(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [str(each) for each in get_args(hint)]
+    return [word for each in get_args(hint) for word in _words(each)]
 
 
 def readable(message: str, kind: Any) -> str:
@@ -66,4 +97,6 @@ def readable(message: str, kind: Any) -> str:
         inside = f" in {where}" if where else ""
         return f"unknown field {name!r}{inside}" + (f"; did you mean {close[0]!r}?" if close else "")
     words = _PLACE.sub("", message).replace("`", "").replace("Object missing", "missing")
+    if "nvalid enum value" in words and where in kind.__struct_fields__:
+        words += _choices(kind, where)
     return f"{where}: {words[0].lower()}{words[1:]}" if where else words

@@ -25,7 +25,7 @@ from ridgeline.server.generation import (
 )
 from ridgeline.server.reasoning_parser import MessageParser
 from ridgeline.server.text_machine import CallArguments, CallStart, Content, Event, Reasoning
-from ridgeline.server.tools import Reading, ToolUse, answer_or_calls_schema, plain_function, tool_use
+from ridgeline.server.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -102,8 +102,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -178,7 +178,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
         match self.function_call:
             case None | "none" | "auto":
                 choice: Any = self.function_call
-            case {"name": str(name)}:
+            case {"name": str(name)} as named:
+                only(named, "function_call", "name")
                 choice = {"type": "function", "function": {"name": name}}
             case _:
                 raise BadRequest('function_call must be "none", "auto" or {"name": …}; got ' + shown(self.function_call))
@@ -200,8 +201,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
             variables["verbosity"] = self.verbosity
         variables |= self.chat_template_kwargs or {}
         given: dict[str, Any] = {
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
             "chat_template_kwargs": variables or None,
             "tools": list(self.tool_use().tools) or None,
         }
@@ -344,6 +345,8 @@ class ChatWriter(Writer):
             deltas = list(self._deltas(events))
             finish = self._finish(finish, delta.stop_reason, parser)
         told = bool(finish or delta.logprobs or (self._wants_token_ids and delta.token_ids))
+        if finish and deltas:
+            deltas.append(ChatDelta())                   # as OpenAI does: clients stop at a reason, and do not read beside it
         news = [ChatChunkChoice(index, each) for each in deltas or [ChatDelta()] * told]
         if news:
             if delta.logprobs is not None:

@@ -45,10 +45,12 @@ def error_body(
 
 
 # Fields that have other names there than in chat; our messages begin with the name.
-_ANTHROPIC_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_ANTHROPIC_NAMES = {
+    "stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
+}  # fmt: skip
 _RESPONSES_NAMES = {
     "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "logprobs": "top_logprobs",
-    "response_format": "text.format",
+    "response_format": "text.format", "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity",
 }  # fmt: skip
 _NAME = re.compile(r"([a-z_]+)(?:\.json_schema)?")
 

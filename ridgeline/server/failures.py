@@ -30,12 +30,16 @@ from ridgeline.server.stream import Headers
 
 logger = get_logger("server")
 
+_PROMPT_IDS = "prompt_token_ids"
+
 
 def describe(error: Exception, prompt_field: str | None = None) -> tuple[int, bytes, Headers]:
     """(status, body, headers). What clients read is our own words; the rest goes to the log, under a number. `prompt_field`: what
     a prompt that is too long is called in the request."""
     retry = [(b"retry-after", retry_after(error))]
     message = str(error)
+    if prompt_field is not None and message.startswith(_PROMPT_IDS):         # as the engine calls it
+        message = prompt_field + message.removeprefix(_PROMPT_IDS)
     match error:
         case ModelNotFound():
             return 404, error_body(message, "invalid_request_error", "model", "model_not_found"), []
@@ -57,7 +61,8 @@ def describe(error: Exception, prompt_field: str | None = None) -> tuple[int, by
             return 400, error_body(message, "invalid_request_error", named, "context_length_exceeded"), []
         case BadRequest() | Unsupported():
             details = getattr(error, "details", None)
-            return 400, error_body(message, "invalid_request_error", param_of(message), details=details), []
+            named = param_of(message) or (prompt_field if message.startswith("the prompt ") else None)
+            return 400, error_body(message, "invalid_request_error", named, details=details), []
         case RequestError():
             return 500, error_body(message, "server_error"), []
         case RidgelineError():
@@ -79,7 +84,12 @@ def retry_after(error: Exception) -> bytes:
 async def http_error(request: Request, error: Exception) -> Response:
     """Paths and methods that do not exist."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path'][:200]} does not exist here"
-    body = error_body(message, "invalid_request_error", code="not_found")
+    method, path, allowed = request.method, request.scope["path"][:200], (error.headers or {}).get("Allow", "")
+    message, code = f"{method} {path} does not exist here", "not_found"
+    if error.status_code == 405 and allowed:
+        methods = sorted(allowed.split(", "))
+        works = "works" if len(methods) == 1 else "work"
+        message, code = f"{path} does not take {method}; {' and '.join(methods)} {works}", "method_not_allowed"
+    body = error_body(message, "invalid_request_error", code=code)
     body = body_for(request.scope["path"], request.scope["headers"], error.status_code, body)
     return Response(body, error.status_code, media_type="application/json", headers=error.headers)

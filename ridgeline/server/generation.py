@@ -25,6 +25,7 @@ from ridgeline.server.closed_schema import closed
 from ridgeline.version import __version__
 
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
+ONLY_THE_LIKELIEST = 1e-9            # a top_p that one token always has
 DONE = b"[DONE]"
 MARK = "\x00text\x00"                # where an event's text goes; nothing behind it holds anything like it
 PADDING = 64                         # with include_obfuscation an event's length tells no more than how many of these
@@ -137,6 +138,8 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         if self.truncate_prompt_tokens not in (None, FIT):
             given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        if given.get("top_p") == 0:                      # OpenAI's range begins there
+            given["top_p"] = ONLY_THE_LIKELIEST
         try:
             return SamplingParams(**dict(defaults) | given | other)
         except BadRequest as error:

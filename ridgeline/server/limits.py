@@ -38,7 +38,8 @@ class ServerOptions:
     port: int = option(8000, "port to listen on; 0: any free one", low=0)
     allowed_host: str = option("", "further names and addresses this server is reached by, separated by commas")
     served_model_name: str = option(
-        "", "name of the model in requests and answers, and others it answers to, separated by commas; empty: the file's name"
+        "", "name of the model in requests and answers, and others it answers to, separated by commas; gpt-*: all that begin so; "
+        "empty: the file's name",
     )
     max_connections: int = option(4096, "open connections, idle ones included", low=1)
     max_queued_requests: int | None = option(
@@ -130,6 +131,27 @@ class DirectWrites:
         if not cycle.disconnected:                       # else nobody reads it; the endpoint will hear of it
             self.bytes_out += len(body)
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
+
+
+class UntilClose:
+    """uvicorn's `send` for a client of HTTP/1.0, which knows no chunks: an answer without a length ends with its connection."""
+
+    __slots__ = ("_cycle", "_has_length", "_send")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = True
+
+    async def __call__(self, message: Any) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                cycle.chunked_encoding = False
+        elif not self._has_length:
+            cycle.expected_content_length = len(message.get("body", b""))    # whatever comes is as long as it should be
+        await self._send(message)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -230,6 +252,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
             scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
+            if version == "1.0":
+                cast(Any, self.cycle).send = UntilClose(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0

@@ -15,6 +15,14 @@ _BLANKS = " \t\r\n"
 _AFTER_A_WORD = frozenset(_BLANKS + ",:]}")
 
 
+def is_object(text: str) -> bool:
+    """Whether it is a whole JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def completed(text: str) -> dict[str, Any]:
     """Empty where it is no object, or nothing of it is complete."""
     end, closing = _last_complete(text)

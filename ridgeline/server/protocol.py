@@ -46,7 +46,6 @@ _FIELDS = {
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest) for name in kind.__struct_fields__
 }  # fmt: skip
 _FIELDS |= {name: name for name in ("text_1", "text_2", "limit", "order", "after")}
-_FIELDS["prompt_token_ids"] = "prompt"                   # as the engine calls it
 
 
 class ModelCard(msgspec.Struct):

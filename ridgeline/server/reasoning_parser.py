@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+from ridgeline.server.partial_json import is_object
 from ridgeline.server.text_machine import BLANKS, CallArguments, CallStart, Content, Event, Machine, Reads, Reasoning
 from ridgeline.server.tool_parser import CallParser
 
@@ -80,10 +79,7 @@ class MessageParser:
     @property
     def last_call_is_whole(self) -> bool:
         """Its arguments are; known once the text is over."""
-        try:
-            return isinstance(json.loads("".join(self._last_arguments)), dict)
-        except (ValueError, RecursionError):
-            return False
+        return is_object("".join(self._last_arguments))
 
     @property
     def num_calls(self) -> int:

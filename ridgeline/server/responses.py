@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.engine.outputs import AnswerDelta, RequestOutput
+from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.server.anthropic import named_event
 from ridgeline.server.chat import ChatWriter
+from ridgeline.server.partial_json import is_object
 from ridgeline.server.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
 
 __all__ = ["InputTokens", "ResponseReply", "ResponsesRequest", "ResponsesWriter"]
@@ -33,6 +34,7 @@ class InputTokens(msgspec.Struct):
 
 class InputDetails(msgspec.Struct):
     cached_tokens: int
+    cache_write_tokens: int = 0      # nobody pays for them here
 
 
 class OutputDetails(msgspec.Struct):
@@ -92,24 +94,20 @@ class ResponsesWriter(ChatWriter):
         self._number = 0                                 # of the next event
         self._items: list[dict[str, Any]] = []
         self._open: str | int | None = None              # "reasoning", "message" or the number of a tool call
+        self._held: list[Any] = []                       # log-probabilities of tokens whose text is not told yet
         self._ended_by: str | None = None
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
+        """What a stream of it would come to."""
         output = outputs[0]
-        choice = self._choice(output, 0, output.outputs[0])
-        message, self._ended_by = choice.message, choice.finish_reason
-        status, items = self._status(), self._items
-        if thought := getattr(message, "reasoning_content", None):
-            items.append(_reasoning(thought))
-        calls = getattr(message, "tool_calls", None) or []
-        if message.content or not (calls or items):
-            logprobs = msgspec.to_builtins(choice.logprobs.content) if choice.logprobs is not None else []
-            items.append(_message(message.content or "", logprobs, status))
-        for call in calls:
-            items.append(self._call(call.id, call.function.name, call.function.arguments, status))
-        return self._kept(self._response(status, output))
+        for delta in _deltas(output.outputs[0]):
+            for _ in self._news(output, delta):
+                pass
+        for _ in self._close():
+            pass
+        return self._kept(self._response(self._status(), output))
 
     def _kept(self, reply: ResponseReply) -> bytes:
         written = _encode(reply)
@@ -120,11 +118,18 @@ class ResponsesWriter(ChatWriter):
         return written
 
     def _status(self) -> str:
-        return "incomplete" if self._ended_by == "length" else "completed"
+        return "completed" if self._cut() is None else "incomplete"
+
+    def _cut(self) -> str | None:
+        """Why the answer is not all there; known once it has ended. A stop string cuts a call, and ends a text."""
+        if self._ended_by == "length":
+            return "max_output_tokens"
+        is_call = bool(self._items) and self._items[-1]["type"] == "function_call"
+        return "stop" if is_call and self._ended_by == "stop" else None      # "tool_calls" where it is whole
 
     def _response(self, status: str, output: RequestOutput | None = None, error: dict[str, Any] | None = None) -> ResponseReply:
         asked = self._asked
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        cut = {"reason": self._cut() or ""} if status == "incomplete" else None
         return ResponseReply(
             id=self._id,
             created_at=self._created,
@@ -146,33 +151,38 @@ class ResponsesWriter(ChatWriter):
             tool_choice=asked.tool_choice or "auto",
             tools=asked.tools or [],
             top_logprobs=asked.top_logprobs,
-            top_p=self._params.top_p,
+            top_p=self._params.top_p if asked.top_p is None else asked.top_p,
         )
 
     # -- streamed ------------------------------------------------------------------------------------------------------
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
         # Written down one by one: an item goes on growing after the event that told of its beginning.
-        events: list[bytes] = []
-        for place, delta in batch:
-            for chunk in self._chunks(outputs[place], 0, delta):
-                events += map(self._numbered, self._start())
-                events += map(self._numbered, self._fill(chunk.delta, chunk.logprobs))
-                self._ended_by = chunk.finish_reason or self._ended_by
-        return events
+        events = [self._numbered(event) for event in self._start()] if batch else []
+        return events + [self._numbered(event) for place, delta in batch for event in self._news(outputs[place], delta)]
+
+    def _news(self, output: RequestOutput, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        for chunk in self._chunks(output, 0, delta):
+            yield from self._fill(chunk.delta, chunk.logprobs)
+            self._ended_by = chunk.finish_reason or self._ended_by
 
     def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
         return [self._numbered(event) for event in self._end(outputs[0])]
 
     def _end(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         yield from self._start()
-        if not self._items:                              # an answer without a word is still a message
-            yield from self._add("message", _message("", [], "in_progress"))
-        yield from self._done()
+        yield from self._close()
         status = self._status()
         response = self._response(status, output)
         self._kept(response)
         yield {"type": f"response.{status}", "response": response}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """The answer has ended."""
+        if not self._items:                              # an answer without a word is still a message
+            yield from self._add("message", _message("", [], "in_progress"))
+            self._items[-1]["content"][0]["logprobs"] += self._held
+        yield from self._done(self._status())
 
     def error_event(self, status: int, openai_body: bytes) -> bytes:
         told = msgspec.json.decode(openai_body)["error"]
@@ -195,13 +205,19 @@ class ResponsesWriter(ChatWriter):
             if self._open != "reasoning":
                 yield from self._add("reasoning", _reasoning("", "in_progress"))
             yield from self._text_delta("response.reasoning_text.delta", thought)
-        if delta.content or (logprobs is not None and logprobs.content and not thought):
+        calls = getattr(delta, "tool_calls", None) or []
+        # Log-probabilities belong to a message: of a call's tokens, or of thoughts, there are none to tell.
+        entries = msgspec.to_builtins(logprobs.content) if logprobs is not None and not (thought or calls) else []
+        if delta.content:
             if self._open != "message":
                 yield from self._add("message", _message("", [], "in_progress"))
-            entries = msgspec.to_builtins(logprobs.content) if logprobs is not None else []
+            entries, self._held = self._held + entries, []
+        if delta.content or (entries and self._open == "message"):
             self._items[-1]["content"][0]["logprobs"] += entries
             yield from self._text_delta("response.output_text.delta", delta.content or "", logprobs=entries)
-        for call in getattr(delta, "tool_calls", None) or []:
+        elif self._open in (None, "reasoning"):
+            self._held += entries                        # of blanks and marks, before the text begins
+        for call in calls:
             if call.index != self._open:                 # the first of a call has its id and name
                 yield from self._add(call.index, self._call(call.id, call.function.name, "", "in_progress"))
             if call.function.arguments:
@@ -223,13 +239,13 @@ class ResponsesWriter(ChatWriter):
         if "content" in item:
             yield self._of_item("response.content_part.added", content_index=0, part=dict(item["content"][0]))
 
-    def _done(self) -> Iterator[dict[str, Any]]:
-        """Close the item that is open."""
+    def _done(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """Close the item that is open; only the answer's last can be incomplete, and no call whose arguments are all there."""
         if self._open is None:
             return
         self._open = None
         item = self._items[-1]
-        item["status"] = self._status()
+        item["status"] = "completed" if item["type"] == "function_call" and is_object(item["arguments"]) else status
         if item["type"] == "function_call":
             yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
@@ -251,6 +267,18 @@ class ResponsesWriter(ChatWriter):
 
     def _of_item(self, kind: str, **more: Any) -> dict[str, Any]:
         return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **more}
+
+
+def _deltas(answer: CompletionOutput) -> Iterator[AnswerDelta]:
+    """A whole answer as news: all at once, or token by token where each has log-probabilities of its own."""
+    text, ended = answer.text, (answer.finish_reason, answer.stop_reason)
+    if answer.logprobs is None:
+        yield AnswerDelta(0, text, answer.token_ids, None, *ended)
+        return
+    ends = [*answer.text_offsets[1:], len(text)]
+    for token, at, start, end in zip(answer.token_ids, answer.logprobs, answer.text_offsets, ends, strict=True):
+        yield AnswerDelta(0, text[start:end], [token], [at])
+    yield AnswerDelta(0, "", [], None, *ended)
 
 
 def _message(text: str, logprobs: list[Any], status: str) -> dict[str, Any]:

@@ -82,20 +82,24 @@ class Namespace(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"):
+class ToolChoice(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, tag_field="type", tag="function"
+):
     name: str
-    namespace: str = ""
+    namespace: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat has it."""
+        return {"type": "function", "function": {"name": joined(self.namespace or "", self.name)}}
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
+    tools: list[ToolChoice]
 
     def plain(self) -> dict[str, Any]:
         """As chat has it."""
-        names = (joined(str(tool.get("namespace") or ""), tool["name"]) if "name" in tool else None for tool in self.tools)
-        tools = [{"type": "function", "function": {"name": name}} for name in names]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": [tool.plain() for tool in self.tools]}}
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -226,10 +230,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         chat |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.tools:
             chat["tools"] = [each for place, tool in enumerate(self.tools) for each in _tools(tool, f"tools[{place}]")]
-        if isinstance(self.tool_choice, ToolChoice):
-            name = joined(self.tool_choice.namespace, self.tool_choice.name)
-            chat["tool_choice"] = {"type": "function", "function": {"name": name}}
-        elif isinstance(self.tool_choice, AllowedTools):
+        if isinstance(self.tool_choice, ToolChoice | AllowedTools):
             chat["tool_choice"] = self.tool_choice.plain()
         elif self.tool_choice is not None:
             chat["tool_choice"] = self.tool_choice

@@ -19,6 +19,7 @@ from ridgeline.server.protocol import GenerationRequest
 from ridgeline.server.response_store import ResponseStore
 from ridgeline.server.tracing import NoTracing
 
+ANY = "*"                            # at the end of a name in --served-model-name: whatever begins like it
 STOPPED = "the engine has stopped"
 NOT_READY = {
     "stopping": "the server is stopping",
@@ -83,10 +84,14 @@ class Service:
     @property
     def names(self) -> list[str]:
         """All that the model answers to; its own is the first, and stands in every answer."""
-        return [self.name, *_listed(self.options.served_model_name)[1:]]
+        listed = _listed(self.options.served_model_name)
+        return [self.name, *(name for name in listed if name != self.name and not name.endswith(ANY))]
 
     def check_name(self, name: str) -> None:
-        if name != self.name and name not in self.names:
+        if name == self.name or name in self.names:
+            return
+        beginnings = tuple(each[:-1] for each in _listed(self.options.served_model_name) if each.endswith(ANY))
+        if not beginnings or not name.startswith(beginnings):
             raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is")
 
     def open(self) -> None:
@@ -116,7 +121,7 @@ class Service:
 def model_name(llm: AsyncLLM, options: ServerOptions) -> str:
     path = Path(llm.config.model.model)
     own = embedded.NAME if not llm.config.model.model else path.stem if path.suffix == ".gguf" else path.resolve().name
-    return next(iter(_listed(options.served_model_name)), own)
+    return next((name for name in _listed(options.served_model_name) if not name.endswith(ANY)), own)
 
 
 def _listed(names: str) -> list[str]:

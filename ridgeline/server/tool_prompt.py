@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ridgeline.errors import BadRequest
+from ridgeline.server.partial_json import completed, is_object
 
 _WORD = re.compile(r"\btools\b")
 # As templates of Gemma say, and those of the first Mistrals and Mixtrals.
@@ -66,6 +67,23 @@ def in_plain_text(
     if tools:
         _introduce(told, tools, has_system=_NO_SYSTEM.search(templates) is None)
     return told
+
+
+def mended(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For a template that reads arguments as an object: those that are none have what is complete of them. A call that was cut,
+    or that a model wrote badly, comes back with the rest of the conversation, which shall not end at it."""
+    return [
+        {**message, "tool_calls": [_mended(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {**message}
+        for message in messages
+    ]
+
+
+def _mended(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str) and arguments and not is_object(arguments):
+        arguments = completed(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], has_system: bool) -> None:

@@ -100,18 +100,32 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, Iterable[str]]:
             return "auto", names
         case "none" | "auto" | "required":
             return choice, names
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            only(choice, "tool_choice", "type", "function")
+            only(function, "tool_choice.function", "name")
             return "named", _known([name], names)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
-            if not allowed:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)} as allowed}:
+            only(choice, "tool_choice", "type", "allowed_tools")
+            only(allowed, "tool_choice.allowed_tools", "mode", "tools")
+            if not tools:
                 raise BadRequest("tool_choice.allowed_tools.tools must name at least one function")
-            return mode, _known([_name_of(each) for each in allowed], names)
+            return mode, _known([_name_of(each, place) for place, each in enumerate(tools)], names)
     raise BadRequest(f"tool_choice must be one of {known}; got {shown(choice)}")
 
 
-def _name_of(allowed: Any) -> Any:
+def only(given: Mapping[str, Any], where: str, *names: str) -> None:
+    """BadRequest if it has any other field."""
+    for name in given:
+        if name not in names:
+            raise BadRequest(f"{where} has the unknown field {shown(name)}")
+
+
+def _name_of(allowed: Any, place: int) -> Any:
+    where = f"tool_choice.allowed_tools.tools[{place}]"
     match allowed:
-        case {"type": "function", "function": {"name": name}}:
+        case {"type": "function", "function": {"name": name} as function}:
+            only(allowed, where, "type", "function")
+            only(function, f"{where}.function", "name")
             return name
     raise BadRequest(f"tool_choice.allowed_tools.tools must hold functions by their names; got {shown(allowed)}")
 
@@ -130,18 +144,14 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         if kind not in (None, "function"):
             raise Unsupported(f"{where}.type {shown(kind)} is not supported; only 'function' is")
         raise BadRequest(f"{where} must be an object with type 'function' and a function")
-    for name in tool:
-        if name not in ("type", "function"):
-            raise BadRequest(f"{where} has the unknown field {shown(name)}")
+    only(tool, where, "type", "function")
     if tool.get("type", "function") != "function":
         raise Unsupported(f"{where}.type {shown(tool['type'])} is not supported; only 'function' is")
     return {"type": "function", "function": plain_function(tool["function"], f"{where}.function")}
 
 
 def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for field in function:
-        if field not in ("name", "description", "parameters", "strict"):
-            raise BadRequest(f"{where} has the unknown field {shown(field)}")
+    only(function, where, "name", "description", "parameters", "strict")
     name = function.get("name")
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not _NAME_CHARACTERS.issuperset(name):
         raise BadRequest(
