@@ -232,7 +232,7 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
 
 def _fit(args: argparse.Namespace) -> int:
     records = [read_record(path, preset_lengths()) for path in args.fit]
-    constants, errors = fit(records, host_constants(*args.host) if args.host else None)
+    constants, errors = fit(records, host_constants(*args.host) if args.host else None, args.ops)
     if args.ops:
         measured = narrow_constants(args.ops, constants.attention_call_s) | launch_constants(args.ops)
         constants = replace(constants, **measured)

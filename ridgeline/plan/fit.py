@@ -1,15 +1,17 @@
 """`ridgeline plan --fit`: the constants of prediction.py from the records of one model on one device.
 
-Fitted are what a decode step of the uniform workloads takes, what first tokens take, and, where a record has them, the
-kernels' times by part. Every figure counts by its relative error over what its own runs differ by. A constant that the records
-hardly touch stays near what it is expected to be (`_EXPECTED`); so the fit has one answer. Levenberg–Marquardt on logarithms,
-in numpy.
+Fitted are what a decode step of the uniform workloads takes, what first tokens take, where a record has them the kernels' times
+by part, and with a record of `bench ops` the kernel of attention by itself: what a decode takes is the difference of two runs,
+and where prompts are most of both it is known badly. All figures count alike, by their relative errors, and parts less. A
+constant that the records hardly touch stays near what it is expected to be (`_EXPECTED`); so the fit has one answer.
+Levenberg–Marquardt on logarithms, in numpy.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +38,7 @@ _EXPECTED: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
 _ERROR = 0.02                        # of a measured figure, all alike: cards of the same kind differ by so much and more
+OPS_HEADS = (32, 8, 128)             # heads, KV heads and their size in `bench ops`: Llama-3.1-8B's
 _PART_ERROR = 0.05                   # of a part's, of which there is one trace: that slows things down a little
 
 
@@ -115,6 +118,28 @@ def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
     return found
 
 
+def kernel_observations(path: str | Path, setup: Setup) -> list[Observation]:
+    """Decodes' attention of one layer, from a record of `ridgeline bench ops`; nothing for other heads than it has."""
+    shape = setup.shape
+    if (shape.heads, shape.kv_heads, shape.head_dim) != OPS_HEADS:
+        return []
+    found = []
+    for row in _attention_rows(path):
+        sizes = re.fullmatch(r"rows-(\d+)x(\d+)", row["case"])
+        if sizes is None or row["op"] != "decode_attention":
+            continue
+        batch, context = map(int, sizes.groups())
+        steps = gather(shape, [count_rows(shape, decode_rows(batch, context - 1))], setup.model)
+        found.append(Observation(
+            f"kernel of attention, {row['case']}", row["microseconds"]["median"] / 1e6, _attention_of_a_layer(steps), _PART_ERROR
+        ))  # fmt: skip
+    return found
+
+
+def _attention_of_a_layer(steps: Steps) -> Callable[[Setup], float]:
+    return lambda setup: float(step_parts(setup, steps)["attention"][0]) / setup.shape.layers
+
+
 def host_constants(*paths: str | Path) -> dict[str, float]:
     """What a step and a new request cost the host, from records of `ridgeline bench host`; a later one has the last word.
 
@@ -170,12 +195,7 @@ def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
     what a call takes before either; calls that are little else say nothing, of the others the geometric mean counts.
     """
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        if raw["benchmark"] != "ops":
-            raise KeyError(f"it is one of `bench {raw['benchmark']}`")
-        ops = ("decode_attention", "paged_attention")
-        rows = {row["case"]: row for row in raw["figures"]["rows"]
-                if row["op"] in ops and row["implementation"] == "triton" and not row["error"]}  # fmt: skip
+        rows = {row["case"]: row for row in _attention_rows(path)}
         found = {}
         for name, kind, rate in (("narrow_kv_read", "rows-", "gb_s"), ("narrow_kv_compute", "prefill-", "tflop_s")):
             pairs = [(rows[f"fp8-{case}"], row) for case, row in rows.items() if case.startswith(kind) and f"fp8-{case}" in rows
@@ -189,6 +209,14 @@ def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
         raise ConfigError(f"{path} has no attention over wide and over narrow pages: `ridgeline bench ops --op decode_attention "
                           "paged_attention` on a GPU has")  # fmt: skip
     return found
+
+
+def _attention_rows(path: str | Path) -> list[dict[str, Any]]:
+    raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    if raw["benchmark"] != "ops":
+        raise KeyError(f"it is one of `bench {raw['benchmark']}`")
+    ops = ("decode_attention", "paged_attention")
+    return [row for row in raw["figures"]["rows"] if row["op"] in ops and row["implementation"] == "triton" and not row["error"]]
 
 
 def launch_constants(path: str | Path) -> dict[str, float]:
@@ -206,9 +234,14 @@ def _speed(row: dict[str, Any], rate: str, call_s: float) -> float:
     return float(row[rate] * seconds / (seconds - call_s))
 
 
-def fit(records: Sequence[Record], host: dict[str, float] | None = None) -> tuple[Constants, list[dict[str, Any]]]:
-    """The constants, and every fitted figure with its error. `host` is measured apart; fitted is only how fast a host it was."""
+def fit(
+    records: Sequence[Record], host: dict[str, float] | None = None, ops: str | Path | None = None
+) -> tuple[Constants, list[dict[str, Any]]]:
+    """The constants, and every fitted figure with its error. `host` is measured apart; fitted is only how fast a host it was.
+    `ops`: a record of `bench ops`."""
     seen = [(record.setup, each, record.name) for record in records for each in observations(record)]
+    if ops is not None and records:
+        seen += [(records[0].setup, each, Path(ops).stem) for each in kernel_observations(ops, records[0].setup)]
     if len(seen) < 3:
         raise ConfigError("these records have too few workloads to fit: there must be first tokens and decodes")
     names = list(_EXPECTED)
