@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 from array import array
@@ -114,6 +115,22 @@ def test_a_remembered_path_changes_nothing(windows: tuple[int | None, ...]) -> N
             manager.commit(blocks, tokens, len(tokens))
             manager.free(blocks)
     assert remembered > 300 and manager.counters.evicted > 100, "both are put to the test"
+
+
+def test_a_node_that_goes_leaves_no_garbage() -> None:
+    """Where the collector rests during steps, what is dropped has to go by itself."""
+    cache = PrefixCache(1)
+    tokens = array("i", range(8))
+    _chain(cache, [tokens[start : start + 2].tobytes() for start in range(0, 8, 2)], 1)
+    assert cache.walk(cache.root(""), tokens, 8, 2)[0].newest is not None
+    gc.collect()
+    gc.disable()
+    try:
+        for block in (4, 3, 2, 1):
+            cache.evict(block)
+        assert len(cache) == 0 and not any(isinstance(each, Node) for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def test_keys_are_secret_to_the_process() -> None:

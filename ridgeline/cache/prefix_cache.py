@@ -116,6 +116,7 @@ class PrefixCache:
             if self._nodes.get(walk.key) is not walk:
                 return
             del self._nodes[walk.key]
+            walk.newest = None                           # whose nodes hold on to this one
             walk.parent.users -= 1
             walk = walk.parent
 
