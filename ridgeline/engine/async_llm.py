@@ -337,7 +337,8 @@ class AsyncLLM:
             first = wait + self.load.quickest
             if first > caller.ttft_deadline:
                 after = f"{first:.1f} s" if first >= 1 else f"{first * 1e3:.1f} ms"
-                raise Overloaded(f"the first token would come after about {after}; the deadline is {caller.ttft_deadline:g} s", wait)
+                deadline = f"{caller.ttft_deadline:g} s"
+                raise Overloaded(f"the first token would come after about {after}; the deadline is {deadline}", wait)
 
     def predicted_wait(self) -> float | None:
         """Seconds that a new request would wait before it begins; None while nothing is known."""

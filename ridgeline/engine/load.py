@@ -4,8 +4,8 @@
          = answers too many for the rows / answers finished per second, counted while any ran      (the longer of both)
 
 Both rates forget with a half-life. A first token comes later still, by what computing the prompt takes: at least as long as the
-quickest of the last ones did, for how much of a prompt is cached is not known here. Knows numbers and a clock; whether to refuse is
-for whoever asks.
+quickest of the last ones did, for how much of a prompt is cached is not known here. Knows numbers and a clock; whether to
+refuse is for whoever asks.
 """
 
 from __future__ import annotations
