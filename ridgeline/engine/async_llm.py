@@ -333,12 +333,10 @@ class AsyncLLM:
         waiting, most, wait = self.load.waiting_tokens, self.max_queued_tokens, self.predicted_wait()
         if most is not None and waiting and waiting + tokens > most:     # whoever finds nobody waiting may always come
             raise Overloaded(f"{waiting} prompt tokens are waiting, of at most {most}; try again later", wait)
-        if caller.ttft_deadline is not None and wait is not None:
-            first = wait + self.load.quickest
-            if first > caller.ttft_deadline:
-                after = f"{first:.1f} s" if first >= 1 else f"{first * 1e3:.1f} ms"
-                deadline = f"{caller.ttft_deadline:g} s"
-                raise Overloaded(f"the first token would come after about {after}; the deadline is {deadline}", wait)
+        if caller.ttft_deadline is not None and wait is not None and wait > caller.ttft_deadline:
+            raise Overloaded(
+                f"the first token would come after about {wait:.1f} s; the deadline is {caller.ttft_deadline:g} s", wait
+            )
 
     def predicted_wait(self) -> float | None:
         """Seconds that a new request would wait before it begins; None while nothing is known."""

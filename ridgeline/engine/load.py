@@ -3,19 +3,15 @@
     wait = prompt tokens that wait / prompt tokens begun per second, counted while any waited
          = answers too many for the rows / answers finished per second, counted while any ran      (the longer of both)
 
-Both rates forget with a half-life. A first token comes later still, by what computing the prompt takes: at least as long as the
-quickest of the last ones did, for how much of a prompt is cached is not known here. Knows numbers and a clock; whether to
-refuse is for whoever asks.
+Both rates forget with a half-life. Knows numbers and a clock; whether to refuse is for whoever asks.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 HALF_LIFE = 20.0                     # seconds
-REMEMBERED = 64                      # first tokens
 
 
 class Rate:
@@ -47,7 +43,6 @@ class LoadMeter:
         self._last = clock()
         self._begun = Rate()
         self._finished = Rate()
-        self._quickest: deque[float] = deque(maxlen=REMEMBERED)      # seconds from the sending of a request to its first token
 
     def queued(self, tokens: int, answers: int) -> None:
         self._pass_time()
@@ -55,10 +50,9 @@ class LoadMeter:
         self.waiting_answers += answers
         self.open_answers += answers
 
-    def begun(self, tokens: int, answers: int, seconds: float) -> None:
-        """The first token of a request came, so long after it was sent."""
+    def begun(self, tokens: int, answers: int) -> None:
+        """The first token of a request came."""
         self._pass_time()
-        self._quickest.append(max(0.0, seconds))
         self.waiting_tokens -= tokens
         self.waiting_answers -= answers
         self._begun.add(tokens)
@@ -84,11 +78,6 @@ class LoadMeter:
             waits.append(rate and (self.open_answers + 1 - rows) / rate)
         known = [each for each in waits if each is not None]
         return max(known) if known else None if waits else 0.0
-
-    @property
-    def quickest(self) -> float:
-        """Seconds that a first token takes at least, without waiting; 0 when nothing is known yet."""
-        return min(self._quickest, default=0.0)
 
     def _pass_time(self) -> None:
         now = self._clock()

@@ -163,7 +163,7 @@ class OpenRequests:
             delta.num_cached_tokens = state.output.num_cached_tokens     # that of the first time counts
         if not opened.begun:
             opened.begun = True
-            self._load.begun(len(opened.request.prompt_token_ids), opened.request.params.n, ended - opened.times.sent)
+            self._load.begun(len(opened.request.prompt_token_ids), opened.request.params.n)
         try:
             new, stop_here = state.take(delta)
         except RidgelineError as error:
