@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from ridgeline.ops.decode_shares import (
     share_out,
 )  # fmt: skip
 
+ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = 66                        # four on each of 132 multiprocessors, eight KV heads
 
 
@@ -73,6 +76,28 @@ def test_rows_of_one_length_end_together(rows: int) -> None:
     assert cut < 1.55 * lengths.sum() / PROGRAMS
     if rows > PROGRAMS:
         assert cut < 0.85 * end(lengths.tolist(), PROGRAMS)
+
+
+def test_rows_are_cut_where_it_was_faster() -> None:
+    """Of the numbers of rows and lengths that were measured both ways."""
+    measured = json.loads((ROOT / "benchmarks/h200/study-decode-shares.json").read_text())["shares"]
+    judged = 0
+    for name, (whole, cut, _) in measured.items():
+        if " x " not in name or abs(whole / cut - 1) < 0.03:
+            continue
+        rows, keys = map(int, name.split(" x "))
+        lengths = np.full(rows, keys, np.int32)
+        items = int((share_out(lengths, PROGRAMS).item_row >= 0).sum())
+        plain = len(spans_of_even_shares(lengths))
+        assert (items != plain) == (cut < whole), name
+        judged += 1
+    assert judged > 15
+
+
+def spans_of_even_shares(lengths: np.ndarray) -> list[int]:
+    """The shares of the rule for uneven rows: as many for each as come closest to what every program would get."""
+    even = max(LEAST_SHARE, lengths.sum() / max(len(lengths), min(SINGLE_SHARES * len(lengths), PROGRAMS)))
+    return [row for row, length in enumerate(lengths) for _ in range(max(1, int(np.rint(length / even))))]
 
 
 def test_a_list_has_room_for_no_more_than_pays() -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +85,31 @@ def test_params_for_each_prompt(llm: LLM) -> None:
 
 
 def test_the_longest_answers_begin_first_and_come_back_in_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    added, add = [], llm.core.add
+    begun: list[str] = []
+    step = llm.core.step
 
-    def noted(request: Request) -> None:
-        added.append(request.params.max_tokens)
-        add(request)
+    def noted() -> Any:
+        deltas = step()
+        begun.extend(delta.request_id for delta in deltas if delta.request_id not in begun)
+        return deltas
 
-    monkeypatch.setattr(llm.core, "add", noted)
+    monkeypatch.setattr(llm.core, "step", noted)
+    monkeypatch.setattr(llm.core.scheduler, "limits", replace(llm.core.scheduler.limits, max_step_tokens=4))
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (3, 8, 3, 5)]
-    outputs = llm.generate([[1, 2], [3, 4], [5, 6], [7, 8]], params, use_tqdm=False)
-    assert added == [8, 5, 3, 3]
+    outputs = llm.generate([[1, 2, 3], [3, 4, 5], [5, 6, 7], [7, 8, 9]], params, use_tqdm=False)
+    assert [begun.index(output.request_id) for output in outputs] == [2, 0, 3, 1]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 8, 3, 5]
-    assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2, 3], [3, 4, 5], [5, 6, 7], [7, 8, 9]]
+
+
+def test_what_is_drawn_does_not_hang_on_the_length_of_others(model: Path) -> None:
+    drawn = []
+    for longest in (4, 9):
+        alone = LLM(model, seed=0, **OPTIONS)
+        params = [SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True) for count in (6, longest)]
+        drawn.append(alone.generate([[1, 2], [3, 4]], params, use_tqdm=False)[0].outputs[0].token_ids)
+        alone.close()
+    assert drawn[0] == drawn[1]
 
 
 def test_n_answers_and_seeds(llm: LLM) -> None:

@@ -120,7 +120,7 @@ def test_a_remembered_path_changes_nothing(windows: tuple[int | None, ...]) -> N
 def test_a_node_that_goes_leaves_no_garbage() -> None:
     """Where the collector rests during steps, what is dropped has to go by itself."""
     def nodes() -> int:
-        return sum(isinstance(each, Node) for each in gc.get_objects())
+        return sum(type(each) is Node for each in gc.get_objects())
 
     gc.collect()
     before = nodes()

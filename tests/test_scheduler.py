@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from ridgeline.errors import BadRequest
 from ridgeline.messages import Request, StepPlan, Want
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.scheduler.policy import AGED_PRIORITY, longest_first
+from ridgeline.scheduler.policy import AGED_PRIORITY
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import MeasuredStepTime
@@ -60,21 +60,40 @@ class Chunks:
 # -- one rule ----------------------------------------------------------------------------------------------------------
 
 
-def test_longest_answers_first_and_equals_in_their_order() -> None:
-    assert longest_first([3, 9, 3, None, 9, None]) == [3, 5, 1, 4, 0, 2]
-    assert longest_first([]) == []
+def test_the_longest_begin_first_and_equals_in_their_order() -> None:
+    simulation = Simulation(Setup(num_blocks=80))
+    for name, length, priority in (("a", 3, 0), ("b", 9, 0), ("c", 3, 0), ("d", 9, 0), ("e", 20, 1)):
+        simulation.ask(name, prompt(2, ord(name)), length, priority=priority)
+    simulation.scheduler.begin_with_longest()
+    simulation.step()
+    assert running(simulation) == ["b", "d", "a", "c", "e"], "a priority comes before that"
+    simulation.drain()
 
 
-def test_with_the_longest_first_a_batch_takes_fewer_steps() -> None:
+def test_with_the_longest_first_a_batch_takes_fewer_steps_and_answers_the_same() -> None:
     """The prompts take four steps; the longest answer, asked for last, is begun three steps earlier."""
-    lengths, steps = [2, 2, 2, 12], []
-    for order in (range(4), longest_first(lengths)):
+    lengths, steps, answers = [2, 2, 2, 12], [], []
+    for longest_first in (False, True):
         simulation = Simulation(Setup(max_step_tokens=8, eos=frozenset()))
-        for place in order:
-            simulation.ask(str(place), prompt(7, place), lengths[place])
+        for place, length in enumerate(lengths):
+            simulation.ask(str(place), prompt(7, place), length)
+        if longest_first:
+            simulation.scheduler.begin_with_longest()
         simulation.drain()
         steps.append(simulation.steps)
-    assert steps[1] < steps[0]
+        answers.append(simulation.answers)
+    assert steps[1] < steps[0] and answers[0] == answers[1]
+
+
+def test_the_order_is_kept_where_not_all_fit() -> None:
+    """Two with one prefix, asked for together, stay together: between them others might evict it."""
+    simulation = Simulation(Setup())
+    for name, length in (("a", 3), ("b", 40), ("c", 40), ("d", 40), ("e", 40)):
+        simulation.ask(name, prompt(2, ord(name)), length)
+    simulation.scheduler.begin_with_longest()
+    simulation.step()
+    assert running(simulation)[0] == "a"
+    simulation.drain()
 
 
 def test_a_long_prompt_comes_in_chunks() -> None:

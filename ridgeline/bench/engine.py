@@ -21,7 +21,6 @@ from ridgeline.resolve import ResolvedConfig, resolve
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.worker import device_facts
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.scheduler.policy import longest_first
 from ridgeline.techniques import TECHNIQUES
 
 EXACT = "exact"                      # the quality of a record in which nothing was on that may change answers
@@ -77,8 +76,8 @@ class Engine:
         core, steps, cached = self.core, 0, 0
         first: dict[str, float] = {}
         longest, start = 0.0, time.perf_counter()
-        ids = {place: self.submit(*asked[place], salt, **params) for place in longest_first([count for _, count in asked])}
-        answers: dict[str, list[int]] = {ids[place]: [] for place in range(len(asked))}
+        answers: dict[str, list[int]] = {self.submit(prompt, tokens_out, salt, **params): [] for prompt, tokens_out in asked}
+        core.scheduler.begin_with_longest()
         before = time.perf_counter()
         while core.has_work:
             deltas = core.step()

@@ -17,7 +17,6 @@ from typing import Any
 from ridgeline.bench.workloads import Asked, Preset
 from ridgeline.costs import Cost
 from ridgeline.diagnose.cost import PARTS, DecoderShape, Peaks, step_cost
-from ridgeline.scheduler.policy import longest_first
 
 # What other engines were compared with: Llama-3.1-8B in bf16 on one H200 (4.38 TB/s, 793 TFLOP/s), counting the linears,
 # the head and the KV read at the mean context. By preset and figure; seconds or tok/s.
@@ -101,7 +100,7 @@ def preset_floor(
 
     It begins with the longest answers, as the engine does with requests that are all there at once.
     """
-    asked = [asked[place] for place in longest_first([tokens_out for _, tokens_out in asked])]
+    asked = sorted(asked, key=lambda each: -each[1])
     whole = workload_floor(shape, asked, peaks, budget, max_rows, preset.shared)
     tokens = sum(tokens_out for _, tokens_out in asked)
     found: dict[str, Any] = {

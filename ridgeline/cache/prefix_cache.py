@@ -149,26 +149,5 @@ class NoPrefixCache(PrefixCache):
     def find(self, parent: Node, tokens: bytes) -> Node | None:
         return None
 
-    def walk(self, root: Node, tokens: array[int], limit: int, size: int) -> list[Node]:
-        """The nodes of the longest known prefix of at most `limit` tokens, in blocks of `size`.
-
-        Most who share a prefix share it with the one before them. So every first block remembers the path that was last
-        walked from it: comparing all its tokens at once takes a tenth of the time of hashing block by block.
-        """
-        path: list[Node] = []
-        for start in range(0, limit - size + 1, size):
-            if start < len(path) * size:
-                continue
-            child = self.find(path[-1] if path else root, tokens[start : start + size].tobytes())
-            if child is None:
-                break
-            path.append(child)
-            if start == 0:
-                path += _in_common(child.newest, tokens, limit, size)
-                remembered = len(path)
-        if len(path) > 1 and len(path) > remembered:
-            path[0].newest = (tokens[: len(path) * size], path[1:])
-        return path
-
     def insert(self, parent: Node, tokens: bytes, blocks: list[int]) -> tuple[Node | None, list[int]]:
         return None, []

@@ -21,7 +21,6 @@ from ridgeline.messages import Request
 from ridgeline.models.config import load_model_config
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams, shown
-from ridgeline.scheduler.policy import longest_first
 
 
 class LLM:
@@ -105,8 +104,9 @@ class LLM:
         states = {request.request_id: state for request, state in made}
         with progress_bar("answers", wanted=show) as tick, _BetweenSteps() as interrupt:
             try:
-                for place in longest_first([request.params.max_tokens for request, _ in made]):
-                    self.core.add(made[place][0])
+                for request, _ in made:
+                    self.core.add(request)
+                self.core.scheduler.begin_with_longest()
                 self._drain(states, tick, interrupt.deliver)
             except BaseException:
                 for request_id in states:                # leave nothing behind that would run with the next call

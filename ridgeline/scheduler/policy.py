@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listed
 from typing import Protocol
 
 from ridgeline.scheduler.sequence import Sequence
@@ -47,11 +46,3 @@ def rank(sequence: Sequence) -> tuple[int, int]:
     """Smaller goes first: by priority, then by arrival."""
     return (sequence.priority, sequence.order)
 
-
-def longest_first(most_tokens: Listed[int | None]) -> list[int]:
-    """In which order to submit requests that are all there at once and wait for each other, by the length of their answers.
-
-    The run ends with the longest answer, alone in its last steps, which take nearly as long as full ones. Begun first, it
-    is as many steps ahead as the other prompts take. Equals stay in their order; None, up to the context, is the longest.
-    """
-    return sorted(range(len(most_tokens)), key=lambda place: (most_tokens[place] is not None, -(most_tokens[place] or 0)))

@@ -178,6 +178,25 @@ class Scheduler:
             heapq.heappush(self._waiting, (rank(sequence), sequence))
         self._live[request.request_id] = sequences
 
+    def begin_with_longest(self) -> None:
+        """Of those who wait, let the ones that may answer longest begin first, priorities aside: for requests that are all there
+        and wait for each other. Answers do not change by it.
+
+        Such a run ends with the longest answer, alone in its last steps, which take nearly as long as full ones; begun first, it
+        is as many steps ahead as the other prompts take. Not where not all of them fit into the KV cache at once: who is far
+        from whoever shares its prefix might find that evicted.
+        """
+        waiting = [sequence for _, sequence in self._waiting if not sequence.finished]
+        blocks = sum(self.manager.blocks_for(sequence.limit, self.limits.max_step_tokens) for sequence in waiting)
+        if blocks > self.manager.num_free:
+            return
+        orders = sorted(sequence.order for sequence in waiting)
+        waiting.sort(key=lambda sequence: (sequence.num_prompt - sequence.limit, sequence.order))
+        for sequence, order in zip(waiting, orders, strict=True):
+            sequence.order = order
+        self._waiting = [(rank(sequence), sequence) for _, sequence in self._waiting]
+        heapq.heapify(self._waiting)
+
     def _resume(self, sequence: Sequence, produced: list[int], begun: bool) -> None:
         """It goes on where an earlier engine stopped, as after a preemption: what it knew is computed again."""
         sequence.tokens.extend(produced)
