@@ -55,6 +55,11 @@ IDS = {
 }  # fmt: skip
 
 
+def test_a_check_in_a_process_of_its_own_fails_here() -> None:
+    with pytest.raises(KeyError, match="no such shape"):
+        quality.check_apart("no such shape")
+
+
 @pytest.mark.parametrize(("name", "seed"), IDS)
 def test_the_ids_are_the_ones_that_other_engines_ran(name: str, seed: int) -> None:
     asked = json.dumps(GPU_PRESETS[name].requests(seed)).encode()

@@ -28,7 +28,7 @@ from ridgeline.bench.engine import EXACT, Engine, Run, parse_options, quality_of
 from ridgeline.bench.floors import H200_FLOORS, H200_FLOORS_FOR, preset_floor, shares
 from ridgeline.bench.idle import profile_decode
 from ridgeline.bench.peaks import MachinePeaks, device_kind, machine_peaks
-from ridgeline.bench.quality import LEAST, check_quality
+from ridgeline.bench.quality import LEAST, check_apart, check_quality
 from ridgeline.bench.record import finish, percentiles, record, write
 from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.bench.sweep import cross, figure, settings
@@ -158,7 +158,8 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
     peaks = machine_peaks(device_kind(options))          # before the engine takes the memory
     quality: dict[str, Any] = {"not_checked": "left out" if args.no_quality else "a model of one's own has no reference here"}
     if shape and not args.no_quality:
-        quality = check_quality(shape, **{name: value for name, value in options.items() if name not in _SIZES})
+        check = check_apart if device_kind(options) == "cuda" else check_quality
+        quality = check(shape, **{name: value for name, value in options.items() if name not in _SIZES})
         print(quality_line(shape, quality), flush=True)
     began = time.perf_counter()
     options = {"max_model_len": _context(presets)} | options | {"enable_prefix_caching": True}

@@ -17,8 +17,10 @@ still shows: a hidden state that is wrong picks another of the long rows.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +83,12 @@ def check_quality(shape: str, dtype: str = "auto", parts: Sequence[Part] = PARTS
     """Share of positions at which both pick the same token, prefill's last and every decode's; and what was compared."""
     # A head that is the embedding would find the token that was put in, whatever the layers do.
     return compare(str(write_shape(shape, LAYERS, tie_word_embeddings=False)), dtype, parts, **options)
+
+
+def check_apart(shape: str, **options: Any) -> dict[str, Any]:
+    """The same in a process of its own: what it leaves on the device would count as the memory of the engine that is measured."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(check_quality, shape, **options).result()
 
 
 def compare(model: str, dtype: str, parts: Sequence[Part], **options: Any) -> dict[str, Any]:
