@@ -180,7 +180,7 @@ class Memory:
             logits = model.vocab_size * max(4, size)     # capped in float32
         partials = 0 if device.kind == "cpu" else partial_bytes(model, config.execution.deterministic) // ranks
         width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        # gate and up as well: a kernel for prompts of thousands of tokens does not write them (ops/gated_gemm.py), but steps
+        # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/gated_gemm.py), but steps
         # just below that do, into other pieces of memory than the largest step has left.
         per_token = (width + 3 * model.intermediate_size) * size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)

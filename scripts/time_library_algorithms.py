@@ -4,7 +4,7 @@
 
 For each product every algorithm that cuBLASLt proposes is timed in a burst, then layers of four products are repeated for
 long enough that the card is at its power limit: once as torch multiplies, once with the fastest algorithms of the bursts.
-benchmarks/h200/study-library-algorithms.json is one run.
+benchmarks/h200/study-library-algorithms.json is a run of an earlier form of it.
 """
 
 from __future__ import annotations
