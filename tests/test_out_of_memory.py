@@ -108,7 +108,7 @@ def test_out_of_memory_every_fifty_steps_costs_nobody_an_answer(where: str, over
         return where if seen[0] % 50 == 0 else ""
 
     runner.refuses = refuses
-    asked = prompts(330)
+    asked = prompts(620)
     source, answers, errors = random.Random(4), {}, {}
     waiting = list(enumerate(asked))
     while waiting or core.has_work:
@@ -119,7 +119,7 @@ def test_out_of_memory_every_fifty_steps_costs_nobody_an_answer(where: str, over
             answers.setdefault(int(delta.request_id), []).extend(delta.token_ids)
             if delta.finish_reason == "error":
                 errors[delta.request_id] = delta.error
-    assert seen[0] >= 1_000 and runner.refused >= 20 and not errors
+    assert seen[0] >= 2_000 and runner.refused >= 40 and not errors
     assert core.scheduler.counters.out_of_memory == runner.refused
     for number, prompt in enumerate(asked):
         assert answers[number] == answer_to(prompt, 12, core), number

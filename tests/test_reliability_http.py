@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -220,7 +222,7 @@ def test_two_thousand_slow_clients_hold_up_nobody() -> None:
                 times.append((await once(server, request(3, stream=False))).seconds)
                 await asyncio.sleep(0.05)
             assert max([await each for each in heads]) <= 15.0
-            assert max([await each for each in bodies]) <= 35.0      # the head's time is no part of the 30 s
+            assert max([await each for each in bodies]) <= 30.0
             assert p99(times) <= 0.2, p99(times)
 
     run(scene())
@@ -320,20 +322,20 @@ def test_five_thousand_idle_connections() -> None:
 
 
 def test_slow_readers_cost_others_nothing_and_are_given_up() -> None:
-    """Events are made long by a long name of the model, so that the buffers between are full soon."""
+    """Events are made long by a long name of the model, so that the buffers between are full soon. Rounds are compared by their
+    median: a single one is at the mercy of what else the machine does."""
 
-    async def normal(front: Front) -> list[float]:
-        answers = await asyncio.gather(*(once(front, request(200)) for _ in range(50)))
+    async def normal(front: Front) -> float:
+        answers = await asyncio.gather(*(once(front, request(100)) for _ in range(50)))
         assert {each.status for each in answers} == {200}
-        return [gap for each in answers for gap in each.gaps[1:]]
+        return p99([gap for each in answers for gap in each.gaps[1:]])
 
-    async def slow(front: Front) -> float:
+    async def slow(front: Front) -> None:
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         made.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(made, ("127.0.0.1", front.port))
-        began = time.monotonic()
         await loop.sock_sendall(made, request(100_000))
         try:
             while await loop.sock_recv(made, 1024):
@@ -342,34 +344,50 @@ def test_slow_readers_cost_others_nothing_and_are_given_up() -> None:
             pass
         finally:
             made.close()
-        return time.monotonic() - began
 
     async def scene() -> None:
         with front(250, 5_000, served_model_name="x" * 4_000) as server:
             await normal(server)
-            alone = p99(await normal(server))
-            before = server.resident
+            alone = [await normal(server) for _ in range(5)]
+            before = most = server.resident
+            began = time.monotonic()
             readers = [asyncio.ensure_future(slow(server)) for _ in range(200)]
             await asyncio.sleep(5.0)
-            most, beside = 0, list[float]()
-            for _ in range(3):
-                beside.append(p99(await normal(server)))
-                most = max(most, server.resident - before)
-            assert min(beside) < 1.25 * alone, (beside, alone)
-            assert most < 64 * MIB, most / MIB
-            deadline = time.monotonic() + 110
-            while not all(each.done() for each in readers) and time.monotonic() < deadline:
-                health = await health_of(server)
-                most = max(most, server.resident - before)
-                if health["requests"] == 0:              # their requests are over, whatever lies in the sockets
-                    break
-                await asyncio.sleep(1.0)
-            assert (await health_of(server))["requests"] == 0
-            assert most < 64 * MIB, most / MIB
+            queued: list[tuple[float, int]] = []         # seconds, and bytes that the system holds for all of them
+
+            async def watch() -> None:
+                while True:
+                    queued.append((time.monotonic() - began, unsent(server.port)))
+                    await asyncio.sleep(0.5)
+
+            watching = asyncio.create_task(watch())
+            beside = list[float]()
+            for _ in range(5):
+                beside.append(await normal(server))
+                most = max(most, server.resident)
+            ended: list[float] = []                      # seconds after which another request of theirs was over
+            while len(ended) < 200 and time.monotonic() < began + 120:
+                gone = 200 - (await health_of(server))["requests"]       # whatever still lies in the sockets
+                ended += [time.monotonic() - began] * (gone - len(ended))
+                most = max(most, server.resident)
+                await asyncio.sleep(0.25)
+            watching.cancel()
+            fullest = max(size for _, size in queued)
+            full = next(at for at, size in queued if size >= 0.99 * fullest)             # nothing more was written
+            print("H06", alone, beside, (most-before)/MIB, len(ended), ended[:1], ended[100:101], ended[-1:], full, fullest, queued)
+            assert statistics.median(beside) < 1.25 * statistics.median(alone), (beside, alone)
+            assert most - before < 64 * MIB, (most - before) / MIB
+            assert len(ended) == 200 and full + 58 <= ended[0] and ended[-1] <= full + 63, (full, ended)
             for each in readers:
                 each.cancel()
 
     run(scene())
+
+
+def unsent(port: int) -> int:
+    """Bytes in the send queues of all connections of this port."""
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return sum(int(row[4].partition(":")[0], 16) for row in rows if int(row[1].rpartition(":")[2], 16) == port)
 
 
 async def health_of(front: Front) -> dict[str, Any]:
@@ -383,7 +401,7 @@ async def health_of(front: Front) -> dict[str, Any]:
 
 def test_twice_as_much_as_can_be_done() -> None:
     """Open loop: 500 requests a second come, 250 can be answered."""
-    offered, seconds, rows, tokens, queue = 500, 30, 50, 10, 100
+    offered, seconds, rows, tokens, queue = 500, 60, 50, 10, 100
 
     async def client(front: Front, answers: list[Answer]) -> None:
         answers.append(await once(front, request(tokens, stream=False)))
@@ -400,7 +418,7 @@ def test_twice_as_much_as_can_be_done() -> None:
                 if wait > 0:
                     await asyncio.sleep(wait)
                 asked.append(asyncio.ensure_future(client(server, answers)))
-                if number % 250 == 0:
+                if number % 50 == 0:                     # ten times a second
                     open_most = max(open_most, (await health_of(server))["requests"])
             took = time.monotonic() - began
             await asyncio.gather(*asked)

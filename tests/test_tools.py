@@ -39,7 +39,7 @@ Make = Callable[[], MessageParser]
 
 def read(make: Make, pieces: Iterable[str], cut: bool = False) -> Message:
     """The message as a client adds it up; every call begins once, with its name, in order."""
-    parser = make()
+    parser, pieces = make(), list(pieces)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish(cut)
     content, reasoning, calls = "", "", list[list[str]]()
     for event in events:
@@ -54,6 +54,8 @@ def read(make: Make, pieces: Iterable[str], cut: bool = False) -> Message:
             case CallArguments(index, text):
                 assert index == len(calls) - 1           # a call is over when the next begins
                 calls[index][1] += text
+    text = "".join(pieces)
+    assert "".join(text[start:end] for start, end in parser.content_spans) == content
     return content, reasoning, [(name, arguments) for name, arguments in calls]
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, Type, UnionType, type_info
 
 from ridgeline.errors import BadRequest
 
@@ -48,29 +49,73 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 def parse_body(kind: type[T], body: bytes) -> T:
     """The request, checked; BadRequest or Unsupported in words that name the field."""
     try:
-        request: T = _decoder(kind).decode(body)
+        try:
+            request: T = _decoder(kind).decode(body)
+        except msgspec.ValidationError as error:
+            if not _FLOAT_FOR_INT.match(str(error)):
+                raise
+            # Read again, all of it: what follows the float may be no JSON at all.
+            request = msgspec.convert(_mend(kind)(msgspec.json.decode(body)), kind, str_keys=True)
     except msgspec.ValidationError as error:
-        request = _with_whole_numbers(kind, body, error)
+        raise BadRequest(readable(str(error), kind)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     request.check()
     return request
 
 
-def _with_whole_numbers(kind: type[T], body: bytes, error: msgspec.ValidationError) -> T:
-    """JSON has one kind of number, and some clients write 16 as 16.0. Only of fields themselves: what is further inside may be
-    as large as a body."""
-    if _FLOAT_FOR_INT.match(str(error)):
-        try:
-            plain = msgspec.json.decode(body)
-            return msgspec.convert({name: _whole(value) for name, value in plain.items()}, kind)
-        except msgspec.ValidationError as second:
-            error = second
-    raise BadRequest(readable(str(error), kind)) from None
+# JSON has one kind of number, and some clients write 16 as 16.0. What makes it 16 again is made once for each type of body, and
+# is None where a type has no integers inside: most of a body is never looked at, and 1.0 in somebody's schema stays.
+Mend = Callable[[Any], Any]
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < EXACT else value
+@cache
+def _mend(kind: type[Any]) -> Mend:
+    return _mend_of(type_info(kind), ()) or (lambda value: value)
+
+
+def _mend_of(kind: Type, around: tuple[type[Any], ...]) -> Mend | None:
+    """`around`: the structs this is inside of. What holds itself (blocks of a message) has no integers but those of its own."""
+    kinds = _kinds(kind)
+    integer = _is_integer(kind)
+    item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
+    items = item and _mend_of(item, around)
+    integers = item is not None and _is_integer(item)
+    values = next((_mend_of(each.value_type, around) for each in kinds if isinstance(each, DictType)), None)
+    # Of structs that a tag tells apart, all together: none has a name for an integer that another has for something else.
+    structs = [each for each in kinds if isinstance(each, StructType) and each.cls not in around]
+    fields = [(field.encode_name, _mend_of(field.type, (*around, each.cls))) for each in structs for field in each.fields]
+    named = {name: mend for name, mend in fields if mend is not None}
+    if not (integer or items or values or named):
+        return None
+
+    def mend(value: Any) -> Any:
+        if isinstance(value, float):
+            return int(value) if integer and value.is_integer() and abs(value) < EXACT else value
+        if isinstance(value, list) and items:
+            return (integers and _whole(value)) or list(map(items, value))
+        if isinstance(value, dict) and (values or named):
+            return {name: its(each) if (its := named.get(name, values)) else each for name, each in value.items()}
+        return value
+
+    return mend
+
+
+def _kinds(kind: Type) -> tuple[Type, ...]:
+    return kind.types if isinstance(kind, UnionType) else (kind,)
+
+
+def _is_integer(kind: Type) -> bool:
+    kinds = {type(each) for each in _kinds(kind)}
+    return IntType in kinds and FloatType not in kinds
+
+
+def _whole(values: list[Any]) -> list[int] | None:
+    """Whole floats and nothing else as integers: a prompt may have millions, and none of these loops is Python's."""
+    if set(map(type, values)) != {float} or max(values) >= EXACT or min(values) <= -EXACT:
+        return None
+    made = list(map(int, values))
+    return made if made == values else None
 
 
 def _choices(kind: Any, field: str) -> str:

@@ -31,8 +31,8 @@ class ReasoningParser(Machine):
                 break
             if word != "<think>":
                 self.reasoning_end = 0
-                self._say("" if self._is_cut_mark(word) else held + word)
-                yield from self._content()
+                self._content("" if self._is_cut_mark(word) else held + word)
+                yield from self._rest()
                 return
             read = len(held) + len(word)
         blanks: list[str] = []                           # left out if the reasoning ends with them
@@ -56,16 +56,16 @@ class ReasoningParser(Machine):
             blanks.append(word[len(solid) :])
         self.reasoning_end = read
         char = yield from self._solid()
-        self._say(char)
-        yield from self._content()
+        self._content(char)
+        yield from self._rest()
 
-    def _content(self) -> Reads[None]:
+    def _rest(self) -> Reads[None]:
         while text := (yield from self._until("")):
-            self._say(text)
+            self._content(text)
 
-    def _say(self, text: str) -> None:
-        if text:
-            self._events.append(Content(text))
+    def _content(self, text: str) -> None:
+        """What was read last is content."""
+        self._say(text, self._place - len(text))
 
 
 class MessageParser:
@@ -75,6 +75,17 @@ class MessageParser:
         self._reasoning = reasoning
         self._calls = calls
         self._last_arguments: list[str] = []             # of the last call that has begun
+
+    @property
+    def content_spans(self) -> list[tuple[int, int]]:
+        """Where in the text its content stands, as far as it has been said; all else is thoughts, calls and the marks of both."""
+        reasoning, calls = self._reasoning, self._calls
+        if calls is None or reasoning is None:
+            read = calls or reasoning
+            return read.content_spans if read is not None else []
+        # Behind the reasoning nothing is left out: calls are read from one piece of the text.
+        shift = reasoning.content_spans[0][0] if reasoning.content_spans else 0
+        return [(start + shift, end + shift) for start, end in calls.content_spans]
 
     @property
     def last_call_is_whole(self) -> bool:

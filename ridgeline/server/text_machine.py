@@ -85,6 +85,8 @@ class Machine(ABC):
     """A parser that is fed text. `_run` reads with `_char` and `_until`; both give "" at the end of the text."""
 
     def __init__(self) -> None:
+        self.content_spans: list[tuple[int, int]] = []   # where in the text its content stands, as far as it has been said
+        self._num_read = 0                               # characters
         self._events: list[Event] = []
         self._back = ""                                  # one character that was read and given back
         self._raw: list[str] | None = None               # everything read, while it is not sure to be a call
@@ -106,6 +108,7 @@ class Machine(ABC):
                 end = max(end, place + 1)
             else:
                 end = length
+            self._num_read += end - place
             self._wanted = self._steps.send(text[place:end])
             place = end
         return self._take()
@@ -122,6 +125,22 @@ class Machine(ABC):
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return merged(events) if len(events) > 1 else events
+
+    @property
+    def _place(self) -> int:
+        """Where in the text reading goes on."""
+        return self._num_read - len(self._back)
+
+    def _say(self, text: str, start: int) -> None:
+        """Content, which stands there in the text."""
+        if not text:
+            return
+        self._events.append(Content(text))
+        spans, end = self.content_spans, start + len(text)
+        if spans and spans[-1][1] == start:
+            spans[-1] = spans[-1][0], end
+        else:
+            spans.append((start, end))
 
     @abstractmethod
     def _run(self) -> Reads[None]:

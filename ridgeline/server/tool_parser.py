@@ -17,7 +17,7 @@ from functools import partial
 
 from ridgeline.sampling_params import is_unicode
 from ridgeline.server.python_literals import json_arguments
-from ridgeline.server.text_machine import BLANKS, CallArguments, CallStart, Content, Machine, Malformed, Reads
+from ridgeline.server.text_machine import BLANKS, CallArguments, CallStart, Machine, Malformed, Reads
 
 MAX_WORD = 512                       # characters of a number, a function's name or a header
 
@@ -38,7 +38,7 @@ class CallParser(Machine):
         self.count = 0                                   # calls begun
         self._names = names
         self._most = most
-        self._held: list[str] = []                       # blanks that are content only if content follows
+        self._held: list[tuple[str, int]] = []           # blanks that are content only if content follows; where they stand
         self._spoke = False                              # content came after the last call
         self._named = ""                                 # the function of a call whose arguments have not begun
         super().__init__()
@@ -46,18 +46,21 @@ class CallParser(Machine):
     # -- what comes out ------------------------------------------------------------------------------------------------
 
     def _content(self, text: str) -> None:
+        """What was read last is content."""
         if self.count and not self._spoke:
             text = text.lstrip(BLANKS)                   # blanks between calls and after the last are no content
+        start = self._place - len(text)
         if solid := text.rstrip(BLANKS):
-            self._events.append(Content("".join([*self._held, solid])))
+            for piece, place in [*self._held, (solid, start)]:
+                self._say(piece, place)
             self._spoke = True
             self._held = []
         if len(solid) < len(text):
-            self._held.append(text[len(solid) :])
+            self._held.append((text[len(solid) :], start + len(solid)))
 
     def _end_content(self) -> None:
-        if self._held and not self.count:
-            self._events.append(Content("".join(self._held)))
+        for piece, place in self._held if not self.count else []:
+            self._say(piece, place)
 
     def _start(self, name: str) -> int:
         self._held, self._spoke, self._raw, self._named = [], False, None, ""
