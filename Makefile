@@ -12,7 +12,7 @@ GPU_TESTS := tests/test_ops.py tests/test_sampler.py tests/test_families.py test
 # These compare what the device holds with a prediction, or take all of it, so nobody else may be on it.
 GPU_TESTS_ALONE := tests/test_gpu_memory.py tests/test_gpu_out_of_memory.py
 
-.PHONY: install serve test test-all test-gpu lint clean
+.PHONY: install serve test test-all test-reliability test-gpu lint clean
 
 install: $(VENV)/.run-ready
 
@@ -50,6 +50,10 @@ test: lint
 test-all: lint
 	$(BIN)/ridgeline build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ""
+
+# What every commit is held to of docs/reliability.md; `make test` has it too. It may take five minutes.
+test-reliability: $(VENV)/.test-ready
+	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist loadfile -m reliability
 
 # With the Python that is there and nothing installed: a machine with a GPU brings its own torch. Most of the time goes
 # into compiling kernels, which several processes do side by side where pytest-xdist is there.

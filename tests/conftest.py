@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,27 @@ from pathlib import Path
 import pytest
 
 from ridgeline import embedded
+
+PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
+# The rows that every commit is held to: `make test-reliability` runs their tests, and ends them after five minutes.
+PER_COMMIT = {
+    "S-01", "S-02", "S-03", "S-04", "S-05", "S-11", "H-01", "H-03", "R-01", "R-05", "P-01", "P-02", "P-03", "P-05", "P-12",
+}  # fmt: skip
+
+
+def per_commit_tests() -> set[str]:
+    """`file.py::test` of every test that the page names for these rows and that is not slow."""
+    rows = re.findall(r"^\| ([A-Z]-\d\d) \|[^|]*\| ([^|]*) \| commit \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    return {name for row, names in rows if row in PER_COMMIT for name in re.findall(r"`([^`]+)`", names)}
+
+
+@pytest.hookimpl(tryfirst=True)      # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    named = per_commit_tests()
+    for item in items:
+        test = item.nodeid.split("::")[1].split("[")[0]
+        if f"{item.path.name}::{test}" in named:
+            item.add_marker("reliability")
 
 
 @pytest.fixture(scope="session")

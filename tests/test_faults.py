@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -436,18 +438,50 @@ def test_what_cannot_be_resumed_is_refused(llm: AsyncLLM, run: Run, resumed: dic
     run(scene())
 
 
+def segments() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def orphaned(names: set[str]) -> set[str]:
+    """Those that no process has mapped: other programs on this machine may have made some meanwhile."""
+    held = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):                          # it has just ended
+            held += maps.read_text()
+    return {name for name in names if f"/dev/shm/{name}" not in held and Path("/dev/shm", name).exists()}
+
+
 @pytest.mark.slow
 def test_killed_twenty_times_under_64_streams(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time tokens come again within 5 s and what loading takes; every answer is the same; and no process, socket or
+    shared memory is left of the twenty."""
+    with tempfile.TemporaryDirectory(prefix="r-02-") as folder:              # a short path: sockets are made in it
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        kill_twenty_times(model, monkeypatch, Path(folder))
+
+
+def kill_twenty_times(model: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     params = [SamplingParams(seed=number, max_tokens=600, ignore_eos=True, temperature=number % 2) for number in range(64)]
+    recoveries: list[float] = []
+    engines: list[psutil.Process] = []
+    shared, children = segments(), {each.pid for each in psutil.Process().children(recursive=True)}
 
-    async def scene() -> None:
+    async def scene() -> float:
         options = OPTIONS | {"max_num_seqs": 32, "num_gpu_blocks_override": 3000}
         at_once = Supervision(max_restarts=100, backoff=1e-6, silence=60.0)      # the wait doubles every time
+        began = time.monotonic()
         async with AsyncLLM(model, supervision=at_once, **options) as llm:
+            loading = time.monotonic() - began
+            assert len(list(folder.iterdir())) == 1      # this is where they are
+            streams: list[Any] = []
+
             async def ask() -> list[Any]:
-                streams = [await llm.stream([f"prompt {number}"], each) for number, each in enumerate(params)]
+                streams[:] = [await llm.stream([f"prompt {number}"], each) for number, each in enumerate(params)]
                 return [(await stream.complete())[0].outputs[0].token_ids for stream in streams]
+
+            def tokens() -> int:
+                return sum(len(stream.outputs[0].outputs[0].token_ids) for stream in streams)
 
             expected = await ask()
             asking, kills = asyncio.ensure_future(ask()), 0
@@ -457,10 +491,20 @@ def test_killed_twenty_times_under_64_streams(model: Path, monkeypatch: pytest.M
                     asking = asyncio.ensure_future(ask())
                 await asyncio.sleep(1.0)
                 before = llm.num_restarts
-                os.kill(pid_of(llm), signal.SIGKILL)
+                engines.append(psutil.Process(pid_of(llm)))
+                os.kill(engines[-1].pid, signal.SIGKILL)
+                killed = time.monotonic()
                 kills += 1
                 await until(lambda before=before: llm.num_restarts > before)     # type: ignore[misc]
+                had = tokens()
+                await until(lambda had=had, asking=asking: asking.done() or tokens() > had)          # type: ignore[misc]
+                recoveries.append(time.monotonic() - killed)
             assert await asking == expected
             await nothing_left(llm)
+        return loading
 
-    asyncio.run(asyncio.wait_for(scene(), 280))
+    loading = asyncio.run(asyncio.wait_for(scene(), 280))
+    assert max(recoveries) <= 5.0 + loading, (recoveries, loading)
+    assert not any(each.is_running() for each in engines)
+    assert {each.pid for each in psutil.Process().children(recursive=True)} <= children
+    assert not list(folder.iterdir()) and not orphaned(segments() - shared)

@@ -197,13 +197,16 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "status"),
-    [(b"", 400), (b"{", 400), (b"[" * 100_000, 400), (b"\xff" * 100, 400), (b'{"prompt": "' + b"x" * 17_000_000 + b'"}', 413),
+    [(b"", 400), (b"{", 400), (b"[" * 100_000, 400), (b"\xff" * 100, 400), (b'{"max_tokens":16.0,"prompt":', 400),
+     (b'{"max_tokens":16.0,"prompt":"\xff"}', 400), (b'{"max_tokens":16.0,"user":' + b"[" * 100_000, 400),
+     (b'{"prompt": "' + b"x" * 17_000_000 + b'"}', 413),
      (json.dumps({"prompt": "a", "n": 129}).encode(), 400), (json.dumps({"prompt": "a", "logprobs": 21}).encode(), 400),
      (json.dumps({"prompt": "a", "stop": ["x"] * 33}).encode(), 400),
      (json.dumps({"prompt": "a", "bad_words": ["x"] * 129}).encode(), 400),
      (json.dumps({"prompt": "a", "logit_bias": {str(each): 1 for each in range(1025)}}).encode(), 400),
      (json.dumps({"prompt": ["a"] * 65}).encode(), 400)],
-    ids=["empty", "half", "deep", "no text", "huge", "n", "logprobs", "stop", "bad_words", "logit_bias", "prompts"],
+    ids=["empty", "half", "deep", "no text", "half after a float", "no text after a float", "deep after a float", "huge",
+         "n", "logprobs", "stop", "bad_words", "logit_bias", "prompts"],
 )  # fmt: skip
 def test_malformed_and_huge_bodies(url: str, content: bytes, status: int) -> None:
     reply = httpx.post(f"{url}/v1/completions", content=content, headers={"content-type": "application/json"}, timeout=30)

@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from llguidance import LLExecutor
 from served_model import write_model
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HFTokenizer
 
 from ridgeline import sampling_params
 from ridgeline.engine import grammar_check
@@ -245,6 +247,94 @@ def test_a_mask_that_takes_too_long_fails_its_own_request(
     assert "took more than" in made[0].error and not made[1].error
 
 
+class Clock:
+    """Stands for the module of time: only what is told to take time takes some."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __getattr__(self, name: str) -> Callable[[], float]:
+        return lambda: self.now
+
+
+class Taking:
+    """A library's matcher whose masks take so long; but for its start, it allows everything."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds, self.filled = clock, seconds, 0
+
+    def deep_copy(self) -> Taking:
+        return Taking(self.clock, self.seconds)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        self.clock.now += self.seconds
+        self.filled += 1
+
+    def is_error(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("ridgeline.grammar.matcher.time", made)
+    return made
+
+
+def taking(clock: Clock, seconds: float, text: str) -> Matcher:
+    made: Any = Taking(clock, seconds)
+    return Matcher(made, SamplingParams(structured_outputs=StructuredOutputs(regex=text)), [EOS])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_grammar_whose_masks_take_most_of_the_steps_fails_alone(
+    clock: Clock, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 answers of it, each mask within the limit for one, beside others: a step may take some tenths of a second once."""
+    masks = Masks(PADDED, threads)
+    monkeypatch.setattr(masks, "_fill_others", lambda listed, _: [each.unsafe_compute_mask_ptr(0, 0) for each, _ in listed])
+    heavy = [taking(clock, 0.16, "heavy") for _ in range(64)]
+    light = [taking(clock, 0.001, f"light{number}") for number in range(8)]
+    steps = list[float]()
+    for _ in range(6):
+        began, alive = clock.now, [at for at in [*light[:4], *heavy, *light[4:]] if not at.error]
+        masks.fill(list(enumerate(alive)), len(alive))
+        steps.append(clock.now - began)
+    looked = steps[1:] if threads > 1 else steps         # with threads it is seen one step later whose fault it is
+    assert all("again and again; use a simpler grammar" in at.error for at in heavy) and not any(at.error for at in light)
+    assert looked[0] < 0.6 and all(each < 0.01 for each in looked[1:]), steps
+    for _ in range(3):                                   # and again: known by now
+        again = [taking(clock, 0.04, "heavy") for _ in range(64)]
+        began, both = clock.now, list(enumerate([*light, *again]))
+        masks._look_for_slow = True
+        masks.fill(both, len(both))
+        assert clock.now - began < 0.2 and all(at.error for at in again) and not any(at.error for at in light)
+
+
+def test_a_step_that_takes_long_now_and_then_fails_nobody(clock: Clock) -> None:
+    masks = Masks(PADDED, 1)
+    many = [taking(clock, 0.002, "many") for _ in range(60)]
+    for _ in range(5):
+        masks.fill(list(enumerate(many)), 60)            # 0.12 s: one warning …
+        clock.now += 61.0                                # … which is forgotten
+    assert not any(at.error for at in many)
+    apart = [taking(clock, 0.0015, f"each{number}") for number in range(60)]
+    for _ in range(100):
+        masks.fill(list(enumerate(apart)), 60)           # 0.09 s, all the time
+    assert not any(at.error for at in apart)
+
+
+def test_grammars_that_are_too_much_together_fail_until_they_are_not(clock: Clock) -> None:
+    masks = Masks(PADDED, 1)
+    each = [taking(clock, 0.01 + number / 1e5, f"each{number}") for number in range(40)]
+    for _ in range(60):
+        alive = [at for at in each if not at.error]
+        began = clock.now
+        masks.fill(list(enumerate(alive)), len(alive))
+        last = clock.now - began
+    assert last <= 0.11 and 5 <= sum(not at.error for at in each) <= 10
+
+
 def test_ends_come_when_the_grammar_and_the_request_allow_them(vocabulary: GrammarVocabulary, backend: str) -> None:
     masks, a = Masks(PADDED), vocabulary.pieces.index(b"a")
     regex = StructuredOutputs(regex="a{1,3}")
@@ -278,14 +368,23 @@ def test_stop_token_ids_are_held_back_before_min_tokens(vocabulary: GrammarVocab
 def test_texts_that_are_spelled_again_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = Pieces(GrammarVocabulary([b"a", b"b", b"ab", b"abc", b"<end>"], [4], [4]))
     assert pieces("abcab") == [3, 2] == pieces(b"abcab") and pieces("ba<end>?") == [1, 0]
-    spelled = list[bytes]()
-    monkeypatch.setattr(pieces, "_spell", lambda data: spelled.append(data) or [0])
+    spelled, spell = list[bytes](), pieces._spell
+    monkeypatch.setattr(pieces, "_spell", lambda data: spelled.append(data) or spell(data))
     assert pieces("abcab") == [3, 2] and not spelled
-    assert [pieces("aaa"), pieces("aaa"), pieces("a" * 200), pieces("a" * 200)] == [[0]] * 4
-    assert spelled == [b"aaa", b"a" * 200, b"a" * 200]       # long ones are not
+    assert [pieces("aaa"), pieces("aaa")] == [[0] * 3] * 2 and spelled == [b"aaa"]
     for number in range(5_000):
         pieces(f"{number}")
     assert len(pieces._spelled) <= 4096
+    spelled.clear()
+    long = "abc?" + "abcab" * 100                        # of long ones the rests, too: an answer asks for one at every token
+    assert pieces(long) == [3, *[3, 2] * 100] == pieces(long) and pieces(long[3:]) == pieces(long[4:]) == [3, 2] * 100
+    assert pieces(long[9:]) == [3, 2] * 99 and pieces(long[12:]) == [2, *[3, 2] * 98]
+    assert len(spelled) == 2                             # long[3:] begins with what no token says
+    assert pieces(long[5:]) == [1, 2, *[3, 2] * 99]      # within a token: spelled anew
+    assert pieces("b" + long[5:]) == [1, 1, 2, *[3, 2] * 99] and len(spelled) == 4
+    for number in range(50):
+        pieces("abc" * 100 + "a" * number)
+    assert len(pieces._long) <= 16
 
 
 def test_a_special_token_can_be_named_by_a_grammar(vocabulary: GrammarVocabulary) -> None:
@@ -398,6 +497,97 @@ def test_the_library_spells_forced_text_by_itself(monkeypatch: pytest.MonkeyPatc
     assert said == [b"b", b"an", b"ana", *(bytes([byte]) for byte in b" <end>"), "ü".encode(), b"!"]
 
 
+SAMPLES = [
+    '{"name": "Anna Maria", "age": 42, "tags": ["red", "green"]}', '"description": "', "I cannot answer this question.",
+    '{"type": "function", "parameters": {"location": "Paris, France", "unit": "celsius"}}', "don't they've O'Neil's it'll",
+    "https://www.example.com/a/b?c=d&e=f#top", "2026-11-15T18:44:03.123456Z", "user@example.org", "+49 (0) 30 123456-78",
+    "def main(argv):\n    return sum(x ** 2 for x in argv)\n", "snake_case_name camelCaseName SCREAMING_CASE",
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>', "Größe, naïve café – œuvre",
+    "Привет, мир! Как дела?", "你好，世界。今天天气很好。", "emoji 🙂👍🏽 done", "  two spaces   three\t\ttabs",
+    'SELECT * FROM users WHERE id >= 10 AND name != "x";', "0x1F 3.14159 1,000,000 1e-9", '{\n  "a": [\n    1,\n    2\n  ]\n}',
+    "the quick brown fox jumps over the lazy dog; extraordinary internationalization",
+]  # fmt: skip
+SINCE_GPT_4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CUTS = {
+    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "Llama 3": SINCE_GPT_4.replace("DIGITS", "{1,3}"),
+    "Qwen": SINCE_GPT_4.replace("DIGITS", ""),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: Path) -> None:
+    """With vocabularies that were learnt under their ways to cut a text."""
+    whole = HFTokenizer(models.BPE())
+    whole.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(CUTS[cut]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    whole.decoder = decoders.ByteLevel()
+    learner = trainers.BpeTrainer(
+        vocab_size=4_000, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), special_tokens=["</s>"],
+        show_progress=False,
+    )  # fmt: skip
+    learnt = [path.read_text() for path in sorted((Path(__file__).parents[1] / "ridgeline" / "grammar").glob("*.py"))]
+    whole.train_from_iterator([*learnt, *SAMPLES, *SAMPLES], learner)
+    whole.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    tokenizer = Tokenizer.load(tmp_path)
+    spell = make_tokenizer(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenize_str
+    for text in [*SAMPLES, *learnt]:
+        assert [*spell(text)] == tokenizer.encode(text, False), text
+
+
+@pytest.mark.real_model
+def test_forced_text_is_spelled_as_the_embedded_model_does(embedded_model: Path) -> None:
+    """But for blanks before a digit: it cuts between all digits before anything else."""
+    tokenizer = Tokenizer.load(embedded_model)
+    spell = make_tokenizer(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenize_str
+    assert [text for text in SAMPLES if [*spell(text)] != tokenizer.encode(text, False)] == ['{\n  "a": [\n    1,\n    2\n  ]\n}']
+
+
+LONG: dict[str, Callable[[int], dict[str, Any]]] = {     # a grammar with a text of so many letters
+    "const": lambda size: {"json": {"const": "abcdefgh" * (size // 8)}},
+    "one letter": lambda size: {"json": {"const": "a" * size}},
+    "blanks": lambda size: {"json": {"const": " " * size}},
+    "choice": lambda size: {"choice": ["x" + "abcd " * (size // 5), "y" + "9" * size]},
+    "enum": lambda size: {"json": {"enum": ["x" + "abcd " * (size // 5), "x" + "y" * size]}},
+    "literal": lambda size: {"grammar": f'start: "{"(ab) " * (size // 5)}"'},
+    "pattern": lambda size: {"regex": f"(abcdefgh){{{size // 8}}}"},
+}
+
+
+@pytest.mark.parametrize("spelled_by", ["the library", "Python"])
+@pytest.mark.parametrize("what", LONG)
+def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: str) -> None:
+    """[R-20] Of a mask: the processor's time, the least of many."""
+    words = [b"aa", b"ab", b"cd", b"ef", b"gh", b"abcd", b"99", b"  ", b"((", b".get"]
+    vocabulary = worded(*words, *([b"ab"] if spelled_by == "Python" else []))
+    assert (vocabulary.ranks() is None) == (spelled_by == "Python")
+    backend, masks, following = make_tokenizer(vocabulary), Masks(len(vocabulary.pieces), 1), list[Matcher]()
+    for size in (5_000, 10_000, 20_000):
+        asked = SamplingParams(structured_outputs=LONG[what](size))  # type: ignore[arg-type]
+        assert asked.structured_outputs is not None
+        following.append(Matcher(compile_grammar(backend, asked.structured_outputs), asked, vocabulary.end_ids))
+    least = [float("inf")] * len(following)
+
+    def is_linear() -> bool:
+        return all(twice <= 2.3 * once + 2e-5 for once, twice in itertools.pairwise(least))
+
+    for number in range(100):
+        if number >= 15 and is_linear():
+            break
+        for place, at in enumerate(following):
+            began = time.thread_time()
+            masks.fill([(0, at)], 1)
+            if number > 4:                               # one text only is left
+                least[place] = min(least[place], time.thread_time() - began)
+            assert at.accept(nexts(masks, at)[-1]), at.error
+    assert is_linear(), least
+    assert least[-1] < 0.02                              # it was 0.16 s, spelled in one piece
+
+
 def test_a_text_that_no_token_can_say_fails_its_own_answer() -> None:
     vocabulary = GrammarVocabulary([b"a", b"b", b"ab", b"<end>"], [3], [3])
     assert vocabulary.ranks() == {b"a": 0, b"b": 1, b"ab": 2}
@@ -466,6 +656,10 @@ HOSTILE = {
     "empty cycle": {"grammar": 'start: b\nb: c\nc: b | "x"'},
     "ambiguous": {"grammar": 'start: s\ns: s s s | s s | "a"'},
     "deep lark": {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "long const": {"json": {"const": "a" * 65_000}},
+    "long choices": {"choice": ["ab" * 16_000, "ab" * 16_000 + "c"]},
+    "long enum": {"json": {"enum": [letter + "word " * 6_000 for letter in "xy"]}},
+    "long literal": {"grammar": f'start: "{"(ab) " * 13_000}"'},
     "doubling": {"grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + '\nr60: "a"'},
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import threaded_engine
 from grammar_schemas import WRITTEN, drawn
 from llguidance import LLExecutor
 from served_model import wait_until, write_model
@@ -336,6 +337,53 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
     llm.core.scheduler.manager.pool.check()
 
 
+def test_answers_of_a_heavy_grammar_leave_others_short_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 of them, whose masks take a tenth of a second each, beside two that go on as if they were alone."""
+    now, started = [1000.0], Matcher.__init__
+
+    class Clock:
+        thread_time = perf_counter = monotonic = staticmethod(lambda: now[0])
+
+    class Heavy:
+        def __init__(self, matcher: Any) -> None:
+            self.matcher = matcher
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.matcher, name)
+
+        def unsafe_compute_mask_ptr(self, *given: int) -> None:
+            now[0] += 0.1
+            self.matcher.unsafe_compute_mask_ptr(*given)
+
+    def start(self: Matcher, compiled: Any, params: SamplingParams, end_ids: Any) -> None:
+        started(self, compiled, params, end_ids)
+        if params.structured_outputs == heavy.structured_outputs:
+            self._matcher, self._guided = Heavy(self._matcher), False    # type: ignore[assignment]
+
+    made = LLM(model, **OPTIONS | {"max_num_seqs": 80})
+    heavy, light = asks(1, regex="heavy[a-z]{300}", n=64), asks(2, regex="[a-z]{60}")
+    free = SamplingParams(seed=3, max_tokens=60, ignore_eos=True)
+    alone = answers(made.generate(["Hello"] * 2, [light, free], use_tqdm=False))
+    monkeypatch.setattr("ridgeline.grammar.matcher.time", Clock)
+    monkeypatch.setattr(Matcher, "__init__", start)
+    core, prompt, spent = made.core, made.get_tokenizer().encode("Hello"), list[float]()
+    for name, params in (("light", light), ("free", free), ("heavy", heavy)):
+        core.add(Request(name, prompt, params))
+    tokens = dict[str, list[int]]()
+    errors = list[str]()
+    while core.has_work:
+        began = now[0]
+        for delta in core.step():
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            errors += [delta.error] * (delta.request_id == "heavy" and delta.finish_reason == "error")
+        spent.append(now[0] - began)
+    assert [tokens["light"], tokens["free"]] == [each for each, _ in alone]
+    assert len(errors) == 64 and all("its masks took most of 0.1 s of a step" in error for error in errors)
+    assert max(spent) < 0.7 and sum(spent) < 1.0 and len(spent) >= 60    # once for a moment; 6.4 s a step without a limit
+    core.scheduler.manager.pool.check()
+    made.close()
+
+
 def test_a_grammar_that_only_the_engine_refuses_fails_alone(llm: LLM) -> None:
     """The front end and the engine compile alike; should they ever differ, one request fails and says why."""
     core = llm.core
@@ -444,6 +492,31 @@ def test_async_answers_are_the_same_and_bad_grammars_are_refused(model: Path, ll
             return answers(list(outputs))
 
     assert asyncio.run(run()) == expected
+
+
+class ThreadedLLM(AsyncLLM):
+    engine_module = "threaded_engine"
+
+
+def test_async_answers_are_the_same_where_threads_fill_their_masks(
+    model: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, and three threads in the engine's, whatever this machine has."""
+    params = [asks(seed, json=SCHEMA) if seed % 4 else SamplingParams(seed=seed, max_tokens=9) for seed in range(12)]
+    params.append(asks(20, json=SCHEMA, n=6))
+    expected = answers(llm.generate(["Hello"] * 13, params, use_tqdm=False))
+    monkeypatch.setenv(threaded_engine.VARIABLE, str(tmp_path / "pool"))
+
+    async def run() -> list[RequestOutput]:
+        async with ThreadedLLM(model, **OPTIONS) as engine:
+            streams = await asyncio.gather(*(engine.stream(["Hello"], each) for each in params))
+            return [(await stream.complete())[0] for stream in streams]
+
+    outputs = asyncio.run(asyncio.wait_for(run(), 120))
+    assert answers(outputs) == expected
+    assert all(is_valid(answer.text, SCHEMA) for output in (outputs[1], outputs[-1]) for answer in output.outputs)
+    threads, told, filled = map(int, (tmp_path / "pool").read_text().split())
+    assert threads == 3 and told > 100 and filled > 100
 
 
 @pytest.mark.slow

@@ -73,6 +73,65 @@ def test_a_whole_number_may_be_written_as_a_float() -> None:
         parse_body(ChatRequest, b'{"max_tokens": 16.0, "messages": [], "foo": 1}')
 
 
+SCHEMA = {"json": {"const": 1.0}}
+INTEGERS: dict[type[Any], list[dict[str, Any]]] = {      # wherever a body may have some
+    ChatRequest: [{"max_tokens": 16, "stop_token_ids": [2, 3], "allowed_token_ids": [1], "structured_outputs": SCHEMA},
+                  {"n": 2, "logit_bias": {"5": 1}, "chat_template_kwargs": {"a": 1.0}}],
+    CompletionRequest: [{"prompt": [1, 2], "logit_bias": {"5": -1}}, {"prompt": [[1, 2], [3]]}, {"max_tokens": 4, "prompt": ""},
+                        {"prompt": ["a"], "n": 3, "guided_json": {"minimum": 1.0}}],
+    MessagesRequest: [{"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 4}, "top_k": 2}],
+    CountRequest: [{"thinking": {"type": "enabled", "budget_tokens": 4}}],
+    ResponsesRequest: [{"max_output_tokens": 5, "chat_template_kwargs": {"a": 1.0}}],
+    EmbeddingRequest: [{"input": [1]}, {"input": [[1], [2, 3]]}, {"truncate_prompt_tokens": 2}],
+    ScoreRequest: [{"priority": 1}],
+    TokenizeRequest: [],
+    DetokenizeRequest: [{"tokens": [1, 2]}],
+}  # fmt: skip
+
+
+def as_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: as_floats(each) for name, each in value.items()}
+    return [as_floats(each) for each in value] if isinstance(value, list) else float(value) if type(value) is int else value
+
+
+@pytest.mark.parametrize("kind", REQUIRED, ids=lambda kind: kind.__name__)
+def test_whole_numbers_may_be_floats_everywhere(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside others, and in fields that are lists or objects; what is of any type, a schema above all, stays as it is."""
+    bodies = [REQUIRED[kind] | more for more in INTEGERS[kind]]
+    assert bodies or "IntType" not in repr(msgspec.inspect.type_info(kind)).partition("chat_template_kwargs")[0]
+    floats = [parse_body(kind, json.dumps(as_floats(body)).encode()) for body in bodies]
+    monkeypatch.setattr("ridgeline.server.body._mend", None)                 # as usual bodies are read, once
+    integers = [parse_body(kind, json.dumps(body).encode()) for body in bodies]
+    assert list(map(repr, floats)) == list(map(repr, integers))              # 1 == 1.0, but they do not read alike
+
+
+FLOAT_FIRST: dict[str, bytes] = {                        # the beginning of a body with a float for an integer
+    "/v1/chat/completions": b'{"max_tokens": 16.0, "user": ', "/v1/completions": b'{"max_tokens": 16.0, "user": ',
+    "/v1/messages": b'{"max_tokens": 16.0, "metadata": ', "/v1/responses": b'{"max_output_tokens": 16.0, "user": ',
+    "/v1/messages/count_tokens": b'{"thinking": {"type": "enabled", "budget_tokens": 16.0}, "cache_control": ',
+    "/v1/responses/input_tokens": b'{"max_output_tokens": 16.0, "user": ', "/v1/embeddings": b'{"priority": 1.0, "user": ',
+    "/v1/score": b'{"priority": 1.0, "user": ', "/detokenize": b'{"tokens": [1.0], "model": ',
+    "/tokenize": b'{"prompt": 1.0, "tools": ',
+}  # fmt: skip
+
+
+REST = {
+    "half": b"", "no text": b'"\xff"}', "deep": b"[" * 100_000, "more": b'"a"} x', "surrogate": b'"\\ud800"}', "no word": b"nul}",
+    "long number": b"1" * 5_000 + b"}", "huge number": b"1e999}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rest", REST.values(), ids=list(REST))
+def test_a_body_that_is_malformed_after_a_float_is_a_bad_request(server: ScriptedServer, rest: bytes) -> None:
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    assert {path for path, methods in paths.items() if "post" in methods} == FLOAT_FIRST.keys()
+    for path, start in FLOAT_FIRST.items():
+        reply = httpx.post(server.url + path, content=start + rest, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, (path, reply.text)
+        assert reply.json()["error"]["type"] == "invalid_request_error" and "\n" not in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("kind", REQUIRED, ids=lambda kind: kind.__name__)
 def test_a_word_that_is_none_of_a_few_is_told_which_there_are(kind: type[Any]) -> None:
     chosen = {name: hint for name, hint in get_type_hints(kind).items() if "Literal" in str(hint)}
@@ -120,15 +179,28 @@ def test_a_path_says_which_methods_it_takes(server: ScriptedServer) -> None:
     assert "does not take GET; POST works" in httpx.get(f"{server.url}/v1/messages").json()["error"]["message"]
 
 
+@pytest.mark.parametrize("beside", [{}, {"logprobs": True, "return_token_ids": True}], ids=["text", "tokens"])
 @pytest.mark.parametrize("how", [{}, {"max_tokens": 4}, {"stop": "day"}], ids=["end", "cut", "stop"])
-def test_the_chunk_with_the_reason_has_nothing_else(server: ScriptedServer, how: dict[str, Any]) -> None:
-    """A loop that ends at the first reason it sees, as many are written, has all of the text by then."""
+def test_the_chunk_with_the_reason_has_nothing_else(server: ScriptedServer, how: dict[str, Any], beside: dict[str, Any]) -> None:
+    """A loop that ends at the first reason it sees, as many are written, has all of the text by then, and all of its tokens."""
+    how = how | beside
     told = post(server, "chat/completions", CHAT | how | {"stream": True}).text
     chunks = [json.loads(line[6:])["choices"][0] for line in told.splitlines() if line.startswith("data: {")]
     (whole,) = post(server, "chat/completions", CHAT | how).json()["choices"]
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [whole["finish_reason"]]
-    assert chunks[-1]["delta"] == {}
+    assert chunks[-1]["delta"] == {} and chunks[-1]["logprobs"] is None and not chunks[-1].get("token_ids")
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks[:-1]) == whole["message"]["content"]
+    if beside:
+        entries = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
+        assert entries == whole["logprobs"]["content"]
+        assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == whole["token_ids"]
+
+
+def test_the_chunk_with_the_reason_of_a_completion_may_have_text(server: ScriptedServer) -> None:
+    """As docs/server.md says: there the last token's text and the reason come together."""
+    told = post(server, "completions", {"prompt": "Hi", "max_tokens": 4, "stream": True}).text
+    chunks = [json.loads(line[6:])["choices"][0] for line in told.splitlines() if line.startswith("data: {")]
+    assert [(chunk["text"], chunk["finish_reason"]) for chunk in chunks][-2:] == [("o", None), ("d", "length")]
 
 
 # -- HTTP --------------------------------------------------------------------------------------------------------------

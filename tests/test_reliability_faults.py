@@ -1,23 +1,35 @@
 """A fault at every site of a request's way, once each: at the first call there, at the tenth, and somewhere later. Only the
-request that it hits may fail; an engine that cannot go on is replaced, and what is open goes on exactly. [R-06] And the
-storm of clients that leave, at its bar. [R-01]"""
+request that it hits may fail; an engine that cannot go on is replaced, and what is open goes on exactly. [R-06] And at their
+bars: the storm of clients that leave [R-01], an engine that is busy for a minute [R-04], processors that others use and
+processes that stand still [R-11]."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import random
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import faulty_engine
+import httpx
+import psutil
 import pytest
-from served_model import CONTEXT, write_model
+from served_model import CONTEXT, ServerProcess, write_model
 
 from ridgeline import SamplingParams
 from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.children import start_child
 from ridgeline.engine.text import TextStream
 from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.engine.watchdog import Supervision
@@ -176,3 +188,110 @@ def test_clients_that_leave_at_any_point_leave_nothing(model: Path, monkeypatch:
             assert len((await stream.complete())[0].outputs[0].token_ids) == 5
 
     asyncio.run(asyncio.wait_for(scene(), 200))
+
+
+# -- [R-04] ------------------------------------------------------------------------------------------------------------
+
+
+class Probes:
+    """Asks every second whether the server is ready, beside whatever else goes on."""
+
+    def __init__(self, url: str) -> None:
+        self.answers: list[tuple[int, str]] = []
+        self._url = url
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def _ask(self) -> None:
+        while not self._over.wait(1.0):
+            told = httpx.get(f"{self._url}/health/ready", timeout=60)
+            self.answers.append((told.status_code, told.json()["status"]))
+
+    def __enter__(self) -> Probes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(60)
+
+
+def engines_of(pid: int, module: str) -> list[int]:
+    return [each.pid for each in psutil.Process(pid).children() if module in each.cmdline()]
+
+
+@pytest.mark.slow
+def test_a_minute_of_long_prompts_is_no_hung_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 8,000 tokens, one after another, in steps of a tenth of a second: some seconds each without a token."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    source, took = random.Random(8), list[float]()
+    options = OPTIONS | {"num_gpu_blocks_override": 1_200, "max_num_batched_tokens": 128}
+    settings = {"model": str(model), "silence": 2.0, "options": options}
+    server = start_child("slow_engine", "front", json.dumps(settings), stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        engines = engines_of(server.pid, "slow_engine")
+        assert len(engines) == 1
+        began = time.monotonic()
+        with Probes(url) as probes:
+            while time.monotonic() < began + 60:
+                asked = {"prompt": [source.randrange(250) for _ in range(8_000)], "max_tokens": 4, "ignore_eos": True}
+                at = time.monotonic()
+                told = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+                assert told.status_code == 200 and told.json()["usage"]["completion_tokens"] == 4, told.text
+                took.append(time.monotonic() - at)
+        assert len(took) >= 3 and min(took) > 6.0        # 63 steps
+        assert len(probes.answers) >= 50 and set(probes.answers) == {(200, "ok")}, probes.answers
+        assert engines_of(server.pid, "slow_engine") == engines
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+# -- [R-11] ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stolen_processors() -> Iterator[None]:
+    """A process for each processor that does nothing but use it."""
+    thieves = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for each in thieves:
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.slow
+def test_stolen_processors_and_standstills_time_nobody_out(model: Path) -> None:
+    """A minute beside others that use every processor. Both processes stand still now and then, as one does that collects
+    garbage or is swapped out: the front end for longer than an engine may be silent, the engine for less."""
+    given = ("--load-format", "dummy", "--num-gpu-blocks-override", "600", "--max-num-seqs", "8", "--dtype", "float32")
+    limits = ("--engine-timeout", "4", "--request-timeout", "30", "--max-engine-restarts", "3")
+    with ServerProcess(str(model), *given, *limits) as server, stolen_processors(), ThreadPoolExecutor(4) as pool:
+        front = psutil.Process(server.process.pid)
+        engines = engines_of(front.pid, "ridgeline.engine.process")
+        assert len(engines) == 1
+        end = time.monotonic() + 60
+
+        def client(number: int) -> int:
+            asked, count = {"prompt": f"client {number}", "max_tokens": 50, "ignore_eos": True, "stream": number % 2 == 0}, 0
+            while time.monotonic() < end:
+                told = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+                assert told.status_code == 200 and "error" not in told.text, told.text
+                count += 1
+            return count
+
+        with Probes(server.url) as probes:
+            clients = [pool.submit(client, number) for number in range(4)]
+            while time.monotonic() < end - 8:
+                for process, seconds in ((front, 5.0), (psutil.Process(engines[0]), 1.5)):
+                    time.sleep(3.0)
+                    process.send_signal(signal.SIGSTOP)
+                    time.sleep(seconds)
+                    process.send_signal(signal.SIGCONT)
+            assert all(each.result() > 0 for each in clients)
+        assert len(probes.answers) >= 15 and set(probes.answers) == {(200, "ok")}, probes.answers
+        assert engines_of(front.pid, "ridgeline.engine.process") == engines

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -101,6 +102,11 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: 
 async def once(front: Front, data: bytes) -> Answer:
     async with connected(front) as (reader, writer):
         return await ask(reader, writer, data)
+
+
+def load() -> str:
+    """For whoever reads that a time was too long."""
+    return f"the machine's load is {os.getloadavg()[0]:.1f}, on {os.cpu_count()} processors"
 
 
 def p99(values: list[float]) -> float:
@@ -223,7 +229,7 @@ def test_two_thousand_slow_clients_hold_up_nobody() -> None:
                 await asyncio.sleep(0.05)
             assert max([await each for each in heads]) <= 15.0
             assert max([await each for each in bodies]) <= 30.0
-            assert p99(times) <= 0.2, p99(times)
+            assert p99(times) <= 0.2, (p99(times), load())
 
     run(scene())
 
@@ -374,8 +380,7 @@ def test_slow_readers_cost_others_nothing_and_are_given_up() -> None:
             watching.cancel()
             fullest = max(size for _, size in queued)
             full = next(at for at, size in queued if size >= 0.99 * fullest)             # nothing more was written
-            print("H06", alone, beside, (most-before)/MIB, len(ended), ended[:1], ended[100:101], ended[-1:], full, fullest, queued)
-            assert statistics.median(beside) < 1.25 * statistics.median(alone), (beside, alone)
+            assert statistics.median(beside) < 1.25 * statistics.median(alone), (beside, alone, load())
             assert most - before < 64 * MIB, (most - before) / MIB
             assert len(ended) == 200 and full + 58 <= ended[0] and ended[-1] <= full + 63, (full, ended)
             for each in readers:
@@ -412,22 +417,29 @@ def test_twice_as_much_as_can_be_done() -> None:
             answers: list[Answer] = []
             asked: list[asyncio.Task[None]] = []
             await asyncio.gather(*(client(server, []) for _ in range(60)))
-            began, open_most = time.monotonic(), 0
+            open_counts: list[int] = []
+
+            async def watch() -> None:
+                while True:
+                    open_counts.append((await health_of(server))["requests"])
+                    await asyncio.sleep(0.1)
+
+            watching = asyncio.create_task(watch())      # beside them: whoever waits for it would send less
+            began = time.monotonic()
             for number in range(offered * seconds):
                 wait = began + number / offered - time.monotonic()
                 if wait > 0:
                     await asyncio.sleep(wait)
                 asked.append(asyncio.ensure_future(client(server, answers)))
-                if number % 50 == 0:                     # ten times a second
-                    open_most = max(open_most, (await health_of(server))["requests"])
             took = time.monotonic() - began
             await asyncio.gather(*asked)
+            watching.cancel()
         good = [each for each in answers if each.status == 200]
         refused = [each for each in answers if each.status != 200]
         assert len(good) / took >= 0.9 * 250, len(good) / took
         assert {each.status for each in refused} <= {429, 503} and refused
         assert all(1 <= int(each.headers["retry-after"]) <= 60 for each in refused)
-        assert p99([each.seconds for each in refused]) <= 0.05, p99([each.seconds for each in refused])
-        assert open_most <= queue
+        assert p99([each.seconds for each in refused]) <= 0.05, (p99([each.seconds for each in refused]), load())
+        assert len(open_counts) > 5 * seconds and max(open_counts) <= queue
 
     run(scene())

@@ -204,7 +204,7 @@ def area(one: list[float], other: list[float]) -> float:
 
 def bomb(source: random.Random) -> dict[str, Any]:
     """A schema, a regular expression or a grammar that is as large or as tangled as the limits allow, or a little more."""
-    kind = source.randrange(7)
+    kind = source.randrange(8)
     if kind == 0:
         return {"json": {"enum": [f"value {source.random()}" for _ in range(source.choice((500, 1_000, 1_500)))]}}
     if kind == 1:
@@ -226,6 +226,10 @@ def bomb(source: random.Random) -> dict[str, Any]:
         rules = source.choice((5, 40, 70))
         lines = [f'r{n}: r{n + 1} r{n + 1} | "a"' for n in range(rules)]
         return {"grammar": "\n".join(["start: r0", *lines, f'r{rules}: "a"'])}
+    if kind == 6:                                        # one text only is left, and it is long
+        long = "".join(source.choices("abcdefgh ", k=source.choice((5_000, 20_000, 60_000))))
+        choices = [f"x{long}", f"y{long[:4_000]}"]
+        return source.choice(({"json": {"const": long}}, {"choice": choices}, {"grammar": f'start: "{long}"'}))
     references = {f"d{n}": {"$ref": f"#/$defs/d{(n * 7 + source.randrange(3)) % 50}"} for n in range(50)}
     return {"json": {"$ref": "#/$defs/d0", "$defs": references}}
 

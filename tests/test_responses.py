@@ -15,11 +15,16 @@ import pytest
 from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import write_model
 
+from ridgeline.engine.outputs import CompletionOutput, RequestOutput
 from ridgeline.errors import RequestError
+from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.body import LONG_BODY
+from ridgeline.server.chat import ChatMessage, ChatRequest
 from ridgeline.server.keys import Keys
 from ridgeline.server.limits import ServerOptions
 from ridgeline.server.response_store import KEPT_SECONDS, ResponseStore
+from ridgeline.server.responses import ResponsesRequest, ResponsesWriter
+from ridgeline.server.text_tokens import TextTokens
 
 NAME = "tiny"
 TEXT = "Good day to you"
@@ -457,7 +462,7 @@ def test_a_calls_result_goes_back(with_tools: ScriptedServer, tool_client: opena
     (f"{SAID}{CALL}", {"max_output_tokens": len(SAID) + 3}, "max_output_tokens", ["completed"] * 3),      # behind a whole call
     ("<think>Where?</think>I look", {"max_output_tokens": 23}, "max_output_tokens", ["completed", "incomplete"]),
     ("<think>Where?</think>I look", {"max_output_tokens": 10}, "max_output_tokens", ["incomplete"]),
-    (f"{SAID}{CALL}", {"stop": "Oslo"}, "stop", ["completed"] * 3 + ["incomplete"]),
+    (f"{SAID}{CALL}", {"stop": "Oslo"}, "a stop string", ["completed"] * 3 + ["incomplete"]),
     (f"{SAID}{CALL}", {"stop": "</tool_call>"}, None, ["completed"] * 3),
     (SAID, {"stop": "look"}, None, ["completed"] * 2),
     (SAID, {}, None, ["completed"] * 3),
@@ -477,7 +482,8 @@ def test_only_the_part_that_was_cut_is_incomplete(
         assert done == reply.output                      # each says of itself what the whole says of it
         assert [event.sequence_number for event in events] == list(range(len(events)))
     assert reply.status == ("incomplete" if reason else "completed")
-    assert (reply.incomplete_details and reply.incomplete_details.reason) == reason
+    word = None if reason == "a stop string" else reason                     # of which the client's types know nothing
+    assert (reply.incomplete_details and reply.incomplete_details.reason) == word
     assert [item.status for item in reply.output] == statuses
     if statuses[-1] == "incomplete":                     # a conversation can go on from it
         with_tools.llm.script = lambda prompt: "Well."
@@ -485,15 +491,66 @@ def test_only_the_part_that_was_cut_is_incomplete(
         assert again.status == "completed"
 
 
-def test_log_probabilities_are_the_texts_and_do_not_part_a_call(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": NAME, "input": "Hello", "tools": TOOLS, "top_logprobs": 1}
+THOUGHT = "<think>Where?</think>"
+
+
+@pytest.mark.parametrize(("said", "how", "texts"), [
+    ("I löök. 😀", {}, ["I löök. 😀"]),
+    ("I look.", {"stop": "ok"}, ["I lo"]),
+    ("I look.", {"max_output_tokens": 4}, ["I lo"]),
+    ("", {}, [""]),
+    ("<think>", {}, [""]),
+    (f"{THOUGHT}\n\nI look.\n{CALL}", {}, ["I look."]),
+    (f"<think></think>I look.{CALL}", {}, ["I look."]),
+    (f"{THOUGHT}{CALL}\n{CALL} ", {}, []),
+    (f"{THOUGHT}One 1 < 2.\n{CALL}\nTwo <tool_cal{CALL}", {}, ["One 1 < 2.", "Two <tool_cal"]),
+    (f"{THOUGHT}<tool_call>no</tool_call>", {}, ["<tool_call>no</tool_call>"]),
+])  # fmt: skip
+def test_log_probabilities_are_the_texts(
+    with_tools: ScriptedServer, tool_client: openai.OpenAI, said: str, how: dict[str, Any], texts: list[str]
+) -> None:
+    """The tokens of a text join to it: none of a thought, of a call, of the marks of either, or of the answer's end is there."""
+    with_tools.llm.script = lambda prompt: said
+    asked: dict[str, Any] = {"model": NAME, "input": "Hello", "tools": TOOLS, "top_logprobs": 1, "extra_body": how}
     whole = tool_client.responses.create(**asked)
-    streamed = list(tool_client.responses.create(**asked, stream=True))[-1].response
-    for reply in (whole, streamed):
-        assert [item.type for item in reply.output] == ["reasoning", "message", "function_call"]
-        assert json.loads(reply.output[-1].arguments) == {"place": "Bern"}
-    texts = [["".join(entry.token for entry in reply.output[1].content[0].logprobs)] for reply in (whole, streamed)]
-    assert texts[0] == texts[1]
+    events = list(tool_client.responses.create(**asked, stream=True))
+    for reply in (whole, events[-1].response):
+        parts = [item.content[0] for item in reply.output if item.type == "message"]
+        assert [part.text for part in parts] == texts
+        assert [joined(part.logprobs) for part in parts] == texts
+        assert all(json.loads(item.arguments) for item in reply.output if item.type == "function_call")
+    assert [item.type for item in whole.output] == [item.type for item in events[-1].response.output]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [joined(event.logprobs) for event in deltas] == [event.delta for event in deltas]
+
+
+def joined(entries: list[Any]) -> str:
+    return b"".join(bytes(entry.model_dump()["bytes"]) for entry in entries).decode()
+
+
+def test_a_token_of_the_text_and_of_a_mark_is_the_texts() -> None:
+    """`<think>a</think>I look.` and a call, in tokens that end where marks do not; and a text between two calls."""
+    tokens: TextTokens[str] = TextTokens()
+    tokens.add([(0, "<think>a</"), (10, "think>I"), (17, " lo"), (20, "ok.<tool"), (28, "_call>")])
+    assert tokens.take(3, [(16, 19)]) == ["think>I", " lo"]
+    assert tokens.take(4, [(16, 23)]) == ["ok.<tool"]
+    tokens.add([(34, "{}"), (36, " ö"), (38, "ö"), (38, "ö"), (39, "</s>")])
+    spans = [(16, 23), (37, 39)]
+    assert tokens.take(1, spans) == [" ö"]
+    assert tokens.take(1, spans) == ["ö", "ö"]
+
+
+def test_an_answer_without_tokens() -> None:
+    """It may be aborted before its first."""
+    chat = ChatRequest(messages=[ChatMessage(role="user", content="x")])
+    for logprobs in (None, []):
+        params = SamplingParams(logprobs=None if logprobs is None else 1)
+        writer = ResponsesWriter(ResponsesRequest(input="x"), None, chat, params, "resp_1", NAME, None)
+        answer = CompletionOutput(0, logprobs=logprobs, finish_reason="abort")
+        told = json.loads(writer.body([RequestOutput("1", None, [1], [answer])]))
+        assert told["status"] == "completed" and told["output"][0]["content"][0] == {
+            "type": "output_text", "text": "", "annotations": [], "logprobs": []
+        }  # fmt: skip
 
 
 def test_tool_choice_and_formats(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:

@@ -2,8 +2,8 @@
 carry, and, slow, the examples/ folders of their source distributions, which pip fetches.
 
 Only the address, a key and the model's names come from outside. A model of a few lines answers: what is asked to be of a
-schema is, and a tool that is offered is called once. Every example stands below, with what it prints, or how it is refused,
-or why it is left out; one that does not stand here fails the test.
+schema is, and a tool that is offered is called once. Every example stands below, with what it prints, or what it asks for and
+leaves behind where it prints nothing, or how it is refused, or why it is left out; one that does not stand here fails the test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from ridgeline.server.limits import ServerOptions
 ANSWER = "Arr, this be a test."
 CONTEXT = 65_536
 Refusal = tuple[type[Exception], str]
+Left = Callable[[dict[str, Any], list[str]], bool]       # of its names as it leaves them, and of the prompts that came of it
+Expected = str | Refusal | Left
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +109,19 @@ def instance(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
 # -- the READMEs -------------------------------------------------------------------------------------------------------
 
 # By words that stand in no other example; where the same words stand in several, these are the same to us.
-README_RUNS = {
+README_RUNS: dict[str, str | Left] = {
     'instructions="You are a coding assistant': ANSWER,
     '"Talk like a pirate."': ANSWER,
     "disestablishmentarianism": ANSWER,
     "story about a unicorn": "ResponseCompletedEvent(",
-    "How much ?": "",
+    "How much ?": lambda left, prompts: left["response"].output_text == "{}" and "How much ?" in prompts[0],
     "print(response._request_id)": "resp_",
-    "print(exc.request_id)": "",
-    "with_options(max_retries=5)": "",
-    "with_options(timeout=5.0)": "",
+    "print(exc.request_id)": lambda left, prompts: left["completion"].choices[0].message.content == ANSWER,
+    "with_options(max_retries=5)": lambda left, prompts: len(prompts) == 1 and "current day in JavaScript?" in prompts[0],
+    "with_options(timeout=5.0)": lambda left, prompts: len(prompts) == 1 and "files in a directory using Python?" in prompts[0],
     "with_raw_response": "ChatCompletion(",
     "with_streaming_response": "chat.completion",
-    "with OpenAI() as client": "",
+    "with OpenAI() as client": lambda left, prompts: bool(left["client"].is_closed()) and prompts == [],
     "async with AsyncOpenAI() as client": ANSWER,
     "client.fine_tuning.jobs.create(": "Another non-200-range status code was received\n404",
     "print(openai.__version__)": openai.__version__,
@@ -163,6 +165,7 @@ def test_every_example_of_the_readmes_stands_here() -> None:
     found = {place: [words for words in known if words in text] for place, text in EXAMPLES.items()}
     assert {place: words for place, words in found.items() if len(words) != 1} == {}
     assert set(known) == {words[0] for words in found.values()}
+    assert all([*README_RUNS.values(), *FILES.values()])                     # "" would be in whatever is printed
     assert len(EXAMPLES) > 40 and sum(words[0] in README_RUNS for words in found.values()) >= len(README_RUNS)
 
 
@@ -170,15 +173,20 @@ def test_every_example_of_the_readmes_stands_here() -> None:
 @pytest.mark.parametrize("place", [
     place for place, text in EXAMPLES.items() if not any(words in text for words in README_LEFT_OUT)
 ])  # fmt: skip
-def test_an_example_of_a_readme(place: str) -> None:
+def test_an_example_of_a_readme(server: ScriptedServer, place: str) -> None:
     text = EXAMPLES[place]
-    expected = next(told for words, told in (README_RUNS | README_REFUSED).items() if words in text)
-    check(text, place, expected)
+    known: dict[str, Expected] = {**README_RUNS, **README_REFUSED}
+    check(server, text, place, next(told for words, told in known.items() if words in text))
 
 
-def check(text: str, name: str, expected: str | Refusal, path: Path | None = None) -> None:
+def check(server: ScriptedServer, text: str, name: str, expected: Expected, path: Path | None = None) -> None:
     if isinstance(expected, str):
-        assert expected in run(text, name, path)
+        assert expected in run(text, name, path)[0]
+        return
+    if not isinstance(expected, tuple):
+        before = len(server.llm.prompts)
+        printed, left = run(text, name, path)
+        assert printed == "" and expected(left, server.llm.prompts[before:])
         return
     refused, told = expected
     with pytest.raises(refused) as caught:
@@ -186,8 +194,9 @@ def check(text: str, name: str, expected: str | Refusal, path: Path | None = Non
     assert told in str(caught.value)
 
 
-def run(text: str, name: str, path: Path | None = None) -> str:
-    """What it prints. Examples that are parts of one find the client that the text before them had made."""
+def run(text: str, name: str, path: Path | None = None) -> tuple[str, dict[str, Any]]:
+    """What it prints, and its names as it leaves them. Examples that are parts of one find the client that the text before them
+    had made."""
     code = compile(text, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     awaits = bool(code.co_flags & inspect.CO_COROUTINE)
     package: Any = anthropic if "anthropic" in name else openai
@@ -201,14 +210,14 @@ def run(text: str, name: str, path: Path | None = None) -> str:
             asyncio.run(eval(code, found))
         else:
             exec(code, found)
-    return printed.getvalue()
+    return printed.getvalue(), found
 
 
 # -- the folders of examples -------------------------------------------------------------------------------------------
 
 NO_BACKGROUND = (openai.BadRequestError, "background is not supported by this server")
 NO_ENVIRONMENT = (anthropic.NotFoundError, f"POST /v1/environments {NO_SUCH_PATH}")
-FILES: dict[str, str | Refusal] = {
+FILES: dict[str, Expected] = {
     "openai/async_demo.py": ANSWER,
     "openai/demo.py": "chatcmpl-",
     "openai/httpx2_client.py": ANSWER,
@@ -218,7 +227,6 @@ FILES: dict[str, str | Refusal] = {
     "openai/parsing_tools_stream.py": "get_weather",
     "openai/responses_input_tokens.py": "input tokens: ",
     "openai/streaming.py": "got response data: ",
-    "openai/responses/__init__.py": "",
     "openai/responses/streaming.py": "ParsedResponseOutputMessage",
     "openai/responses/streaming_tools.py": "ResponseFunctionCallArgumentsDoneEvent",
     "openai/responses/structured_outputs.py": "answer:  a",
@@ -260,6 +268,7 @@ FILES_LEFT_OUT = {                   # by how their names begin
     "openai/live/": "OpenAI's Realtime API, over WebSockets",
     "openai/module_client.py": "holds an address of its own, which is none",
     "openai/mtls_": "sign in with a certificate that OpenAI knows",
+    "openai/responses/__init__.py": "is empty",
     "openai/realtime/": "OpenAI's Realtime API, over WebSockets",
     "openai/responses/multi_agent_websocket.py": "responses over WebSockets",
     "openai/responses/websocket.py": "responses over WebSockets",
@@ -282,7 +291,7 @@ FILES_LEFT_OUT = {                   # by how their names begin
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("around")
-def test_the_examples_of_the_source_distributions(tmp_path: Path) -> None:
+def test_the_examples_of_the_source_distributions(server: ScriptedServer, tmp_path: Path) -> None:
     texts = {}
     for package in ("openai", "anthropic"):
         for path in fetched(package, tmp_path):
@@ -294,7 +303,7 @@ def test_the_examples_of_the_source_distributions(tmp_path: Path) -> None:
     failed = {}
     for name, expected in FILES.items():
         try:
-            check(texts[name].read_text(), name, expected, texts[name])
+            check(server, texts[name].read_text(), name, expected, texts[name])
         except BaseException as error:                   # some end with SystemExit
             failed[name] = repr(error)[:300]
     assert failed == {}
@@ -307,7 +316,7 @@ def fetched(package: str, folder: Path) -> list[Path]:
     command = [sys.executable, "-m", "pip", "download", *options, wanted]
     made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if made.returncode:
-        pytest.skip(f"pip cannot fetch {wanted}: {made.stderr.strip().splitlines()[-1:]}")
+        pytest.fail(f"pip cannot fetch {wanted}, so nothing is known of its examples: {made.stderr.strip().splitlines()[-1:]}")
     with tarfile.open(next(folder.glob(f"{package}-*.tar.gz"))) as archive:
         archive.extractall(folder / package, filter="data")
     return sorted((folder / package).glob("*/examples/**/*.py"))

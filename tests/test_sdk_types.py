@@ -65,6 +65,7 @@ RESPONSES_API: dict[str, tuple[str, dict[str, Any]]] = {
     "log-probabilities": (TEXT, {"top_logprobs": 1}),
     "calls": (SAID, {"tools": [RESPONSES_TOOL], "top_logprobs": 1, "reasoning": {"effort": "low"}}),
     "a call that is cut": (SAID, {"tools": [RESPONSES_TOOL], "max_output_tokens": len(SAID) - 20}),
+    "a call that a stop string ends": (SAID, {"tools": [RESPONSES_TOOL], "stop": "Bern"}),
     "one function": ('{"place": "Bern"}', {"tools": [RESPONSES_TOOL], "tool_choice": NAMED}),
     "some functions": (SAID, {"tools": [RESPONSES_TOOL], "tool_choice": SOME}),
     "a schema": ('{"place": "Bern"}', {"text": {"format": FORMAT, "verbosity": "low"}}),

@@ -29,6 +29,9 @@ _ALONE = 4                           # so few rows are done one after the other:
 _MAX_THREADS = 12                    # on three quarters of the cores; more save nothing
 _FAILED = "the grammar of structured_outputs failed on this answer: "
 SLOW_SECONDS = 0.25                  # a mask that takes longer holds everybody up: its request fails
+STEP_SECONDS = 0.1                   # each time that masks have taken so much of one step, the dearest grammar is warned, …
+_WARNINGS = 3                        # … and with so many it fails, …
+_FORGIVEN_SECONDS = 60.0             # … unless the one before is so long ago
 
 
 class Matcher:
@@ -36,11 +39,13 @@ class Matcher:
 
     __slots__ = (
         "__weakref__", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_told", "error", "family",
+        "grammar",
     )  # fmt: skip
 
     def __init__(self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
         self._matcher = compiled.deep_copy()
         self.family = id(compiled)                       # copies of the same one share a lock inside the library
+        self.grammar = 0 if params.structured_outputs is None else hash(params.structured_outputs.key)
         self._guided = isinstance(self._matcher, LLMatcher)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -125,6 +130,7 @@ class Masks:
         self._pool: LLExecutor | None = None
         self._others: BatchFiller | None = None          # for matchers of the other library, once there are some
         self._look_for_slow = False
+        self._warned: dict[int, tuple[int, float]] = {}  # by grammar, how often and when last
         self._ahead: dict[Matcher, int] = {}             # rows that advance() has filled, for the next fill()
 
     def advance(self, said: Sequence[tuple[Matcher, int]], wanted: Sequence[tuple[int, Matcher]] = (), num_rows: int = 0) -> None:
@@ -159,7 +165,7 @@ class Masks:
         except Exception:                                # fill() will see whose fault it is
             self._ahead = {}
         spent = time.perf_counter() - started
-        self._look_for_slow = spent > SLOW_SECONDS       # together they were slow: next time, see who it is
+        self._look_for_slow = spent > STEP_SECONDS       # together they were slow: next time, see who it is
         self.seconds += spent
 
     def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray:
@@ -183,7 +189,7 @@ class Masks:
         self._look_at(wanted, masks)
         spent = time.perf_counter() - started
         if not ahead:
-            self._look_for_slow = spent > SLOW_SECONDS
+            self._look_for_slow = spent > STEP_SECONDS
         self.seconds += spent
         self.filled += len(wanted)
         return masks
@@ -227,7 +233,12 @@ class Masks:
                     break
 
     def _one_by_one(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
+        """And see who is slow: one mask, or all of a grammar's together, by the processor's time."""
+        spent: dict[int, float] = {}
+        before = allowed = time.thread_time()
         for row, matcher in wanted:
+            if matcher.error:
+                continue
             started = time.perf_counter()
             try:
                 matcher._matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
@@ -235,6 +246,29 @@ class Masks:
                 matcher.fail(str(error))
             if time.perf_counter() - started > SLOW_SECONDS:
                 matcher.fail(f"a mask took more than {SLOW_SECONDS} s; use a simpler grammar")
+            now = time.thread_time()
+            spent[matcher.grammar] = spent.get(matcher.grammar, 0.0) + now - before
+            before = now
+            if now > allowed + STEP_SECONDS:
+                allowed = now
+                dearest = max(spent, key=spent.__getitem__)
+                if self._warn(dearest):
+                    self._fail_all(dearest, [each for _, each in wanted])
+                    del spent[dearest]
+
+    def _warn(self, grammar: int) -> bool:
+        """True: once too often."""
+        now = time.monotonic()
+        self._warned = {each: said for each, said in self._warned.items() if now < said[1] + _FORGIVEN_SECONDS}
+        times = self._warned.get(grammar, (0, now))[0] + 1
+        self._warned[grammar] = times, now
+        return times >= _WARNINGS
+
+    @staticmethod
+    def _fail_all(grammar: int, matchers: Iterable[Matcher]) -> None:
+        for matcher in matchers:
+            if matcher.grammar == grammar and not matcher.error:
+                matcher.fail(f"its masks took most of {STEP_SECONDS} s of a step, again and again; use a simpler grammar")
 
     def _fill_others(self, listed: list[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> None:
         if self._others is None:

@@ -6,11 +6,14 @@ compiles grammars makes llguidance's tokenizer of that (grammar/compiler): the f
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _REMEMBERED = 4096                   # texts whose tokens are …
-_REMEMBERED_BYTES = 128              # … unless they are longer
+_REMEMBERED_BYTES = 128              # … unless they are longer, …
+_REMEMBERED_LONG = 16                # … of which so many are, with where each token begins
 
 
 @dataclass(slots=True)
@@ -64,30 +67,50 @@ class Pieces:
         self.bos_token_id: int | None = None
         special = frozenset(vocabulary.special_ids)
         self._ids = {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
-        self._longest = max(map(len, self._ids), default=0)
+        self._longest: dict[bytes, int] = {}             # by how they begin
+        for piece in self._ids:
+            self._longest[piece[:2]] = max(self._longest.get(piece[:2], 0), len(piece))
         self._spelled: dict[bytes, list[int]] = {}
+        self._long: dict[bytes, tuple[bytes, array[int], array[int]]] = {}       # by how they end: text, tokens, where they begin
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Tokens that spell the text, each as long as can be. Asked for where a grammar leaves one text only, such as the rest
         of a property's name: by every thread that fills masks, under the interpreter's lock, and for the same few texts again
-        and again. So those are remembered."""
+        and again. So those are remembered; and since an answer that says a long text asks for the rest of it at every token, so
+        are the rests."""
         data = text.encode() if isinstance(text, str) else text
+        if len(data) > _REMEMBERED_BYTES:
+            return self._spell_long(data)
         found = self._spelled.get(data)
         if found is None:
-            found = self._spell(data)
-            if len(data) <= _REMEMBERED_BYTES:
-                if len(self._spelled) >= _REMEMBERED:
-                    self._spelled = {}
-                self._spelled[data] = found
+            if len(self._spelled) >= _REMEMBERED:
+                self._spelled = {}
+            found = self._spelled[data] = self._spell(data)[0].tolist()
         return found
 
-    def _spell(self, data: bytes) -> list[int]:
-        found: list[int] = []
+    def _spell_long(self, data: bytes) -> list[int]:
+        end = data[-_REMEMBERED_BYTES:]
+        whole, tokens, starts = self._long.get(end, (b"", array("q"), array("q")))
+        skipped = len(whole) - len(data)
+        place = bisect_left(starts, skipped)
+        if place == len(starts) or starts[place] != skipped or not whole.endswith(data):
+            tokens, starts = self._spell(data)
+            place = 0
+            if len(self._long) >= _REMEMBERED_LONG:
+                self._long = {}
+            self._long[end] = data, tokens, starts
+        return tokens[place:].tolist()
+
+    def _spell(self, data: bytes) -> tuple[array[int], array[int]]:
+        """Tokens, and where each begins."""
+        found, starts = array("q"), array("q")
         start = 0
         while start < len(data):
-            ends = range(min(len(data), start + self._longest), start, -1)
+            longest = self._longest.get(data[start : start + 2], 1)
+            ends = range(min(len(data), start + longest), start, -1)
             end = next((end for end in ends if data[start:end] in self._ids), None)
             if end is not None:
                 found.append(self._ids[data[start:end]])
+                starts.append(start)
             start = end if end is not None else start + 1
-        return found
+        return found, starts

@@ -344,12 +344,13 @@ class ChatWriter(Writer):
                 events += parser.finish(_is_cut(finish, delta.stop_reason))
             deltas = list(self._deltas(events))
             finish = self._finish(finish, delta.stop_reason, parser)
-        told = bool(finish or delta.logprobs or (self._wants_token_ids and delta.token_ids))
-        if finish and deltas:
+        if not deltas and (delta.logprobs or (self._wants_token_ids and delta.token_ids)):
+            deltas.append(ChatDelta())                   # of tokens without text there is something to tell, too
+        if finish:
             deltas.append(ChatDelta())                   # as OpenAI does: clients stop at a reason, and do not read beside it
-        news = [ChatChunkChoice(index, each) for each in deltas or [ChatDelta()] * told]
+        news = [ChatChunkChoice(index, each) for each in deltas]
         if news:
-            if delta.logprobs is not None:
+            if delta.logprobs:
                 news[0].logprobs = self._logprobs(delta.token_ids, delta.logprobs)
             if self._wants_token_ids:
                 for chunk in news:

@@ -75,17 +75,13 @@ class MessageParser:
         self._reasoning = reasoning
         self._calls = calls
         self._last_arguments: list[str] = []             # of the last call that has begun
+        self._is_reasoning = reasoning is not None       # no content has come yet
 
     @property
     def content_spans(self) -> list[tuple[int, int]]:
         """Where in the text its content stands, as far as it has been said; all else is thoughts, calls and the marks of both."""
-        reasoning, calls = self._reasoning, self._calls
-        if calls is None or reasoning is None:
-            read = calls or reasoning
-            return read.content_spans if read is not None else []
-        # Behind the reasoning nothing is left out: calls are read from one piece of the text.
-        shift = reasoning.content_spans[0][0] if reasoning.content_spans else 0
-        return [(start + shift, end + shift) for start, end in calls.content_spans]
+        last = self._calls or self._reasoning
+        return last.content_spans if last is not None else []
 
     @property
     def last_call_is_whole(self) -> bool:
@@ -119,6 +115,10 @@ class MessageParser:
         if self._calls is None:
             return events
         made: list[Event] = []
+        if self._is_reasoning and any(isinstance(event, Content) for event in events):
+            assert self._reasoning is not None
+            self._is_reasoning = False
+            self._calls.begin_at(self._reasoning.content_spans[0][0])        # nothing behind it is left out
         for event in events:
             made += self._noted(self._calls.feed(event.text)) if isinstance(event, Content) else [event]
         return made

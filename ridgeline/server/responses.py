@@ -7,20 +7,25 @@ tool or a call means is server/protocol's to know. Structs in, structs and bytes
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
 
-from ridgeline.engine.outputs import AnswerDelta, CompletionOutput, RequestOutput
+from ridgeline.engine.outputs import AnswerDelta, RequestOutput
 from ridgeline.server.anthropic import named_event
 from ridgeline.server.chat import ChatWriter
 from ridgeline.server.partial_json import is_object
 from ridgeline.server.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
+from ridgeline.server.text_tokens import TextTokens
 
 __all__ = ["InputTokens", "ResponseReply", "ResponsesRequest", "ResponsesWriter"]
 
 Keep = Callable[[str, bytes, list[dict[str, Any]]], bool]
+
+ENDLESS = sys.maxsize                # where a text ends of which all is content
 
 _encode = msgspec.json.Encoder().encode
 
@@ -94,18 +99,17 @@ class ResponsesWriter(ChatWriter):
         self._number = 0                                 # of the next event
         self._items: list[dict[str, Any]] = []
         self._open: str | int | None = None              # "reasoning", "message" or the number of a tool call
-        self._held: list[Any] = []                       # log-probabilities of tokens whose text is not told yet
+        self._log_probabilities: TextTokens[dict[str, Any]] = TextTokens()   # of tokens whose text is not told yet
         self._ended_by: str | None = None
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
         """What a stream of it would come to."""
-        output = outputs[0]
-        for delta in _deltas(output.outputs[0]):
-            for _ in self._news(output, delta):
-                pass
-        for _ in self._close():
+        output, answer = outputs[0], outputs[0].outputs[0]
+        ended = answer.finish_reason, answer.stop_reason
+        told = AnswerDelta(0, answer.text, answer.token_ids, answer.logprobs, *ended, answer.text_offsets)
+        for _ in chain(self._news(output, told), self._close()):
             pass
         return self._kept(self._response(self._status(), output))
 
@@ -121,7 +125,8 @@ class ResponsesWriter(ChatWriter):
         return "completed" if self._cut() is None else "incomplete"
 
     def _cut(self) -> str | None:
-        """Why the answer is not all there; known once it has ended. A stop string cuts a call, and ends a text."""
+        """Why the answer is not all there; known once it has ended. A stop string cuts a call, and ends a text.
+        OpenAI's API has a word for the first alone: of a stop string only the status tells."""
         if self._ended_by == "length":
             return "max_output_tokens"
         is_call = bool(self._items) and self._items[-1]["type"] == "function_call"
@@ -129,7 +134,7 @@ class ResponsesWriter(ChatWriter):
 
     def _response(self, status: str, output: RequestOutput | None = None, error: dict[str, Any] | None = None) -> ResponseReply:
         asked = self._asked
-        cut = {"reason": self._cut() or ""} if status == "incomplete" else None
+        cut = self._cut() if status == "incomplete" else None
         return ResponseReply(
             id=self._id,
             created_at=self._created,
@@ -138,7 +143,7 @@ class ResponsesWriter(ChatWriter):
             output=self._items if status != "in_progress" else [],
             usage=None if output is None else Usage.of(output, self.reasoning_tokens([output])),
             error=error,
-            incomplete_details=cut,
+            incomplete_details={"reason": cut} if cut == "max_output_tokens" else None,
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,
             metadata=asked.metadata or {},
@@ -162,9 +167,20 @@ class ResponsesWriter(ChatWriter):
         return events + [self._numbered(event) for place, delta in batch for event in self._news(outputs[place], delta)]
 
     def _news(self, output: RequestOutput, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        for chunk in self._chunks(output, 0, delta):
-            yield from self._fill(chunk.delta, chunk.logprobs)
+        chunks = self._chunks(output, 0, delta)
+        for logprobs in (chunk.logprobs for chunk in chunks if chunk.logprobs is not None):
+            self._log_probabilities.add(self._with_text(delta, msgspec.to_builtins(logprobs.content)))
+        for chunk in chunks:
+            yield from self._fill(chunk.delta)
             self._ended_by = chunk.finish_reason or self._ended_by
+
+    def _with_text(self, delta: AnswerDelta, entries: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The entries of those tokens that have any text, with where it begins."""
+        assert self._tokenizer is not None
+        texts = self._tokenizer.token_pieces(self._params.skip_special_tokens)
+        for token, start, entry in zip(delta.token_ids, delta.text_offsets, entries, strict=True):
+            if token < len(texts) and texts[token]:
+                yield start, entry
 
     def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
         return [self._numbered(event) for event in self._end(outputs[0])]
@@ -180,8 +196,7 @@ class ResponsesWriter(ChatWriter):
     def _close(self) -> Iterator[dict[str, Any]]:
         """The answer has ended."""
         if not self._items:                              # an answer without a word is still a message
-            yield from self._add("message", _message("", [], "in_progress"))
-            self._items[-1]["content"][0]["logprobs"] += self._held
+            yield from self._add("message", _message("in_progress"))
         yield from self._done(self._status())
 
     def error_event(self, status: int, openai_body: bytes) -> bytes:
@@ -200,29 +215,30 @@ class ResponsesWriter(ChatWriter):
             for name in ("created", "in_progress"):
                 yield {"type": f"response.{name}", "response": self._response("in_progress")}
 
-    def _fill(self, delta: Any, logprobs: Any) -> Iterable[dict[str, Any]]:
+    def _fill(self, delta: Any) -> Iterable[dict[str, Any]]:
         if thought := getattr(delta, "reasoning_content", None):
             if self._open != "reasoning":
                 yield from self._add("reasoning", _reasoning("", "in_progress"))
             yield from self._text_delta("response.reasoning_text.delta", thought)
-        calls = getattr(delta, "tool_calls", None) or []
-        # Log-probabilities belong to a message: of a call's tokens, or of thoughts, there are none to tell.
-        entries = msgspec.to_builtins(logprobs.content) if logprobs is not None and not (thought or calls) else []
         if delta.content:
             if self._open != "message":
-                yield from self._add("message", _message("", [], "in_progress"))
-            entries, self._held = self._held + entries, []
-        if delta.content or (entries and self._open == "message"):
+                yield from self._add("message", _message("in_progress"))
+            entries = self._entries(len(delta.content))
             self._items[-1]["content"][0]["logprobs"] += entries
-            yield from self._text_delta("response.output_text.delta", delta.content or "", logprobs=entries)
-        elif self._open in (None, "reasoning"):
-            self._held += entries                        # of blanks and marks, before the text begins
-        for call in calls:
+            yield from self._text_delta("response.output_text.delta", delta.content, logprobs=entries)
+        for call in getattr(delta, "tool_calls", None) or []:
             if call.index != self._open:                 # the first of a call has its id and name
                 yield from self._add(call.index, self._call(call.id, call.function.name, "", "in_progress"))
             if call.function.arguments:
                 self._items[-1]["arguments"] += call.function.arguments
                 yield self._of_item("response.function_call_arguments.delta", delta=call.function.arguments)
+
+    def _entries(self, num_chars: int) -> list[dict[str, Any]]:
+        """The log-probabilities of so many more characters of text."""
+        if self._params.logprobs is None:
+            return []
+        parser = self._parsers[0]
+        return self._log_probabilities.take(num_chars, [(0, ENDLESS)] if parser is None else parser.content_spans)
 
     def _text_delta(self, kind: str, text: str, **more: Any) -> Iterator[dict[str, Any]]:
         self._items[-1]["content"][0]["text"] += text
@@ -269,20 +285,8 @@ class ResponsesWriter(ChatWriter):
         return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **more}
 
 
-def _deltas(answer: CompletionOutput) -> Iterator[AnswerDelta]:
-    """A whole answer as news: all at once, or token by token where each has log-probabilities of its own."""
-    text, ended = answer.text, (answer.finish_reason, answer.stop_reason)
-    if answer.logprobs is None:
-        yield AnswerDelta(0, text, answer.token_ids, None, *ended)
-        return
-    ends = [*answer.text_offsets[1:], len(text)]
-    for token, at, start, end in zip(answer.token_ids, answer.logprobs, answer.text_offsets, ends, strict=True):
-        yield AnswerDelta(0, text[start:end], [token], [at])
-    yield AnswerDelta(0, "", [], None, *ended)
-
-
-def _message(text: str, logprobs: list[Any], status: str) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+def _message(status: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": status, "content": [part]}
 
 

@@ -94,6 +94,10 @@ class Machine(ABC):
         self._steps = self._run()
         self._wanted = next(self._steps)
 
+    def begin_at(self, place: int) -> None:
+        """What is fed stands there in a longer text; to be said before it is."""
+        self._num_read = place
+
     def feed(self, text: str) -> list[Event]:
         place, length = 0, len(text)
         while place < length:
