@@ -644,6 +644,8 @@ def test_narrow_pages_are_measured_apart(tmp_path: Path) -> None:
         narrow_constants(ops_record(tmp_path / "wide.json", rows_a=210, prefill_b=310), 10e-6)
     with pytest.raises(ConfigError, match="not a record of `ridgeline bench ops`"):
         narrow_constants(RECORDS[0], 10e-6)
+    with pytest.raises(ConfigError, match="not a record of `ridgeline bench ops`"):
+        fit([planted("llama-3.1-8b", setup("llama-3.1-8b").used)], ops=RECORDS[0])
 
 
 def test_taking_requests_in_is_not_hidden_and_planning_them_is() -> None:

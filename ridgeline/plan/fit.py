@@ -194,17 +194,14 @@ def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
     The same rows over both kinds of pages: decodes, rotated and written in the same kernel, read; prompts compute. `call_s` is
     what a call takes before either; calls that are little else say nothing, of the others the geometric mean counts.
     """
-    try:
-        rows = {row["case"]: row for row in _attention_rows(path)}
-        found = {}
-        for name, kind, rate in (("narrow_kv_read", "rows-", "gb_s"), ("narrow_kv_compute", "prefill-", "tflop_s")):
-            pairs = [(rows[f"fp8-{case}"], row) for case, row in rows.items() if case.startswith(kind) and f"fp8-{case}" in rows
-                     and row["microseconds"]["median"] / 1e6 > 4 * call_s]  # fmt: skip
-            if pairs:
-                found[name] = math.exp(np.mean([math.log(_speed(narrow, rate, call_s) / _speed(wide, rate, call_s))
-                                                for narrow, wide in pairs]))  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a record of `ridgeline bench ops` ({type(error).__name__}: {error})") from None
+    rows = {row["case"]: row for row in _attention_rows(path)}
+    found = {}
+    for name, kind, rate in (("narrow_kv_read", "rows-", "gb_s"), ("narrow_kv_compute", "prefill-", "tflop_s")):
+        pairs = [(rows[f"fp8-{case}"], row) for case, row in rows.items() if case.startswith(kind) and f"fp8-{case}" in rows
+                 and row["microseconds"]["median"] / 1e6 > 4 * call_s]  # fmt: skip
+        if pairs:
+            found[name] = math.exp(np.mean([math.log(_speed(narrow, rate, call_s) / _speed(wide, rate, call_s))
+                                            for narrow, wide in pairs]))  # fmt: skip
     if len(found) < 2:
         raise ConfigError(f"{path} has no attention over wide and over narrow pages: `ridgeline bench ops --op decode_attention "
                           "paged_attention` on a GPU has")  # fmt: skip
@@ -212,11 +209,15 @@ def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
 
 
 def _attention_rows(path: str | Path) -> list[dict[str, Any]]:
-    raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    if raw["benchmark"] != "ops":
-        raise KeyError(f"it is one of `bench {raw['benchmark']}`")
-    ops = ("decode_attention", "paged_attention")
-    return [row for row in raw["figures"]["rows"] if row["op"] in ops and row["implementation"] == "triton" and not row["error"]]
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        if raw["benchmark"] != "ops":
+            raise KeyError(f"it is one of `bench {raw['benchmark']}`")
+        ops = ("decode_attention", "paged_attention")
+        rows = [row for row in raw["figures"]["rows"] if row["op"] in ops and row["implementation"] == "triton"]
+        return [row for row in rows if not row["error"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a record of `ridgeline bench ops` ({type(error).__name__}: {error})") from None
 
 
 def launch_constants(path: str | Path) -> dict[str, float]:
