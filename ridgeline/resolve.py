@@ -149,6 +149,7 @@ class Memory:
     kind: str                        # of the device
     dtype: str
     room: int                        # bytes this rank may use
+    others: int                      # bytes that it may not, because other processes have them
     weights: int                     # rotation tables included
     runtime: int
     per_block: int
@@ -170,7 +171,7 @@ class Memory:
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
         # Ranks on the CPU share one memory; each GPU has its own.
-        room = device.memory // ranks if device.kind == "cpu" else int(device.memory * share)
+        allowed = room = device.memory // ranks if device.kind == "cpu" else int(device.memory * share)
         if device.free:                                  # others may be on the GPU; what we have taken already is ours
             room = min(room, device.free + device.runtime)
         size = DTYPE_BYTES[dtype]
@@ -185,7 +186,7 @@ class Memory:
         per_token = (width + 3 * model.intermediate_size) * size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
         return cls(
-            kind=device.kind, dtype=dtype, room=room,
+            kind=device.kind, dtype=dtype, room=room, others=allowed - room,
             weights=weight_bytes(model, dtype, device.kind, ranks) + rotation,
             runtime=device.runtime,
             per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
@@ -238,7 +239,8 @@ class Memory:
             raise ConfigError(
                 f"the weights need {self.weights / GIB:.2f} GiB in {self.dtype}, "
                 f"{(self.room - self.runtime) / GIB:.2f} GiB of "
-                f"{self.kind} memory are there; take a smaller model, a smaller dtype or more tensor_parallel_size"
+                f"{self.kind} memory are there{self._without_others()}; take a smaller model, a smaller dtype or more "
+                "tensor_parallel_size"
             )
         free = self.room - self.weights - self.runtime
         per_kv, kv = (1, num_blocks * self.per_block) if self.kv_option == "kv_cache_memory_bytes" else (
@@ -254,9 +256,14 @@ class Memory:
                 largest = bisect_right(range(count), free, key=needs) - 1
                 raise ConfigError(
                     f"{name} {count} needs {needs(count) / GIB:.3f} GiB, {free / GIB:.3f} GiB of {self.kind} memory are "
-                    f"left for it; the largest that fits is {largest}"
+                    f"left for it{self._without_others()}; "
+                    + (f"the largest that fits is {largest}" if largest > 0 else "none fits")
                 )
             free -= needs(count)
+
+    def _without_others(self) -> str:
+        """For messages: memory that is missing because somebody else has it."""
+        return f" (other processes have {self.others / GIB:.2f} GiB of what it may use)" if self.others > 0 else ""
 
 
 def partial_bytes(model: ModelConfig, deterministic: bool) -> int:

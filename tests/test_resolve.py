@@ -48,7 +48,7 @@ def test_the_largest_that_fits_is_named(model: Path, kind: str, name: str, other
     if not others or name == "kv_cache_memory_bytes":
         resolved(model, kind=kind, **others | {name: largest})
     else:                            # the other parts need their share, too: they are named next
-        with pytest.raises(ConfigError, match="largest that fits is"):
+        with pytest.raises(ConfigError, match=r"; (the largest that fits is \d+|none fits)$"):
             resolved(model, kind=kind, **others | {name: largest})
     page = 16 * 1024
     with pytest.raises(ConfigError, match="largest that fits is"):
@@ -66,6 +66,21 @@ def test_defaults_leave_room_for_everything(model: Path) -> None:
 def test_weights_that_do_not_fit(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"the weights need .* GiB in float32, .* a smaller dtype or more tensor_parallel"):
         resolved(model, memory=100_000)
+
+
+def test_memory_that_others_have_is_named(model: Path) -> None:
+    def refused(free: int) -> str:
+        device = DeviceFacts("cuda", 2**32, ("bfloat16",), runtime=MIB, free=free)
+        with pytest.raises(ConfigError) as caught:
+            resolve(EngineConfig.of(model=str(model), gpu_memory_utilization=0.5), device)
+        return str(caught.value)
+
+    weights = weight_bytes(load_model_config(model), "bfloat16", "cuda")
+    assert re.search(r"^the weights need .* \(other processes have 2\.00 GiB of what it may use\);", refused(weights // 2))
+    none_fits = refused(weights + MIB)
+    assert re.search(r"^max_num_seqs \d+ needs .* \(other processes have 2\.00 GiB .*\); none fits$", none_fits)
+    with pytest.raises(ConfigError, match=r"^max_num_seqs \d+ needs .* are left for it; none fits$"):
+        resolved(model, memory=int((weights + MIB) / 0.9), kind="cuda", dtype="bfloat16")
 
 
 def test_the_blocks_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
