@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.policy import AGED_PRIORITY
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.scheduler.sequence import Sequence
-from ridgeline.scheduler.step_time import MeasuredStepTime
+from ridgeline.scheduler.step_time import MeasuredStepTime, keys_like_a_token
 
 ROOMY = Setup(num_blocks=200, eos=frozenset())           # nothing runs short; every answer has its full length
 TIGHT = replace(ROOMY, num_blocks=13)                    # 12 blocks of 4 tokens: one longest request
@@ -50,10 +51,10 @@ class Chunks:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def prompt_tokens(self, num_decodes: int, num_prompts: int, budget: int) -> int:
+    def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
         return self.size - num_decodes
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+    def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
         """It knows already."""
 
 
@@ -143,19 +144,61 @@ def test_the_time_model_sizes_chunks() -> None:
 
 def test_measured_steps_keep_to_their_time() -> None:
     model = MeasuredStepTime(0.050)
-    assert model.prompt_tokens(8, 1, 8192) == 8192, "nothing is known yet"
+    assert model.prompt_tokens(8, 1, 0, 8192) == 8192, "nothing is known yet"
     for _ in range(20):
-        model.observe(8, 0, 0.010)
-        model.observe(8, 2000, 0.010 + 2000 * 20e-6)
-    assert model.prompt_tokens(8, 1, 8192) == 1984          # 40 ms at 20 µs a token, in whole tiles
-    assert model.prompt_tokens(0, 1, 8192) == 8192, "nobody waits"
-    assert model.prompt_tokens(0, 2, 8192) == 2496, "the first of two prompts does not wait for all of the second"
-    model.observe(8, 0, 3.0)
-    model.observe(8, 2000, 3.0)
-    assert model.prompt_tokens(8, 1, 8192) == 1984, "one step that was held up does not count"
+        model.observe(8, 0, 0, 0.010)
+        model.observe(8, 2000, 2000 * 1000, 0.010 + 2000 * 20e-6)
+    assert model.prompt_tokens(8, 1, 0, 8192) == 1984       # 40 ms at 20 µs a token, in whole tiles
+    assert model.prompt_tokens(0, 1, 0, 8192) == 8192, "nobody waits"
+    assert model.prompt_tokens(0, 2, 0, 8192) == 2496, "the first of two prompts does not wait for all of the second"
+    model.observe(8, 0, 0, 3.0)
+    model.observe(8, 2000, 2000 * 1000, 3.0)
+    assert model.prompt_tokens(8, 1, 0, 8192) == 1984, "one step that was held up does not count"
     for _ in range(40):
-        model.observe(8, 0, 0.060)
-    assert model.prompt_tokens(8, 1, 8192) == 576, "prompts always get a share"
+        model.observe(8, 0, 0, 0.060)
+    assert model.prompt_tokens(8, 1, 0, 8192) == 576, "prompts always get a share"
+
+
+def test_the_middle_of_a_long_prompt_is_cut_shorter() -> None:
+    """Learned from short prompts alone, steps keep to their time at every position: attention has its share of a token."""
+    products, per_key = 20e-6, 1e-9                         # seconds of a token, and of a key it attends to
+
+    def seconds(position: int, tokens: int) -> float:
+        return tokens * products + tokens * (position + tokens / 2) * per_key
+
+    model = MeasuredStepTime(0.050, alike=products / per_key)
+    for length in (500, 1000, 2000):
+        model.observe(8, length, length * length // 2, seconds(0, length))
+    cuts = {position: model.prompt_tokens(8, 1, position, 8192) for position in (0, 2_000, 20_000, 100_000)}
+    for position, tokens in cuts.items():
+        assert tokens % 64 == 0 and seconds(position, tokens) <= 0.050 < seconds(position, tokens + 64)
+    assert cuts[0] > cuts[2_000] > cuts[20_000] > 2 * cuts[100_000] > 512
+
+
+def test_a_running_prompt_says_where_it_goes_on() -> None:
+    asked, seen = [], []
+
+    class Notes(Chunks):
+        def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+            asked.append(position)
+            return super().prompt_tokens(num_decodes, num_prompts, position, budget)
+
+        def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
+            seen.append((num_prompt_tokens, num_pairs))
+
+    simulation = Simulation(ROOMY)
+    simulation.scheduler._time_model = Notes(4)
+    simulation.ask("a", prompt(10), 2)
+    simulation.drain()
+    assert asked[:3] == [0, 4, 8]
+    assert seen[:4] == [(4, 8), (4, 24), (2, 18), (0, 0)]
+
+
+def test_keys_that_weigh_as_much_as_a_token() -> None:
+    """An 8B model: 14 GFLOP of products a token, half a MFLOP for every key."""
+    matrices = [(32, 6144, 4096), (32, 4096, 4096), (32, 2 * 14336, 4096), (32, 4096, 14336), (1, 128256, 4096)]
+    assert 15_000 < keys_like_a_token(matrices, 32, 32, 128) < 20_000
+    assert keys_like_a_token(matrices, 0, 32, 128) == math.inf, "only windows: no prompt is long"
 
 
 def test_rows_are_a_budget_too() -> None:

@@ -31,7 +31,7 @@ from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.worker import device_facts
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
-from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel
+from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
 
 logger = get_logger("engine")
 
@@ -223,10 +223,19 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         manager,
         frozenset(config.model.eos_token_ids),
         admission=StaticBatching() if static else ContinuousBatching(),
-        time_model=MeasuredStepTime(config.step_seconds) if config.step_seconds else NoTimeModel(),
+        time_model=_time_model(config),
         use_priorities=options.scheduler.scheduling_policy == "priority",
         seed=options.model.seed,
     )
+
+
+def _time_model(config: ResolvedConfig) -> StepTimeModel:
+    if not config.step_seconds:
+        return NoTimeModel()
+    model = config.model
+    return MeasuredStepTime(config.step_seconds, keys_like_a_token(
+        model.matrices, model.windows.count(None), model.num_heads, model.head_dim
+    ))
 
 
 def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:

@@ -83,6 +83,7 @@ class _InFlight:
     sequences: list[Sequence]
     num_decodes: int                 # rows that compute one token …
     num_prompt_tokens: int           # … and what the others compute together
+    num_pairs: int                   # keys that those attend to, all together
     constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
 
 
@@ -312,7 +313,7 @@ class Scheduler:
         table, size = self._rows, self.manager.block_size
         rows = table.ranked()
         if not len(rows):
-            return rows, rows, self._budget(0, self.num_waiting), False
+            return rows, rows, self._budget(0, self.num_waiting, 0), False
         need = table.known[rows] - table.computed[rows]
         # A row at its limit has all it may have; its last token needs no KV.
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
@@ -321,7 +322,8 @@ class Scheduler:
         prefill = need > 1
         num_prefill = int(np.count_nonzero(prefill))
         num_decodes = len(rows) - num_prefill
-        tokens, budget = need, self._budget(num_decodes, num_prefill + self.num_waiting)
+        position = int(table.computed[rows[np.argmax(prefill)]]) if num_prefill else 0
+        tokens, budget = need, self._budget(num_decodes, num_prefill + self.num_waiting, position)
         whole = num_prefill == 0 and num_decodes <= budget
         if not whole:
             order = np.argsort(prefill, kind="stable")
@@ -349,10 +351,11 @@ class Scheduler:
                 self._publish(int(rows[place]), int(tokens[place]))
         return rows, tokens, budget - int(tokens.sum()), short
 
-    def _budget(self, num_decodes: int, num_prompts: int) -> int:
-        """Tokens of a step in which so many decode: all it may have, or as many prompt tokens as the time allows."""
+    def _budget(self, num_decodes: int, num_prompts: int, position: int) -> int:
+        """Tokens of a step in which so many decode: all it may have, or as many prompt tokens as the time allows, the first of
+        them at that position of its prompt."""
         most = min(self.limits.max_step_tokens, self.step_tokens or self.limits.max_step_tokens)
-        return min(most, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, num_prompts, most)))
+        return min(most, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, num_prompts, position, most)))
 
     def _publish(self, row: int, num_tokens: int) -> None:
         """The row computes so many prompt tokens in the step being planned: what gets full can be shared at once.
@@ -578,8 +581,10 @@ class Scheduler:
         )
         self._delta = _Delta()
         num_decodes = int(np.count_nonzero(tokens == 1))
+        num_pairs = int(((starts + ends) * tokens)[tokens > 1].sum()) // 2 if total > num_decodes else 0
         self._flights.append(_InFlight(
-            self._step, rows, ends, sampled, steady.sequences, num_decodes, total - num_decodes, steady.constrained
+            self._step, rows, ends, sampled, steady.sequences, num_decodes, total - num_decodes, num_pairs,
+            steady.constrained,
         ))
         self.manager.pool.submitted(self._step)
         table.num_used += total
@@ -620,7 +625,7 @@ class Scheduler:
         self.counters.padded_tokens += result.padded
         self.counters.rejected_tokens += result.rejected
         self.counters.prompt_tokens += flight.num_prompt_tokens
-        self._time_model.observe(flight.num_decodes, flight.num_prompt_tokens, result.device_seconds)
+        self._time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, result.device_seconds)
         self.manager.pool.retired(flight.step)
         self._commit(flight, result.failed)
         deltas: list[TokenDelta] = []

@@ -3,10 +3,15 @@
 A step's time is close to a line: what the decodes alone take, and so much more for each prompt token beside them. Both
 numbers are medians of the last steps, so they follow the model, the machine and the load, and no single step that was
 held up (a kernel compiled, a graph recorded) counts.
+
+A prompt token is its products, which are always the same, and its attention, which grows with the keys before it: a token in the
+middle of a long prompt costs several at the beginning of a short one. So tokens are counted by what they weigh: `alike` keys
+are another token.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Protocol
 
@@ -16,45 +21,66 @@ _FEWEST = 256                        # prompt tokens: fewer say little about the
 _ROUND = 64                          # matrix products like whole tiles
 
 
-class StepTimeModel(Protocol):
-    def prompt_tokens(self, num_decodes: int, num_prompts: int, budget: int) -> int:
-        """Most prompt tokens that a step with that many decodes may compute, while so many prompts are not through."""
+# Attention multiplies at about this share of the rate of the model's other products (measured on a GPU, prompts of 2k to 16k).
+_ATTENTION_RATE = 0.67
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        """A step that took so long."""
+
+class StepTimeModel(Protocol):
+    def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+        """Most prompt tokens that a step with that many decodes may compute, while so many prompts are not through and the
+        first of them goes on at that position."""
+
+    def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
+        """A step that took so long; its prompt tokens attended to so many keys, all together."""
 
 
 class NoTimeModel:
     """The off version: prompts may fill the token budget."""
 
-    def prompt_tokens(self, num_decodes: int, num_prompts: int, budget: int) -> int:
+    def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
         return budget
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+    def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
         """It learns nothing."""
 
 
 class MeasuredStepTime:
-    def __init__(self, target_seconds: float) -> None:
+    def __init__(self, target_seconds: float, alike: float = math.inf) -> None:
         self._target = target_seconds
+        self._alike = alike                                          # keys whose attention costs a token's products
         self._decode: deque[float] = deque(maxlen=_REMEMBERED)       # seconds of the last steps without prompts
-        self._per_token: deque[float] = deque(maxlen=_REMEMBERED)    # seconds that each prompt token added
+        self._per_weight: deque[float] = deque(maxlen=_REMEMBERED)   # seconds that a prompt token without keys adds
 
-    def prompt_tokens(self, num_decodes: int, num_prompts: int, budget: int) -> int:
+    def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
         """One prompt and nobody else, or nothing known yet: nobody waits, or it will be known after this step. Of several
         prompts those that are through wait for the end of the step as decodes do."""
-        if (num_decodes == 0 and num_prompts <= 1) or not self._per_token:
+        if (num_decodes == 0 and num_prompts <= 1) or not self._per_weight:
             return budget
         rest = max(self._target - (_median(self._decode) if num_decodes else 0.0), _SHARE * self._target)
-        fit = int(rest / _median(self._per_token))
+        fit = self._tokens(rest / _median(self._per_weight), position)
         return max(_FEWEST, fit - fit % _ROUND)
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+    def _tokens(self, weight: float, position: int) -> int:
+        """So many tokens from a position on weigh that much: n + (n position + n²/2) / alike."""
+        if self._alike == math.inf:
+            return int(weight)
+        first = self._alike + position
+        return int(math.sqrt(first * first + 2 * self._alike * weight) - first)
+
+    def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
         if num_prompt_tokens == 0:
             self._decode.append(seconds)
         elif num_prompt_tokens >= _FEWEST:
             rest = seconds - (_median(self._decode) if num_decodes else 0.0)
-            self._per_token.append(max(rest, _SHARE * seconds) / num_prompt_tokens)
+            self._per_weight.append(max(rest, _SHARE * seconds) / (num_prompt_tokens + num_pairs / self._alike))
+
+
+def keys_like_a_token(matrices: list[tuple[int, int, int]], num_layers: int, num_heads: int, head_dim: int) -> float:
+    """Keys whose attention takes as long as one token's products. `matrices`: (how many, outputs, inputs), the last the head's,
+    which few tokens need; layers with a window attend to a bounded number of keys and are not among `num_layers`."""
+    products = sum(count * 2 * outputs * inputs for count, outputs, inputs in matrices[:-1])
+    pairs = 4 * num_layers * num_heads * head_dim
+    return _ATTENTION_RATE * products / pairs if pairs else math.inf
 
 
 def _median(values: deque[float]) -> float:
