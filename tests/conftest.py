@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 PER_COMMIT = {
     "S-01", "S-02", "S-03", "S-04", "S-05", "S-11", "H-01", "H-03", "R-01", "R-05", "P-01", "P-02", "P-03", "P-05", "P-12",
 }  # fmt: skip
+
+# A shell without a terminal starts what it puts into the background with Ctrl-C ignored, and whoever is started inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def per_commit_tests() -> set[str]:
