@@ -13,10 +13,12 @@ from tiny_models import VOCAB, save_checkpoint
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.executor import LocalExecutor
+from ridgeline.graph_shapes import GraphShapes, Shape
 from ridgeline.messages import Request
 from ridgeline.metrics import HAPPENED
 from ridgeline.ops import attention_tma
 from ridgeline.runner import shared_prefix
+from ridgeline.runner.graphs import GraphForward
 from ridgeline.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -92,6 +94,23 @@ def test_nothing_is_allocated_after_ready(model: Path) -> None:
         pass
     answer(core, prompts(40))
     assert torch.cuda.memory_reserved() == before
+    core.close()
+
+
+def test_quiet_moments_record_what_will_come(model: Path) -> None:
+    """Decodes of every size, drawn and greedy, and the prefix cache keeps what it has."""
+    core = start(model, dtype="float32")
+    asked = prompts(16)
+    expected = answer(core, asked)
+    while core.prepare():
+        pass
+    assert isinstance(core.executor, LocalExecutor)
+    forward = core.executor.runner.forward
+    assert isinstance(forward, GraphForward)
+    recorded = {key[:2] for key in forward._recorded}
+    sizes = GraphShapes(16, core.config.max_num_batched_tokens).decodes
+    assert {(Shape(size), greedy) for size in sizes for greedy in (False, True)} <= recorded
+    assert answer(core, asked) == expected and core.scheduler.manager.counters.hit_tokens > 0
     core.close()
 
 

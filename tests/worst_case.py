@@ -98,7 +98,7 @@ class WorstCase:
         said = SamplingParams(**params | {"structured_outputs": {"regex": "a"}, "min_tokens": 0})
         want = kernel_steps.Want.TOKEN | kernel_steps.Want.LOGPROBS if said.logprobs else kernel_steps.Want.TOKEN
         for _ in range(2):
-            step = kernel_steps.KernelStep([1] * size, params=said, want=want, masked=True)
+            step = kernel_steps.KernelStep([1] * size, params=said, want=want, masked=True, used=True)
             kernel_steps.run_step(runner.runner, len(self._core.config.groups), step)
 
     def _shared_prefix(self) -> None:

@@ -103,8 +103,11 @@ class Engine:
         return request_id
 
     def settle(self) -> None:
-        """Do now what a server does in a quiet moment: record the graphs that the last requests would have had use for."""
-        while self.core.prepare():
+        """Do now what a server does in a quiet moment: record the graphs that the last requests would have had use for.
+
+        Not those that nobody has used (runner/rehearsal.py): they would take longer than some benchmarks.
+        """
+        while self.runner.forward.prepare():
             pass
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class LocalExecutor:
         self.submit = self.runner.submit
         self.sample = self.runner.sample
         self.collect = self.runner.collect
-        self.prepare = self.runner.forward.prepare
+        self.prepare = self.runner.prepare
         self.start_over = self.runner.start_over
 
     def close(self) -> None:

@@ -6,8 +6,9 @@ tokens, or the logits. Everything a graph reads has a fixed address: weights, KV
 integers, which staging puts at the same place for the same shape. True lengths are read from there.
 
 Nothing but the largest shapes is recorded at start-up. Any other runs eagerly at first, which also loads its kernels. It
-is recorded when it comes again, or when there is nothing else to do: so what is used most is there first. Decodes beside
-prompts come in so many shapes that recording, which takes as long as several such steps, has to be earned more often.
+is recorded when it comes again, or when there is nothing else to do: so what is used most is there first. Then come shapes
+that nobody has used yet (rehearsal.py). Decodes beside prompts come in so many shapes that recording, which takes as long as
+several such steps, has to be earned more often.
 All graphs share one memory pool, for they never run at once. Their memory is taken with the first of them (reserve.py).
 """
 
@@ -102,6 +103,11 @@ class GraphForward:
         with torch.inference_mode():
             self._record(key, seen.batch)
         return True
+
+    def is_new(self, shape: Shape, greedy: bool) -> bool:
+        """Is it worth recording although it has not been used? There has to be room for what will be."""
+        known = any(key[:2] == (shape, greedy) for keys in (self._recorded, self._waiting) for key in keys)
+        return not known and len(self._recorded) < MOST_GRAPHS * 3 // 4
 
     def _record(self, key: _Key, batch: Batch) -> _Recorded | None:
         """Launch the step into a graph instead of onto the device. The values in the batch do not matter.

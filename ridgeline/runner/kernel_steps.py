@@ -60,6 +60,7 @@ class KernelStep:
     want: Want = Want.TOKEN
     masked: bool = False
     added: bool = True               # False: its rows, decodes, go on from a step before
+    used: bool = False               # others may have had its rows: their tables are pointed at block 0, which is nobody's
 
 
 def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Iterator[KernelStep]:
@@ -133,10 +134,14 @@ def run_step(runner: Runner, num_groups: int, step: KernelStep) -> None:
     added = []
     if step.added:
         tokens = np.zeros(step.past + max(step.counts), np.int32)
+        size = runner.rows.block_size
         added = [
-            RowAdded(row, tokens[: step.past + count], step.past + count, step.past, [_NONE] * num_groups, step.params, 0)
+            RowAdded(
+                row, tokens[: step.past + count], step.past + count, step.past,
+                [tokens[: (step.past + count + size - 1) // size] if step.used else _NONE] * num_groups, step.params, 0,
+            )
             for row, count in enumerate(step.counts)
-        ]
+        ]  # fmt: skip
     want = np.full(len(rows), step.want, np.int8)
     runner.submit(StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32), want))
     words = -(-runner.model.config.vocab_size // 32)

@@ -7,6 +7,7 @@ steps may be between submit and collect; only collect waits for the device. The 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,6 +83,7 @@ class Runner:
         self._buffers = buffers
         self._comm = comm
         self.memory: dict[str, int] = {}                 # measured bytes on a GPU, by part of the ledger
+        self.rehearse: Callable[[], bool] | None = None  # a step that nobody asked for; False: none is left (rehearsal.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
         self._landings: list[Landing] = []               # that no step uses
@@ -127,6 +129,10 @@ class Runner:
             self._sampler.remove_row(row)
             self._num_logprobs.pop(row, None)
             self._num_prompt_logprobs.pop(row, None)
+
+    def prepare(self) -> bool:
+        """Use a moment without work to make later steps faster. False: nothing is left to do."""
+        return self.forward.prepare() or (self.rehearse is not None and self.rehearse())
 
     def start_over(self) -> bool:
         """Forget every row, and the step that could not be launched; those before it have been collected. Rows that go on are

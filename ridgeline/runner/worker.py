@@ -25,6 +25,7 @@ from ridgeline.runner.forward import EagerForward, Forward
 from ridgeline.runner.graphs import GraphForward
 from ridgeline.runner.kernel_steps import collect_kernels
 from ridgeline.runner.kv_buffers import KVBuffers
+from ridgeline.runner.rehearsal import Rehearsal
 from ridgeline.runner.rows import DeviceRows
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
@@ -103,6 +104,11 @@ def make_runner(
             warm_up(
                 runner, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
             )
+            if isinstance(forward, GraphForward):
+                runner.rehearse = Rehearsal(
+                    runner, forward, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens,
+                    config.max_model_len,
+                ).go_on  # fmt: skip
         runner.memory = meter.measured()
         logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
