@@ -192,7 +192,7 @@ def test_slots_are_given_back() -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def status_for(options: ServerOptions, *hosts: bytes) -> int:
+def status_for(options: ServerOptions, *hosts: bytes, has_keys: bool = False) -> int:
     """What a request with these Host headers gets."""
     sent: list[Any] = []
 
@@ -203,7 +203,7 @@ def status_for(options: ServerOptions, *hosts: bytes) -> int:
         sent.append(message)
 
     scope = {"type": "http", "path": "/", "headers": [(b"accept", b"*/*"), *((b"host", host) for host in hosts)]}
-    asyncio.run(HostGuard(app, options)(scope, None, send))              # type: ignore[arg-type]
+    asyncio.run(HostGuard(app, options, has_keys)(scope, None, send))    # type: ignore[arg-type]
     if sent[0]["status"] != 200:
         assert json.loads(sent[1]["body"])["error"]["message"]
     return int(sent[0]["status"])
@@ -273,7 +273,16 @@ def test_names_that_options_add(options: dict[str, str], known: list[bytes], unk
     assert [status_for(ServerOptions(**options), host) for host in unknown] == [421] * len(unknown)
 
 
-@pytest.mark.parametrize("names", ["http://box", "box:8000/", "a b", "*", "box,?"])
+@pytest.mark.parametrize("names", ["http://box", "box:8000/", "a b", "*.box", "box,?"])
 def test_names_that_cannot_be_allowed(names: str) -> None:
     with pytest.raises(ConfigError, match="allowed_host must list host names"):
         status_for(ServerOptions(allowed_host=names), b"localhost")
+
+
+def test_every_name_will_do_where_a_key_is_needed_or_all_are_allowed() -> None:
+    named = b"ridgeline:8000"
+    assert status_for(ServerOptions(), named) == 421
+    assert status_for(ServerOptions(), named, has_keys=True) == 200
+    assert status_for(ServerOptions(allowed_host="gpu-box, *"), named) == 200
+    assert status_for(ServerOptions(allowed_host="*"), b"not a name") == 400
+    assert status_for(ServerOptions(), b"not a name", has_keys=True) == 400

@@ -279,7 +279,7 @@ def test_a_name_may_stand_for_all_that_begin_like_it(tmp_path: Path) -> None:
         for name in ("gpt-4o", "gpt-", "claude-opus-5-5"):
             made = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
             assert made.model == "tiny" and client.models.retrieve(name).id == name
-        for name in ("gp", "o3", "x-gpt-4o", "*", ""):
+        for name in ("gp", "o3", "x-gpt-4o", "*"):
             with pytest.raises(openai.NotFoundError):
                 client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
     with serving(tmp_path / "2", lambda _: "Hi.", served_model_name="*") as server:
@@ -302,7 +302,7 @@ def test_an_unknown_field_in_camel_case_is_named_whole(server: Any) -> None:
 
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("responses", {"input": "Hi", "previous_response_id": "resp_1"}, "previous_response_id"),
-    ("responses", {"input": "Hi", "truncation": "auto"}, "truncation"),
+    ("responses", {"input": "Hi", "truncation": "middle"}, "truncation"),
     ("responses", {"input": "Hi", "max_output_tokens": -1}, "max_output_tokens"),
     ("responses/input_tokens", {"input": "Hi", "max_output_tokens": -1}, "max_output_tokens"),
     ("responses", {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),

@@ -115,8 +115,8 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
     ({"previous_response_id": "resp_1"}, "previous_response_id: there is no response 'resp_1' here, or no longer; send"),
     ({"conversation": "conv_1"}, "conversation is not supported"),
     ({"background": True}, "background is not supported"),
-    ({"truncation": "auto"}, "truncation must be 'disabled'"),
-    ({"include": ["file_search_call.results"]}, "include: 'file_search_call.results' is not supported"),
+    ({"truncation": "middle"}, "truncation: invalid enum value 'middle'; one of auto, disabled works"),
+    ({"include": ["nothing.at.all"]}, "include: 'nothing.at.all' is not supported"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type 'web_search' is not supported"),
     ({"tools": [{"type": "function", "nam": "f"}]}, "tools[0]: Object contains unknown field nam"),
     ({"tool_choice": {"type": "function", "name": "f", "bogus": 1}}, "unknown field 'bogus' in tool_choice"),
@@ -204,7 +204,7 @@ def test_a_response_is_fetched_listed_and_deleted(server: ScriptedServer, client
         with pytest.raises(openai.NotFoundError) as caught:
             ask(made.id)
         assert caught.value.code == "response_not_found"
-    for query in ("stream=true", "include=file_search_call.results", "starting_after=3"):
+    for query in ("stream=true", "include=nothing.at.all", "starting_after=3"):
         assert httpx.get(f"{server.url}/v1/responses/{made.id}?{query}").status_code == 400
     kept = client.responses.create(model=NAME, input="x").id
     for query in ("limit=0", "limit=1000", "limit=000000001111", "limit=x", "order=up", "after=msg_1", "before=x"):

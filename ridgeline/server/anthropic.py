@@ -146,7 +146,7 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -157,6 +157,7 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    task_budget: Any = None              # a wish, as `budget_tokens` is
 
 
 class Edit(msgspec.Struct, kw_only=True):
@@ -184,6 +185,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None            # the older name of output_config.format
     context_management: ContextManagement | None = None
     cache_control: Any = None            # hints
     diagnostics: Any = None
@@ -226,8 +228,9 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
         if self.output_config is not None and self.output_config.effort is not None:
             chat["reasoning_effort"] = self.output_config.effort
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"name": "answer", "schema": self.output_config.format.schema}
+        asked = self.output_config.format if self.output_config is not None else None
+        if (asked := asked or self.output_format) is not None:
+            schema = {"name": "answer", "schema": asked.schema}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         return chat
 
@@ -390,6 +393,7 @@ class MessagesWriter(ChatWriter):
     def __init__(self, asked: MessagesRequest, *args: Any) -> None:
         super().__init__(*args)
         self._edits = UNSET if asked.context_management is None else APPLIED_EDITS
+        self._tells_thoughts = asked.thinking is None or asked.thinking.display != "omitted"
         self._started = False
         self._blocks = 0                                 # opened so far
         self._open: str | int | None = None              # "thinking", "text" or the number of a tool call
@@ -428,7 +432,7 @@ class MessagesWriter(ChatWriter):
         message = choice.message
         blocks: list[dict[str, Any]] = []
         if thought := getattr(message, "reasoning_content", None):
-            blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+            blocks.append({"type": "thinking", "thinking": thought if self._tells_thoughts else "", "signature": ""})
         if message.content:
             blocks.append({"type": "text", "text": message.content})
         for call in getattr(message, "tool_calls", None) or []:
@@ -458,7 +462,8 @@ class MessagesWriter(ChatWriter):
     def _fill(self, delta: Any) -> Iterable[dict[str, Any]]:
         if thought := getattr(delta, "reasoning_content", None):
             yield from self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": thought})
+            if self._tells_thoughts:
+                yield self._delta({"type": "thinking_delta", "thinking": thought})
         if delta.content:
             yield from self._block("text", {"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": delta.content})

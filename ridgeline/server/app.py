@@ -26,6 +26,7 @@ from starlette.routing import Route
 from ridgeline.engine.answer_stream import AnswerStream, Batch
 from ridgeline.engine.caller import CALLER, expect_first_token
 from ridgeline.engine.frontend import Prompt
+from ridgeline.engine.outputs import RequestOutput
 from ridgeline.errors import BadRequest, RidgelineError
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server import anthropic, dashboard, metrics, openapi, responses, roofline
@@ -250,18 +251,27 @@ async def embed(service: Service, body: bytes) -> EmbeddingReply:
     def work() -> tuple[EmbeddingRequest, SamplingParams]:
         request = parse_body(EmbeddingRequest, body)
         service.check_routing(request.model, request.priority)
-        return request, request.params()
+        assert service.llm.ready is not None
+        return request, request.params(service.llm.ready.max_model_len)
 
     request, params = await away_if_long(len(body), work)
     prompts: list[Prompt] = list(request.prompts())
-    with service.slots.taking(len(prompts), already=1):
-        stream = await service.llm.stream(
-            prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=metrics.arrived()
-        )
-        try:
-            return EmbeddingReply.of(await stream.complete(), service.name, request.encoding_format)
-        finally:
-            stream.close()
+    if request.add_special_tokens is False:
+        prompts = [await service.llm.text_tokens(each, False) if isinstance(each, str) else each for each in prompts]
+    outputs: list[RequestOutput] = []
+    # Clients send a thousand texts and more at once. Half of the room at a time leaves the other half to others.
+    most = max(1, service.slots.limit // 2)
+    for begin in range(0, len(prompts), most):
+        part = prompts[begin : begin + most]
+        with service.slots.taking(len(part), already=1):
+            stream = await service.llm.stream(
+                part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=metrics.arrived()
+            )
+            try:
+                outputs += await stream.complete()
+            finally:
+                stream.close()
+    return EmbeddingReply.of(outputs, service.name, request)
 
 
 class Endpoint(ABC):
@@ -427,7 +437,7 @@ def make_app(service: Service) -> Starlette:
     def card(name: str = service.name) -> ModelCard:
         service.require_ready()
         assert llm.ready is not None
-        return ModelCard(name, service.created, llm.ready.max_model_len)
+        return ModelCard(name, service.created, llm.ready.max_model_len, llm.config.model.model or service.name)
 
     async def models(request: Request) -> Response:
         if is_for_anthropic(request):

@@ -52,16 +52,31 @@ def parse_body(kind: type[T], body: bytes) -> T:
         try:
             request: T = _decoder(kind).decode(body)
         except msgspec.ValidationError as error:
-            if not _FLOAT_FOR_INT.match(str(error)):
+            if not _FLOAT_FOR_INT.match(str(error)) and not _UNKNOWN_FIELD.search(str(error)):
                 raise
             # Read again, all of it: what follows the float may be no JSON at all.
-            request = msgspec.convert(_mend(kind)(msgspec.json.decode(body)), kind, str_keys=True)
+            request = msgspec.convert(_mend(kind)(_without_nulls(msgspec.json.decode(body))), kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadRequest(readable(str(error), kind)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     request.check()
     return request
+
+
+def _without_nulls(body: Any) -> Any:
+    """Null is as if a field were not there, so an unknown one is no error. Of the body and what its lists hold: in somebody's
+    schema it may mean something."""
+    if not isinstance(body, dict):
+        return body
+    return {
+        name: [_present(each) for each in value] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+        for name, value in _present(body).items()
+    }
+
+
+def _present(fields: Any) -> Any:
+    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
 
 
 # JSON has one kind of number, and some clients write 16 as 16.0. What makes it 16 again is made once for each type of body, and

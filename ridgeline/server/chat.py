@@ -16,6 +16,7 @@ from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.generation import (
     GenerationRequest,
+    Reply,
     Usage,
     Writer,
     finite,
@@ -38,7 +39,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None         # another name of it
+    reasoning: str | None = None         # other names of it
+    thinking: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None
@@ -46,12 +48,22 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     refusal: str | None = None
     annotations: Any = None
     audio: Any = None
+    images: Any = None
+    # Hints: what client libraries note on a message for themselves, or for servers that bill by the cache.
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
+    reasoning_items: Any = None
+    cache_control: Any = None
+    metadata: Any = None
+    is_error: Any = None
 
     def plain(self, where: str) -> dict[str, Any]:
         """As the chat template wants it. `developer` is the newer name of `system`, `function` the older of `tool`."""
         if self.role not in ROLES:
             raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}")
-        for name in ("annotations", "audio"):
+        for name in ("annotations", "audio", "images"):
             if getattr(self, name):
                 raise Unsupported(f"{where}.{name} is not supported by this server; leave it out")
         message: dict[str, Any] = {
@@ -64,8 +76,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             if message["role"] != "tool":
                 raise BadRequest(f"{where}.tool_call_id belongs to messages of role tool only")
             message["tool_call_id"] = self.tool_call_id
-        thought = self.reasoning_content if self.reasoning_content is not None else self.reasoning
-        if thought is not None:
+        thoughts = (self.reasoning_content, self.reasoning, self.thinking)
+        if (thought := next((each for each in thoughts if each is not None), None)) is not None:
             message["reasoning_content"] = thought
         if self.tool_calls or self.function_call:
             if self.role != "assistant":
@@ -104,7 +116,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None        # for templates that know what to do with them
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -114,17 +127,18 @@ class ChatRequest(GenerationRequest, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool | None = None
 
+    prediction: Any = None               # a hint: what an answer will look like changes its speed at most
+
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     moderation: Any = None
     chat_template: Any = None
 
+    HINTS: ClassVar[tuple[str, ...]] = (*GenerationRequest.HINTS, "prediction")
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "web_search_options": (),
         "moderation": (),
         "chat_template": (),
@@ -199,6 +213,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 variables |= {"enable_thinking": False, "thinking": False}
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
+        if self.documents is not None:
+            variables["documents"] = self.documents
         variables |= self.chat_template_kwargs or {}
         given: dict[str, Any] = {
             "add_generation_prompt": self.add_generation_prompt is not False,
@@ -255,6 +271,7 @@ class AssistantMessage(msgspec.Struct):
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET   # the same by its newer name
     tool_calls: list[ToolCall] | UnsetType = UNSET
     function_call: FunctionCall | UnsetType = UNSET
 
@@ -285,6 +302,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
     function_call: FunctionDelta | None = None
 
@@ -383,7 +401,7 @@ class ChatWriter(Writer):
             if isinstance(event, Content):
                 yield ChatDelta(content=event.text)
             elif not self._hide_reasoning:
-                yield ChatDelta(reasoning_content=event.text)
+                yield ChatDelta(reasoning_content=event.text, reasoning=event.text)
         if calls:
             yield self._call_delta(calls)
 
@@ -394,6 +412,11 @@ class ChatWriter(Writer):
         if finish != "stop" or not parser.num_calls or (_is_cut(finish, stop) and not parser.last_call_is_whole):
             return finish
         return "function_call" if self._old_names else "tool_calls"
+
+    def _tell_of_prompt(self, reply: Reply, outputs: list[RequestOutput]) -> None:
+        super()._tell_of_prompt(reply, outputs)
+        if self._wants_prompt_logprobs:
+            reply.prompt_logprobs = prompt_logprobs(outputs[0])
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
@@ -429,7 +452,7 @@ class ChatWriter(Writer):
             call.function.arguments = "".join(arguments.get(place, []))
         message = AssistantMessage(content or None)
         if thought and not self._hide_reasoning:
-            message.reasoning_content = thought
+            message.reasoning_content = message.reasoning = thought
         if calls and self._old_names:
             message.function_call = calls[0].function
         elif calls:

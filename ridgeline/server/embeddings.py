@@ -15,7 +15,7 @@ import numpy as np
 from ridgeline.engine.outputs import RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.generation import Integer
+from ridgeline.server.generation import FIT, Integer
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -26,6 +26,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    normalize: bool | None = None
     user: Any = None                                     # a hint
     dimensions: Any = None                               # not done here
 
@@ -44,11 +46,12 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             raise BadRequest("input must be a text, a list of texts, a list of token ids or a list of such lists")
         return self.input  # type: ignore[return-value]
 
-    def params(self) -> SamplingParams:
-        """The engine always says one token; it is thrown away."""
+    def params(self, longest: int) -> SamplingParams:
+        """The engine always says one token; it is thrown away. `longest`: tokens that a prompt and its answer may have."""
+        cut = max(1, longest - 1) if self.truncate_prompt_tokens == FIT else self.truncate_prompt_tokens
         return SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, pooling=self.pooling or "last",
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncate_prompt_tokens=cut,
         )  # fmt: skip
 
 
@@ -70,15 +73,16 @@ class EmbeddingReply(msgspec.Struct):
     object: str = "list"
 
     @classmethod
-    def of(cls, outputs: list[RequestOutput], model: str, encoding: str | None) -> EmbeddingReply:
+    def of(cls, outputs: list[RequestOutput], model: str, request: EmbeddingRequest) -> EmbeddingReply:
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        data = [Embedding(place, _written(output, encoding)) for place, output in enumerate(outputs)]
+        data = [Embedding(place, _written(output, request)) for place, output in enumerate(outputs)]
         return cls(data, model, EmbeddingUsage(tokens, tokens))
 
 
-def _written(output: RequestOutput, encoding: str | None) -> list[float] | str:
+def _written(output: RequestOutput, request: EmbeddingRequest) -> list[float] | str:
     assert output.hidden is not None
     vector = output.hidden.astype(np.float32)
     length = float(np.linalg.norm(vector))
-    vector = vector / length if length > 0 else vector
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding == "base64" else vector.tolist()
+    vector = vector / length if length > 0 and request.normalize is not False else vector
+    written = request.encoding_format == "base64"
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if written else vector.tolist()

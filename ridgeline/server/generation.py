@@ -102,9 +102,18 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
     guided_decoding_backend: Any = None
+    request_id: Any = None               # answers have ids of their own; X-Request-Id is echoed
+    session_id: Any = None
+    stream_interval: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
     # Known to clients, not done here.
     lora_request: Any = None
+    truncation_side: Any = None
+    thinking_token_budget: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
@@ -112,9 +121,11 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     HINTS: ClassVar[tuple[str, ...]] = (
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "guided_decoding_backend",
+        "prompt_cache_options", "guided_decoding_backend", "request_id", "session_id", "stream_interval",
+        "mm_processor_kwargs", "media_io_kwargs",
     )  # fmt: skip
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that ask for nothing and are let through
+        "truncation_side": ("left",), "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
         "lora_request": (), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
         "guided_whitespace_pattern": (),
     }  # fmt: skip
@@ -232,6 +243,10 @@ def _response_format(given: Any) -> dict[str, Any] | None:
         return None
     if kind not in ("text", "json_object", "json_schema"):
         raise BadRequest(f"response_format.type must be text, json_object or json_schema; got {shown(given)}")
+    if kind == "json_object" and isinstance(given.get("schema"), Mapping):           # as llama.cpp and others take it
+        kind, given = "json_schema", {"type": "json_schema", "json_schema": {"schema": given["schema"]}} | {
+            name: value for name, value in given.items() if name not in ("type", "schema")
+        }
     for name, value in given.items():
         if name == "json_schema" and kind != name and value is not None:
             raise BadRequest(f"response_format.json_schema belongs to the type json_schema; this one is {kind}")
@@ -296,6 +311,7 @@ class Reply(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = f"ridgeline-{__version__}"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET         # of chat; completions have them in their choices
     obfuscation: str | UnsetType = UNSET
 
 
@@ -347,7 +363,7 @@ class Writer(ABC):
                     reply.usage = None
                 if not self._sent:
                     self._sent = True
-                    self._tell_prompt_ids(reply, outputs)
+                    self._tell_of_prompt(reply, outputs)
                 events.append(self._event(reply))
             if frame is None and index in self._begun and not self._each_differs:
                 self._keep_frame(index)
@@ -374,7 +390,7 @@ class Writer(ABC):
         told = [(output, answer) for output in outputs for answer in self._told_of(output)]
         choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(told)]
         reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
-        self._tell_prompt_ids(reply, outputs)
+        self._tell_of_prompt(reply, outputs)
         return encode(reply)
 
     def _told_of(self, output: RequestOutput) -> list[CompletionOutput]:
@@ -391,7 +407,7 @@ class Writer(ABC):
         reply.obfuscation = secrets.token_hex(PADDING)[: 1 + -(len(event) + len(',"obfuscation":"x"')) % PADDING]
         return encode(reply)
 
-    def _tell_prompt_ids(self, reply: Reply, outputs: list[RequestOutput]) -> None:
+    def _tell_of_prompt(self, reply: Reply, outputs: list[RequestOutput]) -> None:
         """In a whole answer, or in a stream's first event."""
         if self._wants_token_ids and self.one_prompt:
             reply.prompt_token_ids = outputs[0].prompt_token_ids

@@ -2,8 +2,8 @@
 
 A web page can point a name of its own at 127.0.0.1, and the browser then takes this server for a part of that page. It
 still sends the page's name as Host. So a Host that nobody gave this server is refused, before anything else is looked at.
-Knows one header, and of a path only which shape errors have there. A request that does not come from a browser can send
-what it likes: this is no authentication.
+Where a key is needed, no page has it, and every name will do. Knows one header, and of a path only which shape errors have
+there. A request that does not come from a browser can send what it likes: this is no authentication.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ridgeline.server.stream import Receive, Send, send_json
 
 Scope = MutableMapping[str, Any]
 
+ANY = "*"
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(?::([0-9]{1,5}))?", re.ASCII)
 
@@ -27,9 +28,13 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(?::([0-9]{1,5}))?", re
 class HostGuard:
     """An ASGI application around another."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], options: ServerOptions) -> None:
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], options: ServerOptions, has_keys: bool = False
+    ) -> None:
         self._app = app
-        self._known = {_plain(name) for name in (*_LOCAL, options.host, *_listed(options.allowed_host))}
+        listed = _listed(options.allowed_host)
+        self._any = has_keys or ANY in listed
+        self._known = {_plain(name) for name in (*_LOCAL, options.host, *listed)}
         # Who listens on every address answers to every address. A rebound name is a name, never an address.
         self._any_address = _plain(options.host) in ("0.0.0.0", "::")
 
@@ -40,10 +45,13 @@ class HostGuard:
             message = "the request needs one Host header with the name or address of this server"
             body = error_body(message, "invalid_request_error")
             await send_json(send, 400, body_for(scope["path"], scope["headers"], 400, body))
-        elif host in self._known or (self._any_address and _is_address(host)):
+        elif self._any or host in self._known or (self._any_address and _is_address(host)):
             await self._app(scope, receive, send)
         else:
-            message = f"this server does not answer to {host[:200]!r}; --allowed-host adds a name to it"
+            message = (
+                f"this server does not answer to {host[:200]!r}; --allowed-host adds a name to it, and a server with an API key "
+                "answers to all"
+            )
             body = error_body(message, "invalid_request_error", code="unknown_host")
             await send_json(send, 421, body_for(scope["path"], scope["headers"], 421, body))
 
@@ -61,7 +69,7 @@ def _listed(names: str) -> list[str]:
     """The names of --allowed-host."""
     listed = [name.strip() for name in names.split(",") if name.strip()]
     for name in listed:
-        if host_name(f"[{name}]".encode() if ":" in name and not name.startswith("[") else name.encode()) is None:
+        if name != ANY and host_name(f"[{name}]".encode() if ":" in name and not name.startswith("[") else name.encode()) is None:
             raise ConfigError(f"allowed_host must list host names or addresses, got {name!r}")
     return listed
 

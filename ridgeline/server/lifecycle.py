@@ -72,7 +72,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
-            Gate(HostGuard(make_app(service), service.options), service.options, service.keys),
+            Gate(HostGuard(make_app(service), service.options, len(service.keys) > 0), service.options, service.keys),
             http=limited_protocol(service.options),
             ws="none",
             lifespan="off",

@@ -52,5 +52,8 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
+    root: str                            # what the server was started with: clients load their tokenizer from it
     object: str = "model"
     owned_by: str = "ridgeline"
+    parent: None = None
+    permission: tuple[()] = ()

@@ -16,7 +16,12 @@ from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.generation import Deadline, refuse
 
 _LOGPROBS = "message.output_text.logprobs"
-KNOWN_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")      # thoughts are told in the clear anyway
+# Thoughts are told in the clear anyway; of tools that are not there nothing can be included.
+KNOWN_INCLUDES = (
+    _LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+    "file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)  # fmt: skip
 
 T = TypeVar("T")
 
@@ -127,7 +132,10 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     effort: str | None = None
-    summary: Any = None                  # a hint: thoughts are told whole
+    summary: Any = None                  # hints: thoughts are told whole
+    generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -146,7 +154,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None            # input that is too long is an error either way
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
 
@@ -161,7 +169,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     ttft_deadline_ms: Deadline | None = None             # ours
 
     # Hints: they cannot change an answer.
@@ -174,6 +182,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     max_tool_calls: Any = None           # counts only tools that run on OpenAI's servers
     client_metadata: Any = None
     prompt_cache_options: Any = None
+    access_programs: Any = None
 
     # Known to clients, not done here.
     conversation: Any = None
@@ -184,7 +193,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     HINTS: ClassVar[tuple[str, ...]] = (
         "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options",
-        "max_tool_calls", "client_metadata", "prompt_cache_options",
+        "max_tool_calls", "client_metadata", "prompt_cache_options", "access_programs",
     )  # fmt: skip
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "conversation": (), "background": (False,), "prompt": ({},), "context_management": ([], {}), "moderation": (),
@@ -193,8 +202,6 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     def check(self) -> None:
         """Refuse what is understood and not done."""
         refuse(self, self.REFUSED)
-        if self.truncation not in (None, "disabled"):
-            raise Unsupported("truncation must be 'disabled' here: input that is too long is an error")
         for entry in self.include or []:
             if entry not in KNOWN_INCLUDES:
                 raise Unsupported(f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is")

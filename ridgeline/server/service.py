@@ -76,7 +76,7 @@ class Service:
         self.check_routing(request.model, request.priority)
 
     def check_routing(self, model: str | None, priority: int | None) -> None:
-        if model is not None:
+        if model:                                        # some clients send none as an empty one
             self.check_name(model)
         if priority and self.llm.config.scheduler.scheduling_policy != "priority":
             raise BadRequest("priority needs a server started with --scheduling-policy priority")
@@ -88,7 +88,7 @@ class Service:
         return [self.name, *(name for name in listed if name != self.name and not name.endswith(ANY))]
 
     def check_name(self, name: str) -> None:
-        if name == self.name or name in self.names:
+        if name == self.name or name in self.names or name == self.llm.config.model.model:
             return
         beginnings = tuple(each[:-1] for each in _listed(self.options.served_model_name) if each.endswith(ANY))
         if not beginnings or not name.startswith(beginnings):

@@ -144,14 +144,21 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         if kind not in (None, "function"):
             raise Unsupported(f"{where}.type {shown(kind)} is not supported; only 'function' is")
         raise BadRequest(f"{where} must be an object with type 'function' and a function")
-    only(tool, where, "type", "function")
+    only(tool, where, "type", "function", "strict", *HINTS)
     if tool.get("type", "function") != "function":
         raise Unsupported(f"{where}.type {shown(tool['type'])} is not supported; only 'function' is")
-    return {"type": "function", "function": plain_function(tool["function"], f"{where}.function")}
+    function = tool["function"]
+    if tool.get("strict") is not None:                   # some clients have it a level higher, as the Responses API does
+        function = {"strict": tool["strict"]} | function
+    return {"type": "function", "function": plain_function(function, f"{where}.function")}
+
+
+# What a function gives back, and how it was meant to be cached or loaded: it cannot change which calls are valid.
+HINTS = ("return", "cache_control", "defer_loading")
 
 
 def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    only(function, where, "name", "description", "parameters", "strict")
+    only(function, where, "name", "description", "parameters", "strict", *HINTS)
     name = function.get("name")
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not _NAME_CHARACTERS.issuperset(name):
         raise BadRequest(
