@@ -123,6 +123,28 @@ def test_deterministic_answers_do_not_depend_on_the_batch(model: Path) -> None:
     assert together == alone
 
 
+def test_deterministic_prompts_do_not_depend_on_what_others_want(model: Path) -> None:
+    """Beside somebody who wants log-probabilities of its prompt, whose last layer has to compute all of it."""
+    core = start(model, deterministic=True, enable_prefix_caching=False)
+    (mine, theirs), said = prompts(2), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+
+    def logprobs(*others: SamplingParams) -> list[float]:
+        core.add(Request("mine", mine, said))
+        for number, params in enumerate(others):
+            core.add(Request(str(number), theirs, params))
+        found: list[float] = []
+        while core.has_work:
+            for delta in core.step():
+                if delta.request_id == "mine":
+                    found += [float(value) for each in delta.logprobs for value in each.top_logprobs.ravel()]
+        return found
+
+    alone = logprobs()
+    assert len(alone) == 18
+    assert logprobs(SamplingParams(max_tokens=2, prompt_logprobs=1)) == alone == logprobs(said)
+    core.close()
+
+
 def test_graphs_and_shared_prefixes_change_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
     asked = prompts(24)

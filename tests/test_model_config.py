@@ -96,7 +96,7 @@ def test_a_wrong_window_is_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_a_window_of_null_is_no_window() -> None:
-    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
     assert hf_model_config(mistral, {}).windows == (4096, 4096)
     assert hf_model_config(mistral | {"sliding_window": None}, {}).windows == (None, None)
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 1}
@@ -212,3 +212,11 @@ def test_family_names_are_unique() -> None:
 def test_no_torch() -> None:
     probe = "import sys, ridgeline.models.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    """Phi-4-mini says 262,144 of a context of 131,072: its layers see everything, and are computed like others that do."""
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    assert hf_model_config(mistral | {"sliding_window": 255}, {}).windows == (255, 255)
+    for window in (256, 262_144):
+        assert hf_model_config(mistral | {"sliding_window": window}, {}).windows == (None, None)

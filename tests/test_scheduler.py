@@ -194,6 +194,27 @@ def test_a_running_prompt_says_where_it_goes_on() -> None:
     assert seen[:4] == [(4, 8), (4, 24), (2, 18), (0, 0)]
 
 
+def test_a_prompt_that_goes_on_from_a_long_hit_is_cut_by_where_it_goes_on() -> None:
+    class Heavy(Chunks):
+        """Behind position 0 a token weighs four."""
+
+        def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+            return self.size // (4 if position else 1)
+
+    simulation = Simulation(ROOMY)
+    simulation.ask("a", prompt(24), 40)
+    for _ in range(3):
+        simulation.step()
+    simulation.scheduler._time_model = Heavy(16)
+    simulation.ask("b", prompt(24) + prompt(20, 1), 2)
+    simulation.ask("c", prompt(9, 2), 2)
+    assert numbers(simulation.step()) == [1, 4], "all of the time, and nothing is left for c"
+    assert numbers(simulation.step()) == [1, 4]
+    simulation.scheduler._time_model = Heavy(64)
+    assert numbers(simulation.step()) == [1, 12, 3], "what is left of the 16 tokens of a step"
+    simulation.drain()
+
+
 def test_keys_that_weigh_as_much_as_a_token() -> None:
     """An 8B model: 14 GFLOP of products a token, half a MFLOP for every key."""
     matrices = [(32, 6144, 4096), (32, 4096, 4096), (32, 2 * 14336, 4096), (32, 4096, 14336), (1, 128256, 4096)]

@@ -265,6 +265,7 @@ def hf_model_config(
     windows = _hf_windows(fields, family, num_layers)
     max_position = fields.integer("max_position_embeddings")
     ropes, max_position = _hf_ropes(fields, family, head_dim, max_position, windows)
+    windows = _that_hide(windows, max_position)
 
     activation = fields.get("hidden_activation") or fields.get("hidden_act") or family.activation
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -324,6 +325,11 @@ def _softcap(fields: Fields, family: Family, name: str) -> float | None:
     if not family.softcaps or (name in fields.raw and fields.raw[name] is None):
         return None
     return fields.number(name)
+
+
+def _that_hide(windows: tuple[int | None, ...], max_position: int) -> tuple[int | None, ...]:
+    """A window as long as the longest context hides nothing: such layers see everything, and are computed like those."""
+    return tuple(None if window is None or window >= max_position else window for window in windows)
 
 
 def _hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
@@ -447,8 +453,8 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         attention_scale=scale,
         attention_softcap=softcaps[0] if family.softcaps else None,
         final_softcap=softcaps[1] if family.softcaps else None,
-        windows=windows,
-        ropes=_gguf_ropes(file, fields, family, head_dim, max_position, windows, key),
+        windows=_that_hide(windows, max_position),
+        ropes=_gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
         stored_block_bytes=_stored_block_bytes(file, family),
     )
 

@@ -658,7 +658,9 @@ def _attend_decodes(
     tile_group = 1 << (group - 1).bit_length()
     # As many queries as the rows can have together: a tile of few is faster.
     prefix_queries = max(16, min(PREFIX_QUERIES, 1 << (decodes * group - 1).bit_length()))
-    _, prefix_keys, launch = prefill_tiles(q.dtype, head_dim, prefix_queries)
+    queries, prefix_keys, launch = prefill_tiles(q.dtype, head_dim, prefix_queries)
+    if prefix_queries > queries:                         # more than a prompt's tile would have: their sums need registers
+        launch = launch | {"num_warps": 8}
     if prefix is not None:
         before = prefix.prefix_len
     if prefix is not None and tiles:

@@ -261,7 +261,7 @@ class DeviceRows:
         self._steady = None
         if not (on_cpu or len(given)) and layout.num_decodes == len(rows):
             self._steady = _Steady(batch, rows, rows[live], self._growth, end)
-        if shape is not None and single and not on_cpu:
+        if shape is not None and single and goes_on is not None and not on_cpu:
             self._prompts[shape] = batch
         return batch
 
@@ -360,8 +360,9 @@ class DeviceRows:
         )
 
     def _goes_on(self, plan: StepPlan, layout: _Layout) -> np.ndarray | None:
-        """The rows that the last layer has to go on with, where it is not with every token."""
-        if (plan.want & EVERY_HIDDEN).any():
+        """The rows that the last layer has to go on with, where it is not with every token. Where results may not depend on who
+        else is there, it always is: other requests may want all of it."""
+        if self._deterministic or (plan.want & EVERY_HIDDEN).any():
             return None
         return self._arange[: len(layout.rows)][layout.sampled]
 

@@ -21,6 +21,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.logits import logprobs as token_logprobs
+from ridgeline.ops.sample import to_device
 from ridgeline.runner.fetch import Fetched, Landing, send_beside
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
@@ -170,7 +171,7 @@ class Runner:
             end = min(start + int(plan.num_tokens[place]), int(self.rows.num_prompt[row]) - 1)
             if end <= start:
                 continue
-            targets = torch.from_numpy(self.rows.given[row][start + 1 : end + 1].astype(np.int64)).to(hidden.device)
+            targets = to_device(self.rows.given[row][start + 1 : end + 1].astype(np.int64), hidden.device)
             states = hidden[int(first[place]) : int(first[place]) + end - start]
             chunks = [
                 token_logprobs(self.model.logits(part), wanted, self._num_prompt_logprobs[row])
@@ -227,9 +228,11 @@ class Runner:
         asked = [index for index, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
         if asked:
             step.asked = [(int(step.work.places[index]), wanted[int(rows[index])]) for index in asked]
-            chosen = tokens[asked]
             most = max(count for _, count in step.asked)
-            step.logprobs = Fetched(chosen, *token_logprobs(logits[asked], chosen, most))
+            if len(asked) < len(rows):                   # an index that torch makes itself would have the host wait
+                chosen = to_device(np.array(asked), logits.device)
+                logits, tokens = logits.index_select(0, chosen), tokens.index_select(0, chosen)
+            step.logprobs = Fetched(tokens, *token_logprobs(logits, tokens, most))
 
     def collect(self) -> StepResult:
         """The oldest step's result."""

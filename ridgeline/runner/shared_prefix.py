@@ -14,6 +14,7 @@ import numpy as np
 
 # Tokens that are not read again, summed over the rows, from which a kernel more per layer pays.
 FEWEST_SAVED = 32_768
+MOST_LEVELS = 16                     # of prefixes that go on in different ways behind another one
 SPARE_TILES = 8                      # beyond what one large group would fill: so many groups may end in a half-full tile
 
 
@@ -62,29 +63,50 @@ class SharedPrefixes:
         if len(rows) < 2 or len(rows) * int(length.max(initial=0)) < FEWEST_SAVED:
             return None
         full = length // self._block_size                    # blocks of the past: this step's token is not shared
-        _, kind, count = np.unique(table[rows, 0], return_inverse=True, return_counts=True)
-        groups: list[tuple[np.ndarray, int]] = []
-        for which in np.nonzero(count > 1)[0].tolist():
-            groups.append(self._group(table, rows, full, np.nonzero(kind == which)[0]))
-        groups = [(places, shared) for places, shared in groups if shared and len(places) > 1]
-        if sum((len(places) - 1) * shared * self._block_size for places, shared in groups) < FEWEST_SAVED:
+        saved, groups = self._split(table, rows, full, np.arange(len(rows)), 0)
+        if saved * self._block_size < FEWEST_SAVED:
             return None
-        return self._tiles(groups, rows, padded)
+        groups = [(self._checked(table, rows, places, shared), shared) for places, shared in groups]
+        return self._tiles([(places, shared) for places, shared in groups if len(places) > 1], rows, padded)
 
-    def _group(
-        self, table: np.ndarray, rows: np.ndarray, full: np.ndarray, places: np.ndarray
-    ) -> tuple[np.ndarray, int]:
-        """(places, blocks they share) among rows whose first block is the same: those that save the most together."""
-        own = full[places]
-        most = int(own.max())
-        if most == 0:
-            return places, 0
-        blocks = table[rows[places], :most]
-        same = (blocks == blocks[int(np.argmax(own))]) & (np.arange(most) < own[:, None])
-        alike = np.where(same.all(axis=1), most, same.argmin(axis=1))        # leading blocks equal to the longest row's
-        shared_by = np.sort(alike)[::-1]                                     # [n]: blocks that n + 1 rows share
-        shared = int(shared_by[int(np.argmax(shared_by * np.arange(len(own))))])
-        return places[alike >= shared], shared
+    def _split(
+        self, table: np.ndarray, rows: np.ndarray, full: np.ndarray, places: np.ndarray, known: int, level: int = 0
+    ) -> tuple[int, list[tuple[np.ndarray, int]]]:
+        """(blocks that are not read again, [(places, blocks they share)]) of rows that share `known` blocks at least.
+
+        As one group, or as one for each way in which they go on behind what all of them share, and one for those who go on
+        alone: whichever saves more. A chat template's first lines are the same for everybody, documents are not.
+        """
+        shared = self._common(table, rows, full, places, known)
+        whole = (len(places) - 1) * shared
+        goes_on = full[places] > shared
+        if level == MOST_LEVELS or not goes_on.any():
+            return whole, [(places, shared)] if whole else []
+        on = places[goes_on]
+        _, kind, count = np.unique(table[rows[on], shared], return_inverse=True, return_counts=True)
+        alone = np.concatenate([places[~goes_on], on[count[kind] == 1]])
+        saved, groups = max(len(alone) - 1, 0) * shared, [(alone, shared)] if shared and len(alone) > 1 else []
+        for which in np.nonzero(count > 1)[0].tolist():
+            theirs, found = self._split(table, rows, full, on[kind == which], shared + 1, level + 1)
+            saved += theirs
+            groups += found
+        return (saved, groups) if saved > whole else (whole, [(places, shared)] if whole else [])
+
+    def _common(self, table: np.ndarray, rows: np.ndarray, full: np.ndarray, places: np.ndarray, known: int) -> int:
+        """Blocks that all of them share. Who has a block in common has all before it: looked for as in a sorted list."""
+        own, low, high = rows[places], known, int(full[places].min())
+        while low < high:
+            middle = (low + high) // 2
+            column = table[own, middle]
+            low, high = (middle + 1, high) if (column == column[0]).all() else (low, middle)
+        return low
+
+    @staticmethod
+    def _checked(table: np.ndarray, rows: np.ndarray, places: np.ndarray, shared: int) -> np.ndarray:
+        """That is so of blocks that the prefix cache has given out. Whoever it was: who is not like the first is left out."""
+        own = rows[places].tolist()
+        first = table[own[0], :shared].tobytes()
+        return places[[table[row, :shared].tobytes() == first for row in own]]
 
     def _tiles(self, groups: list[tuple[np.ndarray, int]], rows: np.ndarray, padded: int) -> Tiles:
         num_tiles = -(-padded // self._tile_rows) + SPARE_TILES

@@ -297,7 +297,7 @@ class Scheduler:
         self._publish_all()
         rows, tokens, budget, short = self._give_to_running()
         if not short and budget > 0 and self._waiting and self.admission.open(len(self._rows)):
-            joined, joined_tokens = self._admit(budget)
+            joined, joined_tokens = self._admit(budget, int(np.count_nonzero(tokens == 1)))
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
                 tokens = np.concatenate([tokens, np.array(joined_tokens, np.int64)])
@@ -416,7 +416,7 @@ class Scheduler:
         self._leave_row(sequence)
         heapq.heappush(self._waiting, (rank(sequence), sequence))
 
-    def _admit(self, budget: int) -> tuple[list[int], list[int]]:
+    def _admit(self, budget: int, num_decodes: int) -> tuple[list[int], list[int]]:
         """Let waiting sequences join, by rank, while rows, blocks and budget last. Unready ones are passed over."""
         self._promote_aged()
         table, manager = self._rows, self.manager
@@ -441,7 +441,11 @@ class Scheduler:
             self._publish_all()
             hit = self._hit(sequence)
             rest = known - hit.num_tokens
-            count = min(rest, budget) if self.limits.chunked_prefill else rest
+            most = budget
+            if hit.num_tokens and self.limits.chunked_prefill:   # it goes on where tokens weigh more
+                prompts = num_running - num_decodes + len(rows) + self.num_waiting
+                most = min(budget, max(1, self._time_model.prompt_tokens(num_decodes, prompts, hit.num_tokens, budget)))
+            count = min(rest, most) if self.limits.chunked_prefill else rest
             if count > budget:
                 break                                            # whoever is next waits; nobody overtakes
             blocks = manager.start(hit, hit.num_tokens + count) if self._has_room(hit, known, promised) else None
@@ -464,7 +468,7 @@ class Scheduler:
                 self._publish(row, count)
             rows.append(row)
             tokens.append(count)
-            budget -= count
+            budget -= -(-count * budget // most)
         for entry in unready:
             heapq.heappush(self._waiting, entry)
         self._tidy_queue()
