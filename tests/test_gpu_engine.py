@@ -126,7 +126,7 @@ def test_deterministic_answers_do_not_depend_on_the_batch(model: Path) -> None:
 def test_deterministic_prompts_do_not_depend_on_what_others_want(model: Path) -> None:
     """Beside somebody who wants log-probabilities of its prompt, whose last layer has to compute all of it."""
     core = start(model, deterministic=True, enable_prefix_caching=False)
-    (mine, theirs), said = prompts(2), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+    (mine, theirs), said = prompts(2, longest=20), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
 
     def logprobs(*others: SamplingParams) -> list[float]:
         core.add(Request("mine", mine, said))
