@@ -27,7 +27,7 @@ from ridgeline.models.config import hf_model_config
 from ridgeline.plan.capacity import DRAFT, RUNTIME, Capacity, model_bytes, possible_ranks, textbook
 from ridgeline.plan.check import BAR, Checked, check, check_serve, put_into
 from ridgeline.plan.check import text as check_text
-from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants
+from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants, observations
 from ridgeline.plan.hardware import DEVICES, data_sheet, find_device, measure_cpu
 from ridgeline.plan.models import CONFIGS, Experts, find_model, is_same_model, packed_format
 from ridgeline.plan.operation import (
@@ -64,7 +64,7 @@ from ridgeline.resolve import DeviceFacts, resolve
 ROOT = Path(__file__).parents[1]
 RECORDS = sorted(
     path for kind in ("offline", "serve") for path in (ROOT / "benchmarks/h200").glob(f"{kind}-*.json")
-    if "deterministic" not in path.stem
+    if "deterministic" not in path.stem and "all at once" not in path.read_text()
 )  # fmt: skip
 
 
@@ -660,6 +660,35 @@ def test_taking_requests_in_is_not_hidden_and_planning_them_is() -> None:
     assert idle_seconds(made, steps) == pytest.approx(2 * (1e-3 + 1000e-6) + 1.0 + 1.0)      # both taken in, the first planned
     first, second = step_seconds(made, steps)
     assert first == pytest.approx(1.0 + 0.1 + 0.09) and second == pytest.approx(step_seconds(plain, steps)[1])
+
+
+def test_a_record_is_predicted_for_its_own_card(tmp_path: Path) -> None:
+    raw = json.loads((ROOT / "benchmarks/h200/offline-llama-3.1-8b.json").read_text())
+    path = tmp_path / "record.json"
+    found = {}
+    for name, share in (("none", 0.0), ("usual", 1.0), ("half", 0.5)):
+        raw["figures"]["peaks"] = {"read_tb_s": 4.38 * share, "tflop_s": 793.0 * share} if share else None
+        path.write_text(json.dumps(raw))
+        found[name] = read_record(path, preset_lengths()).setup
+    assert found["none"] == found["usual"] and found["none"].device == setup().device
+    fast, slow = (decode_seconds(found[name], 1, 512) for name in ("usual", "half"))
+    assert 1.7 < slow / fast < 2
+
+
+def test_where_prompts_take_most_of_a_run_its_whole_time_is_fitted() -> None:
+    record = read_record(ROOT / "benchmarks/h200/offline-llama-3.1-8b.json", preset_lengths())
+    names = {each.name for each in observations(record)}
+    assert {"batch128 TPOT", "decode_16x8k total"} <= names and not {"batch128 total", "decode_16x8k TPOT"} & names
+    fitted = {(each.workload, each.figure): each.fitted for each in check(record, True)}
+    assert fitted["batch128", "TPOT"] and fitted["decode_16x8k", "output tok/s"] and not fitted["decode_16x8k", "TPOT"]
+
+
+def test_requests_all_at_once_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    record = str(ROOT / "benchmarks/h200/serve-llama-3.1-8b-1000-second.json")
+    steady = str(ROOT / "benchmarks/h200/serve-llama-3.1-8b.json")
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", record, steady]) == 0
+    told = capsys.readouterr()
+    assert "no steady load" in told.err and "1000-second" not in told.out and "max_concurrency 16" in told.out
 
 
 @functools.cache

@@ -221,11 +221,14 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
         raise ConfigError(f"{path} is no record: {error}") from None
     if not isinstance(raw, dict) or raw.get("benchmark") != "serve":
         return None
+    all_at_once = [point for point in raw["figures"]["points"] if point.get("process") == "all at once"]
+    if all_at_once:                                      # it fills up and runs empty, and the record has no single lengths
+        print(f"left out: {len(all_at_once)} of {path}: requests that came all at once are no steady load", file=sys.stderr)
     points = [
         (" ".join(f"{name} {value:g}" for name, value in point["setting"].items() if isinstance(value, int | float)) or "load",
          middle(point["figures"]),
          point["setting"]["max_concurrency"] if point.get("process") == "closed loop" else 0)
-        for point in raw["figures"]["points"]
+        for point in raw["figures"]["points"] if point not in all_at_once
     ]  # fmt: skip
     return str(raw.get("workload", {}).get("model") or ""), points
 

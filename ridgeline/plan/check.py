@@ -70,7 +70,8 @@ def _row(record: Record, row: MeasuredRow, fitted: bool) -> list[Checked]:
         if row.tpot_seconds:
             each = (total - first) / (row.asked[0][1] - 1)
             spread = row.spread.get("decode_tok_s", 1.0)
-            found.append(Checked(record.name, row.workload, "TPOT", row.tpot_seconds, each, fitted, spread))
+            tpot_fitted = fitted and not row.is_mostly_prompts
+            found.append(Checked(record.name, row.workload, "TPOT", row.tpot_seconds, each, tpot_fitted, spread))
     return found
 
 

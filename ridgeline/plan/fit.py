@@ -21,8 +21,9 @@ import numpy as np
 
 from ridgeline.errors import ConfigError
 from ridgeline.graph_shapes import decode_sizes
+from ridgeline.plan.hardware import Device, data_sheet
 from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, idle_seconds, paces, step_parts, step_seconds
-from ridgeline.plan.records import MeasuredRow, Record
+from ridgeline.plan.records import MeasuredRow, Record, of_card
 from ridgeline.plan.steps import Steps, count_rows, decode_rows, gather, workload_counts
 
 # What each constant is expected to be, and how far it may be off: a standard deviation of its logarithm. The times of a
@@ -52,7 +53,7 @@ class Observation:
 
 def observations(record: Record) -> list[Observation]:
     """What of a record is fitted: workloads whose requests are alike. Of those that share a prefix the whole time, most of which
-    is the host's where the model is small."""
+    is the host's where the model is small; so of those that are mostly prompts, whose TPOT is hardly known."""
     found: list[Observation] = []
     setup = record.setup
     for row in record.rows:
@@ -68,8 +69,12 @@ def observations(record: Record) -> list[Observation]:
             continue
         first = _steps(setup, record, [(tokens_in, 1) for tokens_in, _ in row.asked])
         found.append(Observation(f"{row.workload} first tokens", row.first_seconds, _sum(first), _ERROR))
-        if row.tpot_seconds:
-            whole, count = _steps(setup, record, row.asked), row.asked[0][1] - 1
+        if not row.tpot_seconds:
+            continue
+        whole, count = _steps(setup, record, row.asked), row.asked[0][1] - 1
+        if row.seconds and row.is_mostly_prompts:
+            found.append(Observation(f"{row.workload} total", row.seconds, _sum(whole), _ERROR))
+        else:
             found.append(Observation(f"{row.workload} TPOT", row.tpot_seconds, _tpot(whole, first, count), _ERROR))
     return found
 
@@ -208,6 +213,16 @@ def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
     return found
 
 
+def _card(path: str | Path) -> Device | None:
+    """The card of a record of `ridgeline bench ops`, if it says what that reads and multiplies."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        device, peaks = data_sheet(raw["machine"]["gpu"]["name"]), raw["workload"]["peaks"]
+        return device and of_card(device, peaks["read_bytes_s"] / 1e12, peaks["flops_s"]["bfloat16"] / 1e12)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None                                      # _attention_rows says what is wrong with it, if anything is
+
+
 def _attention_rows(path: str | Path) -> list[dict[str, Any]]:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -242,7 +257,8 @@ def fit(
     `ops`: a record of `bench ops`."""
     seen = [(record.setup, each, record.name) for record in records for each in observations(record)]
     if ops is not None and records:
-        seen += [(records[0].setup, each, Path(ops).stem) for each in kernel_observations(ops, records[0].setup)]
+        setup = replace(records[0].setup, device=_card(ops) or records[0].setup.device)
+        seen += [(setup, each, Path(ops).stem) for each in kernel_observations(ops, setup)]
     if len(seen) < 3:
         raise ConfigError("these records have too few workloads to fit: there must be first tokens and decodes")
     names = list(_EXPECTED)

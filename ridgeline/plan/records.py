@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from ridgeline.plan.hardware import NO_LINK, Device, data_sheet
 from ridgeline.plan.models import CONFIGS, find_model
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
 from ridgeline.plan.steps import Lengths
+
+# What a card reads and multiplies as `bench offline` measures its peaks, TB/s and TFLOP/s: the one that constants speak of.
+TYPICAL_PEAKS = {"H200": (4.38, 793.0)}
 
 
 class NotPredicted(ConfigError):
@@ -39,6 +42,11 @@ class MeasuredRow:
     parts_context: int = 0                   # … with so many tokens in the cache of each request …
     step_seconds: float | None = None        # … and the whole of that step, untraced
     spread: Mapping[str, float] = field(default_factory=dict)    # by figure, its highest run over its lowest
+
+    @property
+    def is_mostly_prompts(self) -> bool:
+        """TPOT is the difference of two runs. Where prompts take most of both, 1 % of either is several of it."""
+        return bool(self.first_seconds and self.seconds and self.first_seconds > self.seconds / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,15 @@ def read_record(path: str | Path, lengths: Mapping[str, Lengths]) -> Record:
         raise ConfigError(f"{path} is not a record of `ridgeline bench offline` ({type(error).__name__}: {error})") from None
 
 
+def of_card(device: Device, read_tb_s: float, tflop_s: float) -> Device:
+    """The device as one card is: those of a kind differ by some percent, and a record knows what its own reads and multiplies."""
+    if device.name not in TYPICAL_PEAKS:
+        return device
+    read, computed = (own / usual for own, usual in zip((read_tb_s, tflop_s), TYPICAL_PEAKS[device.name], strict=True))
+    rates = {name: rate * computed for name, rate in device.flops.items()}
+    return replace(device, bandwidth=device.bandwidth * read, flops=rates)
+
+
 def _setup(raw: dict[str, Any]) -> Setup:
     """The model and the device of a record made on a GPU."""
     workload, options = raw["workload"], raw["workload"]["options"]
@@ -73,6 +90,9 @@ def _setup(raw: dict[str, Any]) -> Setup:
     device = data_sheet(raw["machine"]["gpu"]["name"])
     if device is None:
         raise ConfigError(f"the record's {raw['machine']['gpu']['name']} is not in the table of devices")
+    peaks = raw["figures"].get("peaks")
+    if peaks:
+        device = of_card(device, peaks["read_tb_s"], peaks["tflop_s"])
     return Setup(
         model=find_model(_model_name(workload["model"])), device=device, dtype=workload["dtype"],
         weights=workload["dtype"], ranks=options.get("tensor_parallel_size", 1),
