@@ -189,14 +189,14 @@ BEFORE_THE_ROUTE: dict[str, tuple[dict[str, Any], type[anthropic.APIStatusError]
     "method": ({"method": "get"}, anthropic.APIStatusError, "invalid_request_error"),
     "body": ({"body": {"x": "y" * 3_000}}, anthropic.RequestTooLargeError, "request_too_large"),
     "media type": ({"headers": {"content-type": "text/plain"}}, anthropic.APIStatusError, "invalid_request_error"),
-    "host": ({"headers": {"host": "elsewhere"}}, anthropic.APIStatusError, "invalid_request_error"),
+    "host": ({"headers": {"host": "else/where"}}, anthropic.BadRequestError, "invalid_request_error"),
     "header": ({"headers": {"x-long": "y" * 20_000}}, anthropic.APIStatusError, "invalid_request_error"),
     "deadline": ({"headers": {"x-ttft-deadline-ms": "soon"}}, anthropic.BadRequestError, "invalid_request_error"),
     "count": ({"path": "/v1/messages/count_tokens", "key": "wrong"}, anthropic.AuthenticationError,
               "authentication_error"),
     "queue": ({}, anthropic.RateLimitError, "rate_limit_error"),
 }  # fmt: skip
-STATUSES = {"method": 405, "media type": 415, "host": 421, "header": 431}
+STATUSES = {"method": 405, "media type": 415, "header": 431}
 
 
 @pytest.mark.parametrize("case", BEFORE_THE_ROUTE)
@@ -226,6 +226,12 @@ def test_the_same_refusals_keep_openais_shape_elsewhere(strict: ScriptedServer) 
         reply = httpx.get(f"{strict.url}{path}", headers={"x-api-key": "wrong"})
         assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
         assert "request-id" not in reply.headers
+
+
+def test_another_servers_name_where_no_key_is_needed(with_tools: ScriptedServer) -> None:
+    reply = httpx.post(f"{with_tools.url}/v1/messages", json={}, headers={"host": "elsewhere"})
+    assert reply.status_code == 421 and reply.json()["type"] == "error"
+    assert reply.json()["error"]["type"] == "invalid_request_error" and "'elsewhere'" in reply.json()["error"]["message"]
 
 
 def test_max_tokens_is_required(client: anthropic.Anthropic) -> None:

@@ -239,6 +239,9 @@ def test_pages_of_other_origins_are_let_in_only_when_named() -> None:
     assert ask(headers=page | {"origin": "https://evil.example"}, options=named).header("access-control-allow-origin") is None
     everybody = ServerOptions(allowed_origins="*")
     assert ask(headers=page | {"origin": "https://evil.example"}, options=everybody).header("access-control-allow-origin") == "*"
+    for origin in ("app://obsidian.md", "chrome-extension://abcdefgh", "vscode-webview://0a1b"):
+        options = ServerOptions(allowed_origins=f"https://app.example,{origin}")
+        assert ask(headers=page | {"origin": origin}, options=options).header("access-control-allow-origin") == origin
     for wrong in ("example.com", "https://a/b", "null", "ftp://a"):
         with pytest.raises(ConfigError, match="allowed_origins must list origins"):
             ask(options=ServerOptions(allowed_origins=wrong))

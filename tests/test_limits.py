@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import uvicorn
 from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server import limits
 from ridgeline.server.hosts import HostGuard
+from ridgeline.server.lifecycle import NoFiles, raise_file_limit
 from ridgeline.server.limits import ServerOptions, Slots, limited_protocol
 
 MAX_BODY = 200_000
@@ -286,3 +290,28 @@ def test_every_name_will_do_where_a_key_is_needed_or_all_are_allowed() -> None:
     assert status_for(ServerOptions(allowed_host="gpu-box, *"), named) == 200
     assert status_for(ServerOptions(allowed_host="*"), b"not a name") == 400
     assert status_for(ServerOptions(), b"not a name", has_keys=True) == 400
+
+
+def test_files_that_run_out_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio tells of every attempt to take a connection, two thousand at a time; uvloop of none."""
+    told: list[dict[str, Any]] = []
+    loop: Any = SimpleNamespace(default_exception_handler=told.append)
+    handler = NoFiles()
+    with caplog.at_level(logging.WARNING, logger="ridgeline"):
+        for _ in range(2000):
+            handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")})
+        handler(loop, {"message": "Task exception was never retrieved"})
+    assert [record.getMessage() for record in caplog.records] == ["no file is left for another connection; those that come wait"]
+    assert told == [{"message": "Task exception was never retrieved"}]
+
+
+def test_there_are_no_more_connections_than_files(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    limits = [(64, 64)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    with caplog.at_level(logging.WARNING, logger="ridgeline"):
+        assert raise_file_limit(4096) == 32
+        assert "32 connections instead of 4096" in caplog.text
+        caplog.clear()
+        limits.append((1024, 100_000))
+        assert raise_file_limit(4096) == 4096 and limits[-1] == (2 * 4096 + 256, 100_000) and not caplog.text

@@ -467,7 +467,9 @@ def test_with_64_files_the_server_goes_on_when_connections_end(tmp_path: Path) -
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 0
-    assert server.stderr is not None and "Traceback" not in server.stderr.read()
+    assert server.stderr is not None
+    said = server.stderr.read()
+    assert "Traceback" not in said and len(said) < 2000
 
 
 def test_a_full_disk_under_the_access_log_ends_no_answer(tmp_path: Path) -> None:

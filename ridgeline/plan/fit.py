@@ -28,9 +28,10 @@ from ridgeline.plan.steps import Steps, count_rows, decode_rows, gather, workloa
 
 # What each constant is expected to be, and how far it may be off: a standard deviation of its logarithm. The times of a
 # kernel and the overlap are what single matrices of Llama-3.1-8B on the H200 say, small ones beside large ones: with one
-# row a + bytes / rate with a = 2.5 µs, with 128 rows about 4.5 µs above the roofline with p = 4.
+# row a + bytes / rate with a = 2.5 µs, with 128 rows about 4.5 µs above the roofline with p = 4. Cards of 4.8 TB/s by their data
+# sheet were measured to read 4.38 to 4.44.
 _EXPECTED: dict[str, tuple[float, float]] = {
-    "linear_read": (0.87, 0.1), "linear_compute": (0.65, 0.2), "overlap": (4.0, 0.3), "kernel_one_s": (2.5e-6, 0.15),
+    "linear_read": (0.87, 0.05), "linear_compute": (0.65, 0.2), "overlap": (4.0, 0.3), "kernel_one_s": (2.5e-6, 0.15),
     "kernel_many_s": (4.5e-6, 0.15), "attention_call_s": (6e-6, 0.5), "attention_read": (0.8, 0.15),
     "attention_compute": (0.6, 0.4), "layer_one_s": (2e-6, 0.7), "layer_many_s": (6e-6, 0.7), "step_s": (20e-6, 0.7),
     "power_drop": (0.1, 0.5), "power_s": (0.3, 0.3),

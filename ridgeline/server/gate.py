@@ -34,7 +34,10 @@ _REQUEST_ID = re.compile(rb"[0-9A-Za-z._:-]{1,128}")
 # Names of headers, as a browser lists them before it sends any.
 _HEADER_NAMES = re.compile(rb"[0-9A-Za-z!#$%&'*+.^_`|~-]{1,64}(?:[ \t]*,[ \t]*[0-9A-Za-z!#$%&'*+.^_`|~-]{1,64}){0,63}")
 _OWN_HEADERS = b"authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta, " + TTFT_HEADER
-_ORIGIN = re.compile(r"\*|[a-z][0-9a-z+.\-]*://[0-9A-Za-z._\-\[\]:]+")     # of pages, desktop apps and browser extensions
+# Of pages, desktop apps and browser extensions.
+_ORIGIN = re.compile(
+    r"\*|(?:https?|app|capacitor|ionic|tauri|vscode-webview|(?:chrome|moz|safari-web)-extension)://[0-9a-z._\-\[\]:]+"
+)
 _encode = msgspec.json.Encoder().encode
 
 

@@ -17,7 +17,9 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -42,6 +44,8 @@ logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
 GOODBYE_SECONDS = 1.0                # for the last words to clients whose requests are cut short
+OTHER_FILES = 32                     # that a server has open besides connections: pipes, sockets to the engine, logs, modules
+NO_FILES_SECONDS = 10.0              # between two lines that say that files have run out
 LARGE_BLOCK = 512 * 1024             # bytes
 _M_MMAP_THRESHOLD = -3               # of malloc.h
 COLLECT_AFTER = 50_000               # objects made and not freed, before the youngest are looked through for garbage
@@ -121,6 +125,7 @@ async def serve(
 ) -> None:
     """Answer on `listener` from now on (503 until the engine is ready), until told to stop. Raises why it cannot go on."""
     llm, server = service.llm, HttpServer(service)
+    asyncio.get_running_loop().set_exception_handler(NoFiles())
     for number in (signal.SIGINT, signal.SIGTERM):
         # Ours from now until the process ends. uvicorn sets the same while it serves and then puts back what was there;
         # it raises again only the signals that its own handle_exit, which ours replaces, has noted.
@@ -185,7 +190,7 @@ def run(
     name = model_name(llm, options)
     tracing = start_tracing(options.otlp_traces_endpoint, name)
     listener = bind(options)
-    raise_file_limit(options.max_connections)
+    options = replace(options, max_connections=raise_file_limit(options.max_connections))
     give_back_large_blocks()
     service = Service(llm, options, name, keys or Keys(), tracing=tracing)
     try:
@@ -203,9 +208,29 @@ def give_back_large_blocks() -> None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
-def raise_file_limit(connections: int) -> None:
-    """A connection is a file; the usual soft limit of 1,024 leaves no room for anything else."""
+def raise_file_limit(connections: int) -> int:
+    """A connection is a file; the usual soft limit of 1,024 leaves no room for anything else. How many there may be."""
     wanted = 2 * connections + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fits = max(1, min(connections, soft - OTHER_FILES))
+    if fits < connections:
+        logger.warning("%d connections instead of %d: this process may have %d files open (ulimit -n)", fits, connections, soft)
+    return fits
+
+
+class NoFiles:
+    """asyncio's handler of errors that nobody waits for, with a line every few seconds where a burst of connections has taken the
+    last file: asyncio tells of each of two thousand attempts to take another, with a traceback, and tries again in a second."""
+
+    def __init__(self) -> None:
+        self._told = -NO_FILES_SECONDS
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not str(context.get("message", "")).startswith("socket.accept() out of system resource"):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._told >= NO_FILES_SECONDS:
+            self._told = time.monotonic()
+            logger.warning("no file is left for another connection; those that come wait")
