@@ -63,6 +63,25 @@ def test_what_is_not_known_in_a_message_and_says_something_is_still_an_error() -
         parsed(ChatRequest, dropParams=[], something_new=None)
 
 
+def test_only_fields_that_nobody_knows_are_dropped_for_being_null() -> None:
+    """Whatever made the body be read again."""
+    documents = [{"title": None, "text": "b"}]
+    for more in ({}, {"max_tokens": 16.0}, {"something_new": None}, {"stream": True, "stream_options": {"x": None}}):
+        asked = parsed(ChatRequest, documents=documents, **more)
+        assert asked.template()["chat_template_kwargs"]["documents"] == documents
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": None}, "new": None}}
+    assert "null" in str(parsed(ChatRequest, response_format={"type": "text"}, structured_outputs={"json": {"const": None}},
+                                something_new=None).structured().json)
+    with pytest.raises(BadRequest, match="unknown field 'new'"):
+        parsed(ChatRequest, response_format=schema).structured()
+
+
+def test_too_many_texts_are_refused() -> None:
+    assert len(parsed(EmbeddingRequest, input=["a"] * 2048).prompts()) == 2048
+    with pytest.raises(BadRequest, match="input has 2049 texts; at most 2048"):
+        parsed(EmbeddingRequest, input=["a"] * 2049).prompts()
+
+
 def test_thoughts_by_any_of_their_names() -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         asked = parsed(ChatRequest, messages=[USER, {"role": "assistant", "content": "Hello", name: "Hm."}, USER])
@@ -87,7 +106,10 @@ def test_known_fields_that_ask_for_nothing_else(kind: type[Any], fields: dict[st
 def test_a_tool_with_more_than_its_schema() -> None:
     function = TOOL["function"] | {"return": {"type": "string"}}                         # type: ignore[operator]
     (tool,) = parsed(ChatRequest, tools=[{"type": "function", "strict": True, "function": function}]).tool_use().tools
-    assert tool["function"]["strict"] is True and tool["function"]["name"] == "f"
+    assert tool["function"]["strict"] is True and tool["function"]["name"] == "f" and tool["function"]["return"]
+    noted = TOOL["function"] | {"strict": None, "cache_control": {}, "defer_loading": True}                # type: ignore[operator]
+    (tool,) = parsed(ChatRequest, tools=[{"type": "function", "strict": True, "function": noted}]).tool_use().tools
+    assert tool["function"] == TOOL["function"] | {"strict": True}                       # type: ignore[operator]
     with pytest.raises(BadRequest, match="unknown field 'bogus'"):
         parsed(ChatRequest, tools=[TOOL | {"bogus": 1}]).tool_use()
 

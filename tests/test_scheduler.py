@@ -215,6 +215,24 @@ def test_a_prompt_that_goes_on_from_a_long_hit_is_cut_by_where_it_goes_on() -> N
     simulation.drain()
 
 
+def test_many_that_go_on_from_a_long_hit_share_the_time_of_one() -> None:
+    """Twenty requests behind the same 8,192 cached tokens, in a step that has room for 64 tokens there."""
+    class Heavy(Chunks):
+        def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+            return 64 if position else 1024
+
+    simulation = Simulation(replace(ROOMY, num_blocks=400, max_rows=32, max_step_tokens=1024, max_model_len=200))
+    simulation.ask("a", prompt(40), 60)
+    for _ in range(3):
+        simulation.step()
+    simulation.scheduler._time_model = Heavy(1024)
+    for number in range(20):
+        simulation.ask(f"b{number}", prompt(40) + prompt(10, number + 1), 2)
+    taken = numbers(simulation.step())
+    assert taken[0] == 1 and 55 <= sum(taken[1:]) <= 64
+    simulation.drain()
+
+
 def test_keys_that_weigh_as_much_as_a_token() -> None:
     """An 8B model: 14 GFLOP of products a token, half a MFLOP for every key."""
     matrices = [(32, 6144, 4096), (32, 4096, 4096), (32, 2 * 14336, 4096), (32, 4096, 14336), (1, 128256, 4096)]

@@ -124,6 +124,17 @@ def test_groups_save_more_than_any_one_group(ways: list[tuple[int, int, int, int
     assert max((len(each) - 1) * common(each) for each in subsets) <= saved <= best(rows.tolist()) <= saved * 4 // 3
 
 
+def test_groups_for_which_there_are_no_tiles_are_joined() -> None:
+    """Thirty-two pairs behind 63 blocks that all share: ten tiles hold ten pairs, or all rows."""
+    table = np.zeros((64, 160), np.int32)
+    table[:, :63] = np.arange(1, 64)
+    table[:, 63:133] = 1000 + np.arange(70) + 100 * (np.arange(64) // 2)[:, None]
+    table[:, 133:] = 10_000 + np.arange(27) + 100 * np.arange(64)[:, None]
+    length = np.full(64, 140 * 16)
+    tiles = SharedPrefixes(16, 32).find(table, np.arange(64), length, 64)
+    assert tiles is not None and set(tiles.prefix_len.tolist()) == {63 * 16}
+
+
 def test_blocks_that_nobody_shared_on_purpose_are_not_read_for_each_other() -> None:
     """A later block in common, behind different ones: no cache gives that out, and it is not believed."""
     length = np.full(3, 40)

@@ -63,14 +63,22 @@ class SharedPrefixes:
         if len(rows) < 2 or len(rows) * int(length.max(initial=0)) < FEWEST_SAVED:
             return None
         full = length // self._block_size                    # blocks of the past: this step's token is not shared
-        saved, groups = self._split(table, rows, full, np.arange(len(rows)), 0)
-        if saved * self._block_size < FEWEST_SAVED:
-            return None
-        groups = [(self._checked(table, rows, places, shared), shared) for places, shared in groups]
-        return self._tiles([(places, shared) for places, shared in groups if len(places) > 1], rows, padded)
+        found, most = None, FEWEST_SAVED - 1
+        for levels in (MOST_LEVELS, 1, 0):                   # coarser groups, where there are not tiles for all of them
+            saved, groups = self._split(table, rows, full, np.arange(len(rows)), 0, levels)
+            if saved * self._block_size <= most:
+                break
+            tiles = self._tiles([(self._checked(table, rows, places, shared), shared) for places, shared in groups], rows, padded)
+            read = [tiles.prefix_len[places] for places, _ in groups]
+            saved = sum(max(np.count_nonzero(each) - 1, 0) * int(each.max()) for each in read)
+            if saved > most:
+                found, most = tiles, saved
+            if all(each.all() for each in read):
+                break                                        # nobody was left out
+        return found
 
     def _split(
-        self, table: np.ndarray, rows: np.ndarray, full: np.ndarray, places: np.ndarray, known: int, level: int = 0
+        self, table: np.ndarray, rows: np.ndarray, full: np.ndarray, places: np.ndarray, known: int, levels: int
     ) -> tuple[int, list[tuple[np.ndarray, int]]]:
         """(blocks that are not read again, [(places, blocks they share)]) of rows that share `known` blocks at least.
 
@@ -80,14 +88,14 @@ class SharedPrefixes:
         shared = self._common(table, rows, full, places, known)
         whole = (len(places) - 1) * shared
         goes_on = full[places] > shared
-        if level == MOST_LEVELS or not goes_on.any():
+        if levels == 0 or not goes_on.any():
             return whole, [(places, shared)] if whole else []
         on = places[goes_on]
         _, kind, count = np.unique(table[rows[on], shared], return_inverse=True, return_counts=True)
         alone = np.concatenate([places[~goes_on], on[count[kind] == 1]])
         saved, groups = max(len(alone) - 1, 0) * shared, [(alone, shared)] if shared and len(alone) > 1 else []
         for which in np.nonzero(count > 1)[0].tolist():
-            theirs, found = self._split(table, rows, full, on[kind == which], shared + 1, level + 1)
+            theirs, found = self._split(table, rows, full, on[kind == which], shared + 1, levels - 1)
             saved += theirs
             groups += found
         return (saved, groups) if saved > whole else (whole, [(places, shared)] if whole else [])
@@ -113,7 +121,9 @@ class SharedPrefixes:
         columns = np.zeros((4, num_tiles), np.int32)
         members, prefix_len = np.zeros((2, padded), np.int32)
         tile = used = 0
-        for places, shared in sorted(groups, key=lambda group: -len(group[0]) * group[1]):
+        for places, shared in sorted(groups, key=lambda group: (1 - len(group[0])) * group[1]):
+            if len(places) < 2:
+                continue
             tokens = shared * self._block_size
             for start in range(0, len(places), self._tile_rows):
                 own = places[start : start + self._tile_rows]

@@ -427,6 +427,7 @@ class Scheduler:
         tokens: list[int] = []
         unready: list[tuple[tuple[int, int], Sequence]] = []
         promised = self._promised(table.ranked())
+        room = budget
         while self._waiting and budget > 0 and not table.full:
             entry = self._waiting[0]
             sequence = entry[1]
@@ -444,7 +445,8 @@ class Scheduler:
             most = budget
             if hit.num_tokens and self.limits.chunked_prefill:   # it goes on where tokens weigh more
                 prompts = num_running - num_decodes + len(rows) + self.num_waiting
-                most = min(budget, max(1, self._time_model.prompt_tokens(num_decodes, prompts, hit.num_tokens, budget)))
+                fits = self._time_model.prompt_tokens(num_decodes, prompts, hit.num_tokens, room)
+                most = max(1, min(budget, fits * budget // room))        # its share of what is left
             count = min(rest, most) if self.limits.chunked_prefill else rest
             if count > budget:
                 break                                            # whoever is next waits; nobody overtakes

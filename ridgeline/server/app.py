@@ -26,14 +26,13 @@ from starlette.routing import Route
 from ridgeline.engine.answer_stream import AnswerStream, Batch
 from ridgeline.engine.caller import CALLER, expect_first_token
 from ridgeline.engine.frontend import Prompt
-from ridgeline.engine.outputs import RequestOutput
 from ridgeline.errors import BadRequest, RidgelineError
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server import anthropic, dashboard, metrics, openapi, responses, roofline
 from ridgeline.server.body import LONG_BODY, away_if_long, parse_body
 from ridgeline.server.completions import middle_marks
 from ridgeline.server.dialects import ANTHROPIC, CHAT, RESPONSES, Dialect
-from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest, EmbeddingUsage
 from ridgeline.server.error_bodies import anthropic_body, is_anthropic
 from ridgeline.server.failures import describe, http_error
 from ridgeline.server.generation import FIT
@@ -257,8 +256,8 @@ async def embed(service: Service, body: bytes) -> EmbeddingReply:
     request, params = await away_if_long(len(body), work)
     prompts: list[Prompt] = list(request.prompts())
     if request.add_special_tokens is False:
-        prompts = [await service.llm.text_tokens(each, False) if isinstance(each, str) else each for each in prompts]
-    outputs: list[RequestOutput] = []
+        prompts = [await plain_tokens(service, each) for each in prompts]
+    reply = EmbeddingReply([], service.name, EmbeddingUsage(0, 0))
     # Clients send a thousand texts and more at once. Half of the room at a time leaves the other half to others.
     most = max(1, service.slots.limit // 2)
     for begin in range(0, len(prompts), most):
@@ -268,10 +267,17 @@ async def embed(service: Service, body: bytes) -> EmbeddingReply:
                 part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=metrics.arrived()
             )
             try:
-                outputs += await stream.complete()
+                outputs = await stream.complete()
             finally:
                 stream.close()
-    return EmbeddingReply.of(outputs, service.name, request)
+        await asyncio.to_thread(reply.add, outputs, request)     # thousands of numbers each
+    return reply
+
+
+async def plain_tokens(service: Service, prompt: Prompt) -> Prompt:
+    """A text as the tokens that it is, and no others."""
+    await asyncio.sleep(0)                               # streams go on between two of thousands
+    return await service.llm.text_tokens(prompt, False) if isinstance(prompt, str) else prompt
 
 
 class Endpoint(ABC):

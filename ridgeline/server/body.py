@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, Type, UnionType, type_info
+from msgspec.inspect import DictType, FloatType, IntType, ListType, NoneType, StructType, Type, UnionType, type_info
 
 from ridgeline.errors import BadRequest
 
@@ -55,7 +55,8 @@ def parse_body(kind: type[T], body: bytes) -> T:
             if not _FLOAT_FOR_INT.match(str(error)) and not _UNKNOWN_FIELD.search(str(error)):
                 raise
             # Read again, all of it: what follows the float may be no JSON at all.
-            request = msgspec.convert(_mend(kind)(_without_nulls(msgspec.json.decode(body))), kind, str_keys=True)
+            mended = _without_nulls(_mend(kind)(msgspec.json.decode(body)), type_info(kind))
+            request = msgspec.convert(mended, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadRequest(readable(str(error), kind)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -64,19 +65,25 @@ def parse_body(kind: type[T], body: bytes) -> T:
     return request
 
 
-def _without_nulls(body: Any) -> Any:
-    """Null is as if a field were not there, so an unknown one is no error. Of the body and what its lists hold: in somebody's
-    schema it may mean something."""
-    if not isinstance(body, dict):
-        return body
+def _without_nulls(value: Any, kind: Type) -> Any:
+    """Null is as if a field were not there, so one that a struct does not know is no error. What has no struct keeps its own."""
+    kinds = _kinds(kind)
+    if isinstance(value, list):
+        item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
+        return value if item is None or not _has_structs(item) else [_without_nulls(each, item) for each in value]
+    structs = [each for each in kinds if isinstance(each, StructType)]
+    if not isinstance(value, dict) or not structs:
+        return value
+    known = {field.encode_name: field.type for each in structs for field in each.fields}
+    known |= {each.tag_field: NoneType() for each in structs if each.tag_field}
     return {
-        name: [_present(each) for each in value] if isinstance(value, list) and value and isinstance(value[0], dict) else value
-        for name, value in _present(body).items()
+        name: _without_nulls(each, known[name]) if name in known else each
+        for name, each in value.items() if each is not None or name in known
     }
 
 
-def _present(fields: Any) -> Any:
-    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+def _has_structs(kind: Type) -> bool:
+    return any(isinstance(each, StructType) for each in _kinds(kind))
 
 
 # JSON has one kind of number, and some clients write 16 as 16.0. What makes it 16 again is made once for each type of body, and

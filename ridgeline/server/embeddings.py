@@ -17,6 +17,8 @@ from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.generation import FIT, Integer
 
+MOST_TEXTS = 2048                    # of one request, as OpenAI has it
+
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | list[str | Integer | list[Integer]]
@@ -44,6 +46,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             return [self.input]  # type: ignore[list-item]
         if kinds not in ({str}, {list}):
             raise BadRequest("input must be a text, a list of texts, a list of token ids or a list of such lists")
+        if len(self.input) > MOST_TEXTS:
+            raise BadRequest(f"input has {len(self.input)} texts; at most {MOST_TEXTS} may come in one request")
         return self.input  # type: ignore[return-value]
 
     def params(self, longest: int) -> SamplingParams:
@@ -72,11 +76,12 @@ class EmbeddingReply(msgspec.Struct):
     usage: EmbeddingUsage
     object: str = "list"
 
-    @classmethod
-    def of(cls, outputs: list[RequestOutput], model: str, request: EmbeddingRequest) -> EmbeddingReply:
-        tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        data = [Embedding(place, _written(output, request)) for place, output in enumerate(outputs)]
-        return cls(data, model, EmbeddingUsage(tokens, tokens))
+    def add(self, outputs: list[RequestOutput], request: EmbeddingRequest) -> None:
+        """Further vectors, in the order of their texts."""
+        first = len(self.data)
+        self.data += [Embedding(first + place, _written(output, request)) for place, output in enumerate(outputs)]
+        self.usage.prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
+        self.usage.total_tokens = self.usage.prompt_tokens
 
 
 def _written(output: RequestOutput, request: EmbeddingRequest) -> list[float] | str:

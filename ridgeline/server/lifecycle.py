@@ -212,8 +212,10 @@ def raise_file_limit(connections: int) -> int:
     """A connection is a file; the usual soft limit of 1,024 leaves no room for anything else. How many there may be."""
     wanted = 2 * connections + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return connections
     if soft < wanted:
-        soft = min(wanted, hard)
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     fits = max(1, min(connections, soft - OTHER_FILES))
     if fits < connections:

@@ -36,7 +36,7 @@ LINGER_SECONDS = 1.0                 # a refused client gets that long to read w
 class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", low=0)
-    allowed_host: str = option("", "further names and addresses this server is reached by, separated by commas")
+    allowed_host: str = option("", "further names and addresses this server is reached by, separated by commas; *: any")
     served_model_name: str = option(
         "", "name of the model in requests and answers, and others it answers to, separated by commas; gpt-*: all that begin so; "
         "empty: the file's name",

@@ -148,17 +148,16 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if tool.get("type", "function") != "function":
         raise Unsupported(f"{where}.type {shown(tool['type'])} is not supported; only 'function' is")
     function = tool["function"]
-    if tool.get("strict") is not None:                   # some clients have it a level higher, as the Responses API does
-        function = {"strict": tool["strict"]} | function
+    if function.get("strict") is None and "strict" in tool:      # some clients have it a level higher, as the Responses API does
+        function = {**function, "strict": tool["strict"]}
     return {"type": "function", "function": plain_function(function, f"{where}.function")}
 
 
-# What a function gives back, and how it was meant to be cached or loaded: it cannot change which calls are valid.
-HINTS = ("return", "cache_control", "defer_loading")
+HINTS = ("cache_control", "defer_loading")               # of a tool or its function, for servers that do such things
 
 
 def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    only(function, where, "name", "description", "parameters", "strict", *HINTS)
+    only(function, where, "name", "description", "parameters", "strict", "return", *HINTS)
     name = function.get("name")
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not _NAME_CHARACTERS.issuperset(name):
         raise BadRequest(
@@ -170,7 +169,7 @@ def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise BadRequest(f"{where}.parameters must be a JSON schema; got {shown(function['parameters'])}")
     if not isinstance(function.get("strict"), bool | None):
         raise BadRequest(f"{where}.strict must be true or false; got {shown(function['strict'])}")
-    return {key: value for key, value in function.items() if value is not None}
+    return {key: value for key, value in function.items() if value is not None and key not in HINTS}
 
 
 # -- schemas -----------------------------------------------------------------------------------------------------------
