@@ -70,7 +70,7 @@ class SharedPrefixes:
                 break
             tiles = self._tiles([(self._checked(table, rows, places, shared), shared) for places, shared in groups], rows, padded)
             read = [tiles.prefix_len[places] for places, _ in groups]
-            saved = sum(max(np.count_nonzero(each) - 1, 0) * int(each.max()) for each in read)
+            saved = sum(max(int(np.count_nonzero(each)) - 1, 0) * int(each.max()) for each in read)
             if saved > most:
                 found, most = tiles, saved
             if all(each.all() for each in read):
