@@ -134,6 +134,9 @@ def document() -> dict[str, Any]:
     }
     ordered = sorted(types, key=lambda kind: (kind.__module__, kind.__name__))
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
+    for schema in components.values():
+        if schema.get("additionalProperties") is False:
+            schema["additionalProperties"] = {"type": "null"}        # as if it were not there (server/body)
     by_type = dict(zip(ordered, schemas, strict=True))
     return {
         "openapi": "3.1.0",
