@@ -84,7 +84,7 @@ class Runner:
         self._buffers = buffers
         self._comm = comm
         self.memory: dict[str, int] = {}                 # measured bytes on a GPU, by part of the ledger
-        self.rehearse: Callable[[], bool] | None = None  # a step that nobody asked for; False: none is left (rehearsal.py)
+        self.rehearse: Callable[[], bool] = lambda: False    # a step that nobody asked for; False: none is left (rehearsal.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
         self._landings: list[Landing] = []               # that no step uses
@@ -133,7 +133,7 @@ class Runner:
 
     def prepare(self) -> bool:
         """Use a moment without work to make later steps faster. False: nothing is left to do."""
-        return self.forward.prepare() or (self.rehearse is not None and self.rehearse())
+        return self.forward.prepare() or self.rehearse()
 
     def start_over(self) -> bool:
         """Forget every row, and the step that could not be launched; those before it have been collected. Rows that go on are

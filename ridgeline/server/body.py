@@ -55,7 +55,7 @@ def parse_body(kind: type[T], body: bytes) -> T:
             if not _FLOAT_FOR_INT.match(str(error)) and not _UNKNOWN_FIELD.search(str(error)):
                 raise
             # Read again, all of it: what follows the float may be no JSON at all.
-            mended = _without_nulls(_mend(kind)(msgspec.json.decode(body)), type_info(kind))
+            mended = _without_nulls(_mend(kind)(msgspec.json.decode(body)), _type(kind))
             request = msgspec.convert(mended, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadRequest(readable(str(error), kind)) from None
@@ -63,6 +63,11 @@ def parse_body(kind: type[T], body: bytes) -> T:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     request.check()
     return request
+
+
+@cache
+def _type(kind: Any) -> Type:
+    return type_info(kind)
 
 
 def _without_nulls(value: Any, kind: Type) -> Any:
@@ -93,7 +98,7 @@ Mend = Callable[[Any], Any]
 
 @cache
 def _mend(kind: type[Any]) -> Mend:
-    return _mend_of(type_info(kind), ()) or (lambda value: value)
+    return _mend_of(_type(kind), ()) or (lambda value: value)
 
 
 def _mend_of(kind: Type, around: tuple[type[Any], ...]) -> Mend | None:
