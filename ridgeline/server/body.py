@@ -98,7 +98,7 @@ Mend = Callable[[Any], Any]
 
 @cache
 def _mend(kind: type[Any]) -> Mend:
-    return _mend_of(_type(kind), ()) or (lambda value: value)
+    return _mend_of(type_info(kind), ()) or (lambda value: value)
 
 
 def _mend_of(kind: Type, around: tuple[type[Any], ...]) -> Mend | None:
