@@ -33,6 +33,7 @@ class DeviceFacts:
     fast_dtypes: tuple[str, ...]
     runtime: int = 0                 # bytes that the driver and libraries take of it
     free: int = 0                    # bytes that nobody has yet; 0: not known
+    name: str = ""                   # as its maker calls it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class ResolvedConfig:
     step_bytes: int                  # of these, what the largest step takes that is launched kernel by kernel …
     graph_bytes: int                 # … and the largest that is recorded
     reasons: dict[str, str] = field(default_factory=dict)        # option -> why it has its value
+    device_name: str = ""
 
     @property
     def contiguous(self) -> bool:
@@ -138,7 +140,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         kv_dtype=dtype if config.cache.kv_cache_dtype == "auto" else "float8_e4m3fn", graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
-        step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons,
+        step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class Setup:
     static: bool = False
     chunked_prefill: bool = True
     max_waiting_steps: int = 10_000
+    enough_rows: int | None = None
     eos: frozenset[int] = frozenset({3})
     fail_tokens: tuple[int, ...] = ()
 
@@ -63,6 +64,7 @@ class Simulation:
                 max_model_len=setup.max_model_len,
                 chunked_prefill=setup.chunked_prefill,
                 max_waiting_steps=setup.max_waiting_steps,
+                enough_rows=setup.enough_rows,
             ),
             self.manager,
             setup.eos,
@@ -273,8 +275,8 @@ def check_index(manager: KVManager, holders: list[SequenceBlocks]) -> None:
     """Index, tree and pool agree: nodes and their blocks, blocks and their nodes, users and who uses."""
     cache, pool = manager.cache, manager.pool
     assert set(cache._owner) == pool._indexed, "the pool and the index disagree about what is indexed"
-    for block, (node, group) in cache._owner.items():
-        assert node.blocks[group] == block and cache._nodes.get(node.key) is node, f"block {block} has no node"
+    for block, node in cache._owner.items():
+        assert node.blocks.count(block) == 1 and cache._nodes.get(node.key) is node, f"block {block} has no node"
     users = Counter(id(node.parent) for node in cache._nodes.values())
     users.update(id(blocks.node) for blocks in holders if blocks.node)
     for key, node in cache._nodes.items():
@@ -282,8 +284,8 @@ def check_index(manager: KVManager, holders: list[SequenceBlocks]) -> None:
         assert node.users == users[id(node)], "a node counts users it does not have"
         assert node.users or any(node.blocks), "a node nobody needs was kept"
         assert node.parent.parent is None or cache._nodes.get(node.parent.key) is node.parent, "a node lost its parent"
-        for group, block in enumerate(node.blocks):
-            assert not block or cache._owner[block] == (node, group), f"block {block} is indexed twice"
+        for block in node.blocks:
+            assert not block or cache._owner[block] is node, f"block {block} is indexed twice"
 
 
 # -- random traffic ----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
 from ridgeline.cache.prefix_cache import PrefixCache
 from ridgeline.scheduler import scheduler as scheduler_module
-from ridgeline.scheduler.policy import StaticBatching
+from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.rows import Rows
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.scheduler.sequence import Sequence
@@ -102,8 +102,8 @@ PLANTS = [
     Plant("token ids are not compared", PrefixCache, "find", "node.tokens == tokens and ", "", collisions),
     Plant("parents are not compared", PrefixCache, "find", " and self._same(node.parent, parent)", "", collisions),
     Plant("roots are compared by hash", PrefixCache, "_same", "a.tokens == b.tokens", "a.key == b.key", collisions),
-    Plant("a second commit replaces the block", PrefixCache, "insert", "not node.blocks[group] and ", ""),
-    Plant("an evicted block is still found", PrefixCache, "evict", "node.blocks[group] = 0", "pass"),
+    Plant("a second commit replaces the block", PrefixCache, "insert", "not kept[group] and ", ""),
+    Plant("an evicted block is still found", PrefixCache, "evict", "0 if each == block else each", "each"),
     Plant("a node goes though somebody stands on it", PrefixCache, "_prune", "not walk.users and ", ""),
     Plant("a node stays for ever", PrefixCache, "evict", "self._prune(node)", "pass"),
     # -- the manager
@@ -166,7 +166,13 @@ PLANTS = [
     Plant("those who have ended stay in the queue", Scheduler, "_tidy_queue", "2 * self._num_gone > len(self._waiting)", "False"),
     Plant("recomputed tokens count as new", Scheduler, "_plan", "np.minimum(ends, table.lost[rows]) - starts",
           "np.minimum(ends, table.lost[rows]) - ends", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
-    Plant("a static batch goes on filling", StaticBatching, "open", "num_running == self._size and ", "",
+    Plant("a level holds nobody back", ContinuousBatching, "places", "self._level - num_running", "num_waiting",
+          one(test_scheduler.test_short_answers_are_kept_to_run_beside_the_longest)),
+    Plant("whoever leaves is replaced alone", ContinuousBatching, "places", "self._level // 16", "1",
+          one(test_scheduler.test_rows_below_a_level_are_filled_together)),
+    Plant("a level is below what makes rows cheap", Scheduler, "_level", "max(self.limits.enough_rows, ", "max(0, ",
+          one(test_scheduler.test_rows_below_a_level_are_filled_together)),
+    Plant("a static batch goes on filling", StaticBatching, "places", "num_running == self._size and ", "",
           one(test_scheduler.test_a_static_batch_fills_while_prompts_take_several_steps)),
     Plant("every answer tells of the prompt", Scheduler, "_want", "sequence.leader is None and ", ""),
     Plant("a finished request stays", Scheduler, "_end", "live.remove(sequence)", "pass"),

@@ -34,11 +34,24 @@ def test_a_path_is_found_block_by_block() -> None:
     assert cache.find(found, b"aa") is None and cache.find(cache.root(""), b"bb") is None
 
 
+def test_a_node_is_one_object_for_the_collector() -> None:
+    """It looks through all of them while everybody waits."""
+    cache = PrefixCache(2)
+    gc.collect()
+    before, parent = len(gc.get_objects()), cache.root("")
+    for number in range(1000):
+        node, _ = cache.insert(parent, number.to_bytes(4, "little"), [2 * number + 1, 2 * number + 2])
+        assert node is not None
+        parent = node
+    gc.collect()
+    assert len(gc.get_objects()) - before < 1100
+
+
 def test_equal_tokens_below_different_parents_are_different_blocks() -> None:
     cache = PrefixCache(1)
     first = _chain(cache, [b"aa", b"xx"], 1)
     second = _chain(cache, [b"bb", b"xx"], 3)
-    assert first[1] is not second[1] and first[1].blocks == [2] and second[1].blocks == [4]
+    assert first[1] is not second[1] and first[1].blocks == (2,) and second[1].blocks == (4,)
 
 
 def test_salts_share_nothing() -> None:
@@ -53,14 +66,14 @@ def test_the_first_to_commit_keeps_its_block() -> None:
     node, taken = cache.insert(cache.root(""), b"aa", [1, 0])
     again, more = cache.insert(cache.root(""), b"aa", [3, 4])
     assert again is node and taken == [1] and more == [4], "only what was missing is taken"
-    assert node is not None and node.blocks == [1, 4]
+    assert node is not None and node.blocks == (1, 4)
 
 
 def test_an_evicted_block_leaves_a_hole_that_can_be_filled_again() -> None:
     cache = PrefixCache(1)
     nodes = _chain(cache, [b"aa", b"bb"], 1)
     cache.evict(1)
-    assert cache.find(cache.root(""), b"aa") is nodes[0] and nodes[0].blocks == [0], "its child still hangs on it"
+    assert cache.find(cache.root(""), b"aa") is nodes[0] and nodes[0].blocks == (0,), "its child still hangs on it"
     assert cache.insert(cache.root(""), b"aa", [7]) == (nodes[0], [7])
 
 

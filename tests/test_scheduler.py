@@ -97,6 +97,65 @@ def test_the_order_is_kept_where_not_all_fit() -> None:
     simulation.drain()
 
 
+LEVELLED = Setup(num_blocks=400, max_rows=64, max_step_tokens=256, enough_rows=8, eos=frozenset())
+
+
+def test_short_answers_are_kept_to_run_beside_the_longest() -> None:
+    """One answer of 40 tokens and 70 of 4 are 320 tokens: with eight rows all of them end together."""
+    thin, answers = [], []
+    for setup in (replace(LEVELLED, enough_rows=None), LEVELLED):
+        simulation = Simulation(setup)
+        for place in range(71):
+            simulation.ask(str(place), prompt(2, place), 40 if place == 50 else 4)
+        simulation.scheduler.begin_with_longest()
+        decodes = []
+        while simulation.scheduler.has_work:
+            decodes.append(len(simulation.step().rows))
+            if setup.enough_rows and simulation.scheduler.num_waiting:
+                assert len(running(simulation)) <= 8
+        assert len(decodes) == 40, "as many steps as the longest answer has tokens"
+        simulation.check_end()
+        thin.append(sum(rows < 4 for rows in decodes))
+        answers.append(simulation.answers)
+    assert answers[0] == answers[1] and thin[0] > 30 and thin[1] < 4
+
+
+def test_rows_below_a_level_are_filled_together() -> None:
+    """A sixteenth of 32 rows is two; the last may come alone."""
+    simulation = Simulation(replace(LEVELLED, enough_rows=30))
+    for place in range(60):
+        simulation.ask(str(place), prompt(2, place), 40 if place == 0 else 5 + place % 7)
+    simulation.scheduler.begin_with_longest()
+    joined = []
+    while simulation.scheduler.num_waiting:
+        joined.append(len(simulation.step().added))
+    assert joined[0] == 32 and sum(joined) == 60 and 1 not in joined[:-1]
+    simulation.drain()
+
+
+def test_a_level_ends_with_those_it_was_made_for() -> None:
+    simulation = Simulation(LEVELLED)
+    for place in range(12):
+        simulation.ask(str(place), prompt(2, place), 3 + place)
+    simulation.scheduler.begin_with_longest()
+    simulation.drain()
+    for place in range(20, 40):
+        simulation.ask(str(place), prompt(2, place), 3)
+    simulation.step()
+    assert len(running(simulation)) == 20
+    simulation.drain()
+
+
+def test_equal_answers_all_run_at_once() -> None:
+    simulation = Simulation(LEVELLED)
+    for place in range(40):
+        simulation.ask(str(place), prompt(2, place), 6)
+    simulation.scheduler.begin_with_longest()
+    simulation.step()
+    assert len(running(simulation)) == 40
+    simulation.drain()
+
+
 def test_a_long_prompt_comes_in_chunks() -> None:
     simulation = Simulation(ROOMY)
     simulation.ask("a", prompt(40), 3)

@@ -12,6 +12,7 @@ scheduler's business; this file knows only tokens and blocks.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.cache.block_pool import NULL_BLOCK, BlockPool, SlabPool
@@ -122,7 +123,7 @@ class KVManager:
         length = self._valid_length(columns)
         return self._hit(columns[:length], self.cache.root(salt) if length == 0 else None)
 
-    def _valid_length(self, columns: list[list[int]]) -> int:
+    def _valid_length(self, columns: Sequence[Sequence[int]]) -> int:
         """How many leading blocks can be used: all present in full groups, the last window's worth in window groups."""
         if not self._windows:
             return next((index for index, blocks in enumerate(columns) if not all(blocks)), len(columns))
@@ -145,7 +146,7 @@ class KVManager:
                 best = index + 1
         return best
 
-    def _hit(self, columns: list[list[int]], node: Node | None) -> Hit:
+    def _hit(self, columns: Sequence[Sequence[int]], node: Node | None) -> Hit:
         tables = [[blocks[group] for blocks in columns] for group in range(len(self.groups))]
         for group, window in self._windows:
             needed = -(-(window - 1) // self.block_size)

@@ -21,10 +21,13 @@ import numpy as np
 
 @dataclass(slots=True, eq=False)
 class Node:
+    """There are as many as the cache has blocks, and Python's collector looks through all of them now and then: so a node is one
+    object for it. (It leaves tuples of numbers out; with lists, and a tuple for each owner, 200,000 took it a tenth of a second.)"""
+
     key: bytes
     parent: Node | None
     tokens: bytes                                    # a root has its salt here
-    blocks: list[int]                                # one per group; 0 where the block is gone or was never kept
+    blocks: tuple[int, ...]                          # one per group; 0 where the block is gone or was never kept
     users: int = 0                                   # children, and sequences whose newest full block this is
     newest: tuple[array[int], list[Node]] | None = None      # of a first block: the path last walked from it, see walk()
 
@@ -34,14 +37,14 @@ class PrefixCache:
         self._num_groups = num_groups
         self._secret = os.urandom(32)
         self._nodes: dict[bytes, Node] = {}
-        self._owner: dict[int, tuple[Node, int]] = {}  # block -> its node and group
+        self._owner: dict[int, Node] = {}              # block -> its node
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def root(self, salt: str) -> Node:
         """The parent of first blocks. Roots are not stored: equal salts give equal roots."""
-        return Node(self._hash(b"root", salt.encode()), None, salt.encode(), [])
+        return Node(self._hash(b"root", salt.encode()), None, salt.encode(), ())
 
     def find(self, parent: Node, tokens: bytes) -> Node | None:
         node = self._nodes.get(self._hash(parent.key, tokens))
@@ -76,17 +79,18 @@ class PrefixCache:
         key = self._hash(parent.key, tokens)
         node = self._nodes.get(key)
         if node is None:
-            node = Node(key, parent, tokens, [0] * self._num_groups)
+            node = Node(key, parent, tokens, (0,) * self._num_groups)
             self._nodes[key] = node
             parent.users += 1
         elif node.tokens != tokens or not self._same(node.parent, parent):
             return None, []
-        taken = []
+        kept, taken = list(node.blocks), []
         for group, block in enumerate(blocks):
-            if block and not node.blocks[group] and block not in self._owner:
-                node.blocks[group] = block
-                self._owner[block] = (node, group)
+            if block and not kept[group] and block not in self._owner:
+                kept[group] = block
+                self._owner[block] = node
                 taken.append(block)
+        node.blocks = tuple(kept)
         return node, taken
 
     def stand_on(self, node: Node, instead_of: Node) -> None:
@@ -100,8 +104,8 @@ class PrefixCache:
 
     def evict(self, block: int) -> None:
         """The pool reuses this block: it holds something else from now on."""
-        node, group = self._owner.pop(block)
-        node.blocks[group] = 0
+        node = self._owner.pop(block)
+        node.blocks = tuple(0 if each == block else each for each in node.blocks)
         if not any(node.blocks):
             self._prune(node)
 

@@ -11,13 +11,14 @@ is for padding: it has no blocks, so whatever it writes goes to block 0.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.graph_shapes import Shape
+from ridgeline.graph_shapes import Shape, decode_sizes
 from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import StepPlan, Want
@@ -116,6 +117,7 @@ class DeviceRows:
         self._flat_tables, self._group_tables = self._device_tables.view(-1), list(self._device_tables)
         self._changed: list[np.ndarray] = []             # places in the flat tables that the device has not seen
         self._most_changes = 2 * len(groups) * max_rows + max_blocks
+        self._sizes = decode_sizes(max_rows)
         self._ones = torch.arange(max_rows + 1, dtype=torch.int32, device=device)    # borders of rows with a query each
         self._arange = np.arange(max(max_step_tokens, max_rows) + 1, dtype=np.int64)
         # Per token: id, position and a slot in each group. Per row: ten numbers at most. Changes of the tables: place
@@ -209,7 +211,7 @@ class DeviceRows:
         last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
         on_cpu = self.device.type == "cpu"
         work = None if on_cpu else AttentionWork(layout.num_decodes, layout.longest, self._deterministic)
-        goes_on = None if layout.num_tokens == len(rows) else self._goes_on(plan, layout)
+        goes_on = None if layout.num_decodes == len(rows) else self._goes_on(plan, layout)
 
         staging = self._staging
         staging.begin()
@@ -344,10 +346,7 @@ class DeviceRows:
         wanted = np.nonzero(plan.want & TOKEN)[0]
         longest = int(counts[num_decodes:].max(initial=0))
         if shape is None:
-            num_rows, num_tokens = len(rows), int(counts.sum())
-            return _Layout(
-                rows, counts, slice(0, num_rows), wanted, self._arange[: len(wanted)], num_decodes, num_tokens, longest
-            )
+            return self._launched(rows, counts, wanted, num_decodes, longest)
         num_rows = shape.decodes + shape.prompts
         full_rows, full_counts = np.full(num_rows, self.max_rows), np.zeros(num_rows, np.int64)
         places = self._arange[: len(rows)].copy()
@@ -358,6 +357,20 @@ class DeviceRows:
             full_rows, full_counts, places, slice(0, num_rows), places[wanted], shape.decodes,
             shape.decodes + shape.prompt_tokens, shape.prompt_tokens,
         )
+
+    def _launched(
+        self, rows: np.ndarray, counts: np.ndarray, wanted: np.ndarray, num_decodes: int, longest: int
+    ) -> _Layout:
+        """A step that no graph has. Beside prompts only wanted rows go through the last layer's products: as many as decodes are
+        recorded with, the others a row without tokens. Other numbers have kernels of the library that nobody has launched before,
+        and loading those stalls the device."""
+        num_rows, num_tokens = len(rows), int(counts.sum())
+        live, picks = slice(0, num_rows), self._arange[: len(wanted)]
+        missing = self._sizes[bisect.bisect_left(self._sizes, len(wanted))] - len(wanted) if len(wanted) else 0
+        if missing and num_decodes < num_rows and self.device.type != "cpu":
+            rows, counts = np.append(rows, self.max_rows), np.append(counts, 0)
+            wanted = np.append(wanted, np.full(missing, num_rows))
+        return _Layout(rows, counts, live, wanted, picks, num_decodes, num_tokens, longest)
 
     def _goes_on(self, plan: StepPlan, layout: _Layout) -> np.ndarray | None:
         """The rows that the last layer has to go on with, where it is not with every token. Where results may not depend on who

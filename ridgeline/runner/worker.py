@@ -48,7 +48,8 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
     if not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no GPU here; use device=cpu")
     free, total = torch.cuda.mem_get_info()
-    return DeviceFacts("cuda", total, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free)
+    name = torch.cuda.get_device_name()
+    return DeviceFacts("cuda", total, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free, name)
 
 
 def make_runner(

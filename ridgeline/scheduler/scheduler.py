@@ -23,6 +23,7 @@ import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager, SequenceBlocks
 from ridgeline.errors import BadRequest
+from ridgeline.graph_shapes import decode_sizes
 from ridgeline.messages import Logprobs, Request, RowAdded, Snapshot, StepPlan, StepResult, TokenDelta, Want
 from ridgeline.scheduler.policy import (
     AGED_PRIORITY,
@@ -51,6 +52,7 @@ class SchedulerLimits:
     max_model_len: int
     chunked_prefill: bool = True
     max_waiting_steps: int = 10_000  # after that many steps a waiting request goes ahead of every priority
+    enough_rows: int | None = None   # with more than so many a row costs no less; None: nobody knows
 
 
 @dataclass(slots=True)
@@ -184,19 +186,31 @@ class Scheduler:
         and wait for each other. Answers do not change by it.
 
         Such a run ends with the longest answer, alone in its last steps, which take nearly as long as full ones; begun first, it
-        is as many steps ahead as the other prompts take. Not where not all of them fit into the KV cache at once: who is far
-        from whoever shares its prefix might find that evicted.
+        is as many steps ahead as the other prompts take, and short answers are kept to run beside it: no more rows at once than
+        the longest answer's steps need, so that no step has few. Not where not all of them fit into the KV cache at once: who is
+        far from whoever shares its prefix might find that evicted.
         """
         waiting = [sequence for _, sequence in self._waiting if not sequence.finished]
+        self.admission.level(None)
         blocks = sum(self.manager.blocks_for(sequence.limit, self.limits.max_step_tokens) for sequence in waiting)
         if blocks > self.manager.num_free:
             return
+        self.admission.level(self._level([sequence.limit - sequence.num_prompt for sequence in waiting]))
         orders = sorted(sequence.order for sequence in waiting)
         waiting.sort(key=lambda sequence: (sequence.num_prompt - sequence.limit, sequence.order))
         for sequence, order in zip(waiting, orders, strict=True):
             sequence.order = order
         self._waiting = [(rank(sequence), sequence) for _, sequence in self._waiting]
         heapq.heapify(self._waiting)
+
+    def _level(self, answers: list[int]) -> int | None:
+        """Rows with which answers of these lengths, the longest begun first, end together. They are bounds: whoever ends early
+        leaves others to run alone. So never fewer rows than make each of them as cheap as can be, and a number of them that
+        steps are recorded for."""
+        if self.limits.enough_rows is None or not answers:
+            return None
+        rows = max(self.limits.enough_rows, -(-sum(answers) // max(answers)))
+        return next((size for size in decode_sizes(self.limits.max_rows) if size >= rows), None)
 
     def _resume(self, sequence: Sequence, produced: list[int], begun: bool) -> None:
         """It goes on where an earlier engine stopped, as after a preemption: what it knew is computed again."""
@@ -296,8 +310,9 @@ class Scheduler:
         self.started = []
         self._publish_all()
         rows, tokens, budget, short = self._give_to_running()
-        if not short and budget > 0 and self._waiting and self.admission.open(len(self._rows)):
-            joined, joined_tokens = self._admit(budget, int(np.count_nonzero(tokens == 1)))
+        places = self.admission.places(len(self._rows), self.num_waiting) if self._waiting and not short else 0
+        if budget > 0 and places > 0:
+            joined, joined_tokens = self._admit(budget, int(np.count_nonzero(tokens == 1)), places)
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
                 tokens = np.concatenate([tokens, np.array(joined_tokens, np.int64)])
@@ -416,7 +431,7 @@ class Scheduler:
         self._leave_row(sequence)
         heapq.heappush(self._waiting, (rank(sequence), sequence))
 
-    def _admit(self, budget: int, num_decodes: int) -> tuple[list[int], list[int]]:
+    def _admit(self, budget: int, num_decodes: int, places: int) -> tuple[list[int], list[int]]:
         """Let waiting sequences join, by rank, while rows, blocks and budget last. Unready ones are passed over."""
         self._promote_aged()
         table, manager = self._rows, self.manager
@@ -428,7 +443,7 @@ class Scheduler:
         unready: list[tuple[tuple[int, int], Sequence]] = []
         promised = self._promised(table.ranked())
         room = budget
-        while self._waiting and budget > 0 and not table.full:
+        while self._waiting and budget > 0 and len(rows) < places and not table.full:
             entry = self._waiting[0]
             sequence = entry[1]
             if sequence.finished:
