@@ -199,8 +199,8 @@ class ManagerMachine(RuleBasedStateMachine):
         pool.check()
         check_index(self.manager, [live.blocks for live in self.live])
         for block, node in self.manager.cache._owner.items():
-            salt, tokens = node_path(node)
-            assert self.findable[node.blocks.index(block), salt, tuple(tokens)] == block, "a block is indexed that should not be found"
+            group, (salt, tokens) = node.blocks.index(block), node_path(node)
+            assert self.findable[group, salt, tuple(tokens)] == block, "a block is indexed that should not be found"
         references = [0] * NUM_BLOCKS
         for table in (table for live in self.live for table in live.blocks.tables):
             for block in table:

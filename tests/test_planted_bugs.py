@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 
 import pytest
 import test_kv_manager
+import test_levelling
 import test_prefix_cache
 import test_scheduler
 from host_simulation import SETUPS, run_random
@@ -24,10 +25,12 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_block_pool import PoolMachine
 
+from ridgeline import levelling
 from ridgeline.cache import prefix_cache
 from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
 from ridgeline.cache.prefix_cache import PrefixCache
+from ridgeline.levelling import Level
 from ridgeline.scheduler import scheduler as scheduler_module
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.rows import Rows
@@ -166,12 +169,14 @@ PLANTS = [
     Plant("those who have ended stay in the queue", Scheduler, "_tidy_queue", "2 * self._num_gone > len(self._waiting)", "False"),
     Plant("recomputed tokens count as new", Scheduler, "_plan", "np.minimum(ends, table.lost[rows]) - starts",
           "np.minimum(ends, table.lost[rows]) - ends", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
-    Plant("a level holds nobody back", ContinuousBatching, "places", "self._level - num_running", "num_waiting",
+    Plant("a level holds nobody back", Level, "places", "self.rows - num_running", "num_waiting",
           one(test_scheduler.test_short_answers_are_kept_to_run_beside_the_longest)),
-    Plant("whoever leaves is replaced alone", ContinuousBatching, "places", "self._level // 16", "1",
+    Plant("whoever leaves is replaced alone", Level, "places", "self.rows // _TOGETHER", "1",
           one(test_scheduler.test_rows_below_a_level_are_filled_together)),
-    Plant("a level is below what makes rows cheap", Scheduler, "_level", "max(self.limits.enough_rows, ", "max(0, ",
-          one(test_scheduler.test_rows_below_a_level_are_filled_together)),
+    Plant("a level stays", ContinuousBatching, "places", "self._level = None", "pass",
+          one(test_scheduler.test_a_level_ends_with_those_it_was_made_for)),
+    Plant("a level is below what makes rows cheap", levelling, "level_rows", "max(enough_rows, ", "max(0, ",
+          lambda _: test_levelling.test_so_many_rows_that_all_end_together([40] + [4] * 30, 8, 8)),
     Plant("a static batch goes on filling", StaticBatching, "places", "num_running == self._size and ", "",
           one(test_scheduler.test_a_static_batch_fills_while_prompts_take_several_steps)),
     Plant("every answer tells of the prompt", Scheduler, "_want", "sequence.leader is None and ", ""),

@@ -36,6 +36,7 @@ class Run:
     cached: int                      # prompt tokens that the prefix cache had
     steps: int
     longest_step: float              # seconds between two steps' results, at most: what held a run up shows here
+    level: int | None                # rows that ran at once, where not all of them did (levelling.py)
 
     @property
     def tokens(self) -> int:
@@ -92,7 +93,7 @@ class Engine:
                     cached += delta.num_cached_tokens
                 answers[delta.request_id] += delta.token_ids
         seconds = time.perf_counter() - start
-        return Run(seconds, list(first.values()), list(answers.values()), cached, steps, longest)
+        return Run(seconds, list(first.values()), list(answers.values()), cached, steps, longest, core.scheduler.level)
 
     def submit(self, prompt: list[int], tokens_out: int, salt: str = "", **params: Any) -> str:
         """Queue one greedy request that answers with exactly so many tokens."""

@@ -17,6 +17,7 @@ from typing import Any
 from ridgeline.bench.workloads import Asked, Preset
 from ridgeline.costs import Cost
 from ridgeline.diagnose.cost import PARTS, DecoderShape, Peaks, step_cost
+from ridgeline.levelling import Level
 
 # What other engines were compared with: Llama-3.1-8B in bf16 on one H200 (4.38 TB/s, 793 TFLOP/s), counting the linears,
 # the head and the KV read at the mean context. By preset and figure; seconds or tok/s.
@@ -57,10 +58,11 @@ def step_floor(
 
 
 def workload_floor(
-    shape: DecoderShape, asked: Asked, peaks: Peaks, budget: int, max_rows: int, shared: int = 0
+    shape: DecoderShape, asked: Asked, peaks: Peaks, budget: int, max_rows: int, shared: int = 0, level: int | None = None
 ) -> Floor:
-    """The sum over the steps of an engine without overhead."""
+    """The sum over the steps of an engine without overhead. `level`: rows that run at once, see levelling.py."""
     floor = Floor()
+    levelled = Level(level) if level else None
     waiting = deque(
         _Sequence(shared if shared and place else 0, len(prompt), tokens_out)
         for place, (prompt, tokens_out) in enumerate(asked)
@@ -70,10 +72,14 @@ def workload_floor(
         room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
         rows: list[tuple[int, int]] = []
         logits: list[int] = []
-        while waiting and len(running) < max_rows and room > sum(
-            max(0, sequence.prompt - sequence.kv) for sequence in running
-        ):
+        free = max_rows - len(running)
+        if levelled is not None:
+            free = levelled.places(len(running), len(waiting))
+        while waiting and free > 0 and room > sum(max(0, sequence.prompt - sequence.kv) for sequence in running):
             running.append(waiting.popleft())
+            free -= 1
+        if levelled is not None:
+            levelled.begun(len(running), full=False)
         for sequence in running:
             count = 1 if sequence.kv >= sequence.prompt else min(room, sequence.prompt - sequence.kv)
             if count == 0:
@@ -94,14 +100,14 @@ def workload_floor(
 
 
 def preset_floor(
-    shape: DecoderShape, preset: Preset, asked: Asked, peaks: Peaks, budget: int, max_rows: int
+    shape: DecoderShape, preset: Preset, asked: Asked, peaks: Peaks, budget: int, max_rows: int, level: int | None = None
 ) -> dict[str, Any]:
     """Our own count for a preset: the figures that a perfect engine would have, and what it would move and compute.
 
     It begins with the longest answers, as the engine does with requests that are all there at once.
     """
     asked = sorted(asked, key=lambda each: -each[1])
-    whole = workload_floor(shape, asked, peaks, budget, max_rows, preset.shared)
+    whole = workload_floor(shape, asked, peaks, budget, max_rows, preset.shared, level)
     tokens = sum(tokens_out for _, tokens_out in asked)
     found: dict[str, Any] = {
         "seconds": whole.seconds, "bytes": whole.cost.bytes, "flops": whole.cost.flops, "steps": whole.steps,

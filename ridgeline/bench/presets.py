@@ -249,7 +249,8 @@ def measure_preset(
     begin = time.time()
     for _ in range(repeats):
         one = engine.serve(ones, _salt()) if decodes else None
-        runs.append(_figures(preset, engine.serve(asked, _salt()), one))
+        run = engine.serve(asked, _salt())
+        runs.append(_figures(preset, run, one))
     end = time.time()
     names = [name for name in runs[0] if name.endswith("_s") and name != "seconds"]
     spreads = {name: figure([each[name] for each in runs], warm_ups=1) for name in names}
@@ -257,7 +258,7 @@ def measure_preset(
     row: dict[str, Any] = {
         "requests": preset.count, "tokens_in": sum(len(prompt) for prompt, _ in asked),
         "tokens_out": sum(tokens_out for _, tokens_out in asked), "shared_prefix": preset.shared,
-        "runs": runs, "median": medians, "p10": {name: found["p10"] for name, found in spreads.items()},
+        "level": run.level, "runs": runs, "median": medians, "p10": {name: found["p10"] for name, found in spreads.items()},
         "p90": {name: found["p90"] for name, found in spreads.items()},
         "device_log": watch.between(begin, end).get("gpu", {}), "watts": watch.watts(begin, end),
     }  # fmt: skip
@@ -265,7 +266,7 @@ def measure_preset(
     config = engine.config
     shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_dtype)
     rates = Peaks(peaks.read_bytes_s, peaks.rate(config.dtype))
-    own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs)
+    own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs, run.level)
     row["floor"] = {"counted": own}
     row["share_of_floor"] = {"counted": shares(medians, own)}
     seconds = percentiles([each["seconds"] for each in runs])["median"]

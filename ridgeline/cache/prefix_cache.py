@@ -21,8 +21,9 @@ import numpy as np
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """There are as many as the cache has blocks, and Python's collector looks through all of them now and then: so a node is one
-    object for it. (It leaves tuples of numbers out; with lists, and a tuple for each owner, 200,000 took it a tenth of a second.)"""
+    """There are as many as the cache has blocks, and now and then Python's collector looks through all of them: so a node is one
+    object for it, which leaves tuples of numbers out. (With a list, and a tuple in `_owner`, 200,000 took a tenth of a second.)
+    """
 
     key: bytes
     parent: Node | None

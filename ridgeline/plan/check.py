@@ -55,7 +55,7 @@ def _row(record: Record, row: MeasuredRow, fitted: bool) -> list[Checked]:
     if row.step_seconds is not None:
         step = decode_seconds(setup, len(row.asked), row.parts_context)
         return [Checked(record.name, row.workload, "TPOT", row.step_seconds, step, fitted)]
-    total = workload_seconds(setup, row.asked, *limits)
+    total = workload_seconds(setup, row.asked, *limits, row.level)
     uniform = len(set(row.asked)) == 1 and not row.shared
     found = []
     tokens_out = sum(out for _, out in row.asked)

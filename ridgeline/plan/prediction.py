@@ -298,9 +298,10 @@ def closed_loop(setup: Setup, asked: Lengths, users: int, budget: int = STEP_TOK
 
 
 def workload_seconds(
-    setup: Setup, asked: Lengths, budget: int = STEP_TOKENS, max_rows: int = MOST_ROWS, shared: int = 0
-) -> float:
+    setup: Setup, asked: Lengths, budget: int = STEP_TOKENS, max_rows: int = MOST_ROWS, shared: int = 0,
+    level: int | None = None,
+) -> float:  # fmt: skip
     shape = setup.shape
-    counts = workload_counts(shape, asked, budget, max_rows, shared, setup.graphs)
+    counts = workload_counts(shape, asked, budget, max_rows, shared, setup.graphs, level)
     steps = gather(shape, counts, setup.model)
     return float(step_seconds(setup, steps).sum()) + idle_seconds(setup, steps)

@@ -42,6 +42,7 @@ class MeasuredRow:
     parts_context: int = 0                   # … with so many tokens in the cache of each request …
     step_seconds: float | None = None        # … and the whole of that step, untraced
     spread: Mapping[str, float] = field(default_factory=dict)    # by figure, its highest run over its lowest
+    level: int | None = None                 # rows that ran at once, where not all of them did, the longest answers first
 
     @property
     def is_mostly_prompts(self) -> bool:
@@ -131,6 +132,9 @@ def _model_name(label: str) -> str:
 def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> MeasuredRow:
     count, median = row["requests"], row["median"]
     asked = lengths.get(name) or [(row["tokens_in"] // count, row["tokens_out"] // count)] * count
+    level = row.get("level")
+    if level is not None:
+        asked = sorted(asked, key=lambda each: -each[1])
     tokens_out = sum(out for _, out in asked)
     output = median.get("output_tok_s")
     idle = row.get("device_idle", {})
@@ -140,6 +144,7 @@ def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> 
         count / decode if decode else None, output,
         {part: micros / 1e6 for part, micros in idle.get("us_per_step_by_part", {}).items()}, asked[0][0] + 10,
         spread={name: row["p90"][name] / row["p10"][name] for name in row.get("p90", {}) if row["p10"].get(name)},
+        level=level,
     )  # fmt: skip
 
 

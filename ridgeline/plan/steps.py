@@ -16,6 +16,7 @@ import numpy as np
 from ridgeline.costs import Attended
 from ridgeline.diagnose.cost import LINEARS, DecoderShape, StepCounts, cost_of
 from ridgeline.graph_shapes import decode_sizes
+from ridgeline.levelling import Level
 from ridgeline.plan.latent import FEW_QUERIES
 from ridgeline.plan.models import PlannedModel
 
@@ -132,14 +133,17 @@ def decode_rows(batch: int, context: int, drafts: int = 0) -> list[Row]:
 
 
 def workload_counts(
-    shape: DecoderShape, asked: Lengths, budget: int, max_rows: int, shared: int = 0, graphs: bool = True
+    shape: DecoderShape, asked: Lengths, budget: int, max_rows: int, shared: int = 0, graphs: bool = True,
+    level: int | None = None,
 ) -> list[StepCounts]:
-    """Every step of a workload whose prompts begin with `shared` tokens in common, computed by the first request alone."""
-    return workload_spans(shape, asked, budget, max_rows, shared, graphs)[0]
+    """Every step of a workload whose prompts begin with `shared` tokens in common, computed by the first request alone. `level`:
+    rows that run at once, see levelling.py."""
+    return workload_spans(shape, asked, budget, max_rows, shared, graphs, level)[0]
 
 
 def workload_spans(
-    shape: DecoderShape, asked: Lengths, budget: int, max_rows: int, shared: int = 0, graphs: bool = True
+    shape: DecoderShape, asked: Lengths, budget: int, max_rows: int, shared: int = 0, graphs: bool = True,
+    level: int | None = None,
 ) -> tuple[list[StepCounts], list[tuple[int, int]]]:
     """The same, and of every request the steps of its first token and of its last."""
     sequences = [
@@ -149,16 +153,20 @@ def workload_spans(
     waiting = deque(sequences)
     running: list[_Sequence] = []
     sizes = decode_sizes(max_rows)
+    levelled = Level(level) if level else None
     found: list[StepCounts] = []
     while waiting or running:
         room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
         behind = sum(max(0, sequence.prompt - sequence.kv) for sequence in running)
         before, cached = len(running), 0
-        while waiting and len(running) < max_rows and room > behind:
+        places = max_rows - before if levelled is None else levelled.places(before, len(waiting))
+        while waiting and len(running) - before < places and room > behind:
             running.append(waiting.popleft())
             behind += running[-1].prompt - running[-1].kv
             cached += running[-1].kv
         admitted = running[before:]
+        if levelled is not None:
+            levelled.begun(len(running), full=False)
         rows, decoding = [], True
         for sequence in running:
             decodes = sequence.kv >= sequence.prompt

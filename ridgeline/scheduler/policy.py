@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ridgeline.levelling import Level
 from ridgeline.scheduler.sequence import Sequence
 
 AGED_PRIORITY = -(2**63)             # what a request that waited too long counts as: ahead of everybody
@@ -13,36 +14,33 @@ class Admission(Protocol):
     def places(self, num_running: int, num_waiting: int) -> int:
         """How many of those who wait may join the running ones in this step."""
 
-    def level(self, rows: int | None) -> None:
-        """Until nobody waits, no more than so many are to run at once; None: as many as can."""
+    def use_level(self, rows: int | None) -> None:
+        """Those who wait now are all there will be: so many of them at once, None for as many as can."""
 
     def admitted(self, num_running: int, full: bool) -> None:
         """So many run now. `full`: whoever still waits finds no row or block, or nobody waits."""
 
 
 class ContinuousBatching:
-    """It is never too late to join. Below a level several join together, once a sixteenth of its rows is free: a token of many
-    prompts in one step costs less than of one prompt beside decodes."""
+    """It is never too late to join, but where there is a level."""
 
     def __init__(self) -> None:
-        self._level: int | None = None
-        self._filling = False
+        self._level: Level | None = None
 
-    def level(self, rows: int | None) -> None:
-        self._level, self._filling = rows, True
+    def use_level(self, rows: int | None) -> None:
+        self._level = Level(rows) if rows is not None else None
 
     def places(self, num_running: int, num_waiting: int) -> int:
         if self._level is None:
             return num_waiting
-        free = self._level - num_running
-        if free >= num_waiting:
-            self._level = None
-            return num_waiting
-        self._filling |= free >= max(1, self._level // 16)
-        return max(free, 0) if self._filling else 0
+        places = self._level.places(num_running, num_waiting)
+        if places == num_waiting:
+            self._level = None                           # all of them are in; whoever comes later is none of them
+        return places
 
     def admitted(self, num_running: int, full: bool) -> None:
-        self._filling = self._level is not None and num_running < self._level and not full
+        if self._level is not None:
+            self._level.begun(num_running, full)
 
 
 class StaticBatching:
@@ -58,8 +56,8 @@ class StaticBatching:
     def places(self, num_running: int, num_waiting: int) -> int:
         return num_waiting if num_running == 0 or (num_running == self._size and not self._full) else 0
 
-    def level(self, rows: int | None) -> None:
-        """A batch is what it is."""
+    def use_level(self, rows: int | None) -> None:
+        """Nobody joins a batch anyway."""
 
     def admitted(self, num_running: int, full: bool) -> None:
         self._size, self._full = num_running, full

@@ -23,7 +23,7 @@ import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager, SequenceBlocks
 from ridgeline.errors import BadRequest
-from ridgeline.graph_shapes import decode_sizes
+from ridgeline.levelling import level_rows
 from ridgeline.messages import Logprobs, Request, RowAdded, Snapshot, StepPlan, StepResult, TokenDelta, Want
 from ridgeline.scheduler.policy import (
     AGED_PRIORITY,
@@ -131,6 +131,7 @@ class Scheduler:
         self.finds_prefixes = True
         self.step_tokens: int | None = None                              # fewer than the limit, for a while after memory ran out
         self._time_model = time_model or NoTimeModel()
+        self.level: int | None = None                                    # rows at once, see begin_with_longest()
         self._use_priorities = use_priorities
         self._seed = seed
         self._rows = Rows(limits.max_rows)
@@ -185,32 +186,27 @@ class Scheduler:
         """Of those who wait, let the ones that may answer longest begin first, priorities aside: for requests that are all there
         and wait for each other. Answers do not change by it.
 
-        Such a run ends with the longest answer, alone in its last steps, which take nearly as long as full ones; begun first, it
-        is as many steps ahead as the other prompts take, and short answers are kept to run beside it: no more rows at once than
-        the longest answer's steps need, so that no step has few. Not where not all of them fit into the KV cache at once: who is
-        far from whoever shares its prefix might find that evicted.
+        Such a run ends with the longest answer, alone in its last steps, which take nearly as long as full ones. Begun first, it
+        is as many steps ahead as the other prompts take, and short answers are kept to run beside it (levelling.py). Not where
+        not all of them fit into the KV cache at once: who is far from whoever shares its prefix might find that evicted.
         """
         waiting = [sequence for _, sequence in self._waiting if not sequence.finished]
-        self.admission.level(None)
+        self.level = None
         blocks = sum(self.manager.blocks_for(sequence.limit, self.limits.max_step_tokens) for sequence in waiting)
-        if blocks > self.manager.num_free:
-            return
-        self.admission.level(self._level([sequence.limit - sequence.num_prompt for sequence in waiting]))
+        if blocks <= self.manager.num_free:
+            answers = [sequence.limit - sequence.num_prompt for sequence in waiting]
+            self.level = level_rows(answers, self.limits.enough_rows, self.limits.max_rows)
+            self._reorder(waiting)
+        self.admission.use_level(self.level)
+
+    def _reorder(self, waiting: list[Sequence]) -> None:
+        """The longest answers first, equals in their order."""
         orders = sorted(sequence.order for sequence in waiting)
         waiting.sort(key=lambda sequence: (sequence.num_prompt - sequence.limit, sequence.order))
         for sequence, order in zip(waiting, orders, strict=True):
             sequence.order = order
         self._waiting = [(rank(sequence), sequence) for _, sequence in self._waiting]
         heapq.heapify(self._waiting)
-
-    def _level(self, answers: list[int]) -> int | None:
-        """Rows with which answers of these lengths, the longest begun first, end together. They are bounds: whoever ends early
-        leaves others to run alone. So never fewer rows than make each of them as cheap as can be, and a number of them that
-        steps are recorded for."""
-        if self.limits.enough_rows is None or not answers:
-            return None
-        rows = max(self.limits.enough_rows, -(-sum(answers) // max(answers)))
-        return next((size for size in decode_sizes(self.limits.max_rows) if size >= rows), None)
 
     def _resume(self, sequence: Sequence, produced: list[int], begun: bool) -> None:
         """It goes on where an earlier engine stopped, as after a preemption: what it knew is computed again."""

@@ -1,0 +1,53 @@
+"""How many run at once, of requests that are all there from the start. No torch.
+
+A run ends with its longest answer. If all begin together, the last hundreds of its steps have few rows and take nearly as long as
+full ones; and with hundreds of rows products compute all the time, so that more of them make none cheaper. So short answers are
+kept to run beside the longest:
+
+    rows     all at once      levelled
+    1000  │▇▅
+          │▇▇▅
+     250  │▇▇▇▇▃              ▇▇▇▇▇▇▇▇▇▆
+       0  └──────────── steps ───────────
+
+Whoever ends leaves a place, and places are filled several at a time: a token of many prompts in one step costs less than of one
+prompt beside decodes.
+"""
+
+from __future__ import annotations
+
+from ridgeline.graph_shapes import decode_sizes
+
+_TOGETHER = 16                       # places are filled once this part of them is free
+
+
+def level_rows(answers: list[int], enough_rows: int | None, max_rows: int) -> int | None:
+    """Rows with which answers of these lengths, the longest begun first, end together; None: all at once.
+
+    Lengths are bounds: whoever ends early leaves the others with fewer. So never below `enough_rows`, which make each of them as
+    cheap as can be (None: nobody knows how many those are), and a number that steps are recorded for.
+    """
+    if enough_rows is None or not answers:
+        return None
+    rows = max(enough_rows, -(-sum(answers) // max(answers)))
+    return next((size for size in decode_sizes(max_rows) if rows <= size < len(answers)), None)
+
+
+class Level:
+    """So many rows, for as long as more than that want to run."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._filling = True
+
+    def places(self, num_running: int, num_waiting: int) -> int:
+        """How many may begin in this step."""
+        free = self.rows - num_running
+        if free >= num_waiting:
+            return num_waiting
+        self._filling |= free >= max(1, self.rows // _TOGETHER)
+        return max(0, free) if self._filling else 0
+
+    def begun(self, num_running: int, full: bool) -> None:
+        """So many run now. `full`: no other found room."""
+        self._filling = num_running < self.rows and not full
