@@ -23,6 +23,8 @@ from ridgeline.models.config import ModelConfig, kv_groups, load_model_config, w
 from ridgeline.techniques import TECHNIQUES, turned_off
 
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights
+# 8,192 tokens of prompts beside 256 decodes; 66 tiles of 128 rows, with which most products fill 132 multiprocessors evenly.
+GPU_STEP_TOKENS = 8448
 GPU_STEP_SECONDS = 0.08              # long enough that prompts come in chunks which fill the matrix units
 
 
@@ -105,7 +107,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     max_num_seqs = config.scheduler.max_num_seqs or (128 if device.kind == "cpu" else 1024)
     groups = kv_groups(model, config.cache.block_size, config.parallel.tensor_parallel_size)
     longest = _longest(config, model)
-    budget = config.scheduler.max_num_batched_tokens or (512 if device.kind == "cpu" else 8192)
+    budget = config.scheduler.max_num_batched_tokens or (512 if device.kind == "cpu" else GPU_STEP_TOKENS)
 
     flat = {name: value for part in dataclasses.asdict(config).values() for name, value in part.items()}
     off = turned_off(flat, device.kind)

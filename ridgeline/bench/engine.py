@@ -14,6 +14,7 @@ from ridgeline.bench.workloads import Asked
 from ridgeline.config import EngineConfig, declared_options
 from ridgeline.engine.core import EngineCore
 from ridgeline.engine.executor import LocalExecutor
+from ridgeline.engine.garbage import look_at_the_old, spare_the_old
 from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
 from ridgeline.models.decoder import Decoder
@@ -58,7 +59,7 @@ class Engine:
         self.model: Decoder = executor.runner.model
         self.memory = executor.runner.memory             # measured, by part of the ledger; empty without a GPU
         self._count = 0
-        gc.freeze()                                      # as the engine's own process does once it is ready
+        spare_the_old()                                  # as the engine's own process does once it is ready
 
     def bytes_per_weight(self, requests: int) -> float:
         return self.model.bytes_per_weight(requests)
@@ -104,12 +105,14 @@ class Engine:
         return request_id
 
     def settle(self) -> None:
-        """Do now what a server does in a quiet moment: record the graphs that the last requests would have had use for.
+        """Do now what a server does in a quiet moment: record the graphs that the last requests would have had use for, and look
+        for garbage.
 
-        Not those that nobody has used (runner/rehearsal.py): they would take longer than some benchmarks.
+        Not graphs that nobody has used (runner/rehearsal.py): they would take longer than some benchmarks.
         """
         while self.runner.forward.prepare():
             pass
+        look_at_the_old()
 
     def close(self) -> None:
         """End it and give its memory back, so that another engine finds the device empty."""

@@ -32,6 +32,7 @@ from ridgeline.bench.shapes import write_shape
 from ridgeline.bench.workloads import Asked
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.registry import set_kernels
+from ridgeline.resolve import GPU_STEP_TOKENS
 
 LAYERS = 2
 LEAST = 0.99                         # agreement that a figure needs
@@ -63,7 +64,7 @@ PARTS = (
     Part("one row", 12, 96, 12, together=False, alike=True),
     Part("many rows", 128, 64, 8, alike=True),
     # The first step of a GPU's default token budget, and a second one of 1,024 tokens over what the first has left.
-    Part("long prompt", 1, 8192 + 1024, 12, scored=8),
+    Part("long prompt", 1, GPU_STEP_TOKENS + 1024, 12, scored=8),
     Part("shared prefix", 40, 64, 12, shared=1040, compared=20),         # 39 × 1,040 tokens that are not read again
 )
 

@@ -6,11 +6,11 @@ Frames that cannot be decoded are counted and dropped.
 
 from __future__ import annotations
 
-import gc
 import time
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core import EngineCore
+from ridgeline.engine.garbage import look_at_the_old, spare_the_old
 from ridgeline.engine.ipc import (
     Abort,
     Add,
@@ -61,10 +61,13 @@ class EngineLoop:
             busy = core.has_work or core.prepare() or stats.prepare(time.monotonic())
             if not core.has_work:
                 stats.idle()
-            for message in link.receive(wait=not busy):
+            messages = link.receive(wait=not busy)
+            for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)
+            if not busy and not messages:
+                look_at_the_old()
             began = time.monotonic()
             deltas: list[TokenDelta] = []
             started: list[str] = []
@@ -159,9 +162,7 @@ def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
         kv_dtype=config.kv_dtype,
         techniques=active_techniques(config),
     )
-    # What lives now lives for ever: the collector need not look at it again in the middle of a step.
-    gc.collect()
-    gc.freeze()
+    spare_the_old()
     link.send(ready)
     return core
 
