@@ -252,8 +252,7 @@ def test_the_ledger_is_the_engines_own(name: str, kv: str) -> None:
     capacity = Capacity.of(made, 4096)
     batch = capacity.largest_batch()
     options = EngineConfig.of(
-        model=str(write_shape(name)), max_model_len=4096, max_num_seqs=batch, max_num_batched_tokens=8192,
-        kv_cache_dtype=kv, load_format="dummy",
+        model=str(write_shape(name)), max_model_len=4096, max_num_seqs=batch, kv_cache_dtype=kv, load_format="dummy",
     )
     facts = DeviceFacts("cuda", made.device.usable, ("bfloat16",), RUNTIME)
     resolved = resolve(options, facts)
