@@ -11,26 +11,40 @@ kept to run beside the longest:
        0  └──────────── steps ───────────
 
 Whoever ends leaves a place, and places are filled several at a time: a token of many prompts in one step costs less than of one
-prompt beside decodes.
+prompt beside decodes. All of this needs lengths that are known: with bounds alone, the longest answer may be one that was kept.
 """
 
 from __future__ import annotations
 
+import heapq
+
 from ridgeline.graph_shapes import decode_sizes
 
 _TOGETHER = 16                       # places are filled once this part of them is free
+_AS_MANY = 1.02                      # steps, of those that the longest answer takes
 
 
 def level_rows(answers: list[int], enough_rows: int | None, max_rows: int) -> int | None:
-    """Rows with which answers of these lengths, the longest begun first, end together; None: all at once.
+    """The fewest rows at once with which answers of these lengths, the longest begun first, take no more steps than the longest
+    of them; None: all at once.
 
-    Lengths are bounds: whoever ends early leaves the others with fewer. So never below `enough_rows`, which make each of them as
-    cheap as can be (None: nobody knows how many those are), and a number that steps are recorded for.
+    Not below `enough_rows`, which make each of them as cheap as can be (None: nobody knows how many those are), and a number that
+    steps are recorded for.
     """
     if enough_rows is None or not answers:
         return None
-    rows = max(enough_rows, -(-sum(answers) // max(answers)))
-    return next((size for size in decode_sizes(max_rows) if rows <= size < len(answers)), None)
+    longest_first = sorted(answers, reverse=True)
+    rows = max(enough_rows, -(-sum(answers) // longest_first[0]))
+    sizes = [size for size in decode_sizes(max_rows) if rows <= size < len(answers)]
+    return next((size for size in sizes if _num_steps(longest_first, size) <= _AS_MANY * longest_first[0]), None)
+
+
+def _num_steps(longest_first: list[int], rows: int) -> int:
+    """Whoever is next begins where somebody has ended first."""
+    ends = sorted(longest_first[:rows])                  # a heap
+    for answer in longest_first[rows:]:
+        heapq.heapreplace(ends, ends[0] + answer)
+    return max(ends)
 
 
 class Level:

@@ -160,7 +160,7 @@ class Memory:
     vocab: int
     per_row_kept: int                # a row's block tables, partial results, and logits that a graph leaves behind
     per_row_logits: int              # a row's logits while a step computes them
-    per_row_copied: int              # copies of them while tokens are chosen: without a graph's padding, for log-probabilities
+    per_row_copied: int              # copies of them while tokens are chosen: without padding, for log-probabilities
     scored: int                      # logits of a prompt's positions, of which log-probabilities are wanted
     graph_tokens: int                # of the longest recorded prompts; activations in graphs have memory of their own
     per_token: int                   # a token's activations in one layer, the widest
@@ -197,7 +197,7 @@ class Memory:
             vocab=model.vocab_size,
             per_row_kept=tables + (logits if graphs else 0) + partials,
             per_row_logits=logits,
-            per_row_copied=0 if device.kind == "cpu" else logits * (2 if graphs else 1),
+            per_row_copied=0 if device.kind == "cpu" else logits * 2,
             scored=0 if device.kind == "cpu" else min(budget, PROMPT_LOGPROB_ROWS) * logits,
             graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,37 @@ def test_n_answers(caching: bool, models: dict[str, Path], reference: dict[str, 
     assert outcome.answers == expected
     counters = outcome.core.scheduler.manager.counters
     assert counters.forked_blocks > 0 or (caching and counters.hit_tokens > 0)
+
+
+@pytest.mark.parametrize("graphs", [False, True] if DEVICE == "cuda" else [False])
+@pytest.mark.parametrize("temperature", [0.0, 1e-4])
+@pytest.mark.parametrize("name", MODELS)
+def test_sampled_rows_beside_prompts_are_filled_up(
+    name: str, temperature: float, graphs: bool, models: dict[str, Path], reference: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Not where everybody's hidden states are wanted: some ask for the log-probabilities of their prompts."""
+    made, launched, filled = DeviceRows.__init__, DeviceRows._launched, 0
+
+    def pads(self: DeviceRows, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self._pads, self._sizes = True, [self.max_rows]  # on the CPU, too, and always
+
+    def counted(self: DeviceRows, *args: Any) -> Any:
+        nonlocal filled
+        layout = launched(self, *args)
+        filled += len(layout.picks) < len(layout.sampled)
+        return layout
+
+    monkeypatch.setattr(DeviceRows, "__init__", pads)
+    monkeypatch.setattr(DeviceRows, "_launched", counted)
+    asked = requests()
+    for number, request in enumerate(asked):
+        request.params = replace(request.params, temperature=temperature, prompt_logprobs=1 if number in (2, 11) else None)
+    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 9}       # fewer tokens than rows
+    options = {"max_num_seqs": 12, "batching": "continuous", "enforce_eager": not graphs} | chunks
+    outcome = run(models[name], PLAIN | options, asked)
+    assert outcome.answers == reference[name] and filled > 2
 
 
 def test_seeded_noise(models: dict[str, Path]) -> None:

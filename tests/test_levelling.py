@@ -19,6 +19,8 @@ from ridgeline import levelling
         ([40] * 60 + [4] * 90, 8, None),                 # 69 are more than there are rows
         ([40] + [4] * 70, None, None),                   # a machine that nobody knows
         ([], 8, None),
+        ([*range(21, 31)] * 2, 16, None),                # nearly alike: the last four would run when all others have ended
+        ([*range(21, 31)] * 2 + [90], 16, 16),           # not so beside a longer one
     ],
 )
 def test_so_many_rows_that_all_end_together(answers: list[int], enough: int | None, rows: int | None) -> None:

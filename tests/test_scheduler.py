@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +145,16 @@ def test_a_level_ends_with_those_it_was_made_for() -> None:
     simulation.step()
     assert len(running(simulation)) == 20
     simulation.drain()
+
+
+@pytest.mark.parametrize("known", [{"stop": ["x"]}, {"stop_token_ids": [5]}, {"priority": 1}, {}])
+def test_only_known_lengths_of_equals_are_levelled(known: dict[str, Any]) -> None:
+    """One of them may end early, or comes after all others: it could be the longest of all."""
+    simulation = Simulation(LEVELLED)
+    for place in range(31):
+        simulation.ask(str(place), prompt(2, place), 40 if place == 0 else 4, **(known if place == 9 else {}))
+    simulation.scheduler.begin_with_longest()
+    assert simulation.scheduler.level == (None if known else 8)
 
 
 def test_equal_answers_all_run_at_once() -> None:

@@ -59,7 +59,8 @@ class Engine:
         self.model: Decoder = executor.runner.model
         self.memory = executor.runner.memory             # measured, by part of the ledger; empty without a GPU
         self._count = 0
-        spare_the_old()                                  # as the engine's own process does once it is ready
+        self._thresholds = gc.get_threshold()
+        spare_the_old()                                  # as the engine's own process does once it is ready; LLM does not
 
     def bytes_per_weight(self, requests: int) -> float:
         return self.model.bytes_per_weight(requests)
@@ -119,6 +120,7 @@ class Engine:
         self.core.close()
         del self.core, self.runner, self.model
         gc.unfreeze()
+        gc.set_threshold(*self._thresholds)
         _free_memory()
 
 

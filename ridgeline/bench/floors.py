@@ -104,10 +104,14 @@ def preset_floor(
 ) -> dict[str, Any]:
     """Our own count for a preset: the figures that a perfect engine would have, and what it would move and compute.
 
-    It begins with the longest answers, as the engine does with requests that are all there at once.
+    It begins with the longest answers, as the engine does with requests that are all there at once, and keeps to its `level` if
+    that is faster.
     """
     asked = sorted(asked, key=lambda each: -each[1])
-    whole = workload_floor(shape, asked, peaks, budget, max_rows, preset.shared, level)
+    whole = workload_floor(shape, asked, peaks, budget, max_rows, preset.shared)
+    if level is not None:
+        levelled = workload_floor(shape, asked, peaks, budget, max_rows, preset.shared, level)
+        whole = min(whole, levelled, key=lambda floor: floor.seconds)
     tokens = sum(tokens_out for _, tokens_out in asked)
     found: dict[str, Any] = {
         "seconds": whole.seconds, "bytes": whole.cost.bytes, "flops": whole.cost.flops, "steps": whole.steps,

@@ -15,6 +15,7 @@ import numpy as np
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
+from ridgeline.costs import DTYPE_BYTES
 from ridgeline.diagnose.cost import decoder_shape
 from ridgeline.diagnose.steps import StepRecorder
 from ridgeline.engine.executor import Executor, LocalExecutor, make_executor
@@ -27,7 +28,6 @@ from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.log import get_logger
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.plan.hardware import data_sheet
-from ridgeline.plan.precision import WEIGHT_FORMATS
 from ridgeline.resolve import ResolvedConfig, resolve
 from ridgeline.runner.fetch import pinned_array
 from ridgeline.runner.memory_errors import is_out_of_memory
@@ -41,6 +41,7 @@ logger = get_logger("engine")
 _GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a grammar before others get a turn
 _LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
 _BEYOND_RIDGE = 1.2                  # see _enough_rows; measured with an 8B model on an H200: 208, 256 and 304 rows are 5 % apart
+_STEP_SECONDS = 1e-3                 # of any step: launches, kernels' own times, sampling, the host
 _NO_MEMORY = "the device has no memory for this request, not even in the smallest steps"
 
 
@@ -235,12 +236,14 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
 
 
 def _enough_rows(config: ResolvedConfig) -> int | None:
-    """Rows from which on more of them make none cheaper: products compute for longer than they read their weights. A little
-    beyond the ridge, where the two still take turns."""
+    """Rows from which on more of them make none cheaper: products compute for longer than they read their weights, a little
+    beyond the ridge, where the two still take turns; and for longer than what every step costs, which counts in small models."""
     sheet = data_sheet(config.device_name)
-    if sheet is None:
+    if sheet is None or config.dtype not in sheet.flops:
         return None
-    return math.ceil(_BEYOND_RIDGE * sheet.ridge(config.dtype) * WEIGHT_FORMATS[config.dtype].bytes / 2)
+    flops = 2 * sum(count * outputs * inputs for count, outputs, inputs in config.model.matrices)
+    ridge = sheet.ridge(config.dtype) * DTYPE_BYTES[config.dtype] / 2
+    return math.ceil(max(_BEYOND_RIDGE * ridge, _STEP_SECONDS * sheet.rate(config.dtype) / flops))
 
 
 def _time_model(config: ResolvedConfig) -> StepTimeModel:

@@ -58,8 +58,8 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to all prompts, in order. Those that may become longest begin first, and on a GPU short ones may be kept to run
-        beside them (levelling.py); `priority` comes before that.
+        """Answers to all prompts, in order. Those that may become longest begin first; where all lengths are known (ignore_eos),
+        short ones may be kept to run beside them (levelling.py). `priority` comes before that.
 
         A prompt that cannot run fails the call before anything is computed. An answer that fails on the way ends with
         finish_reason "error" and says why in stop_reason; the others go on. Ctrl-C waits for the running step, so that

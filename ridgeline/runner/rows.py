@@ -118,6 +118,7 @@ class DeviceRows:
         self._changed: list[np.ndarray] = []             # places in the flat tables that the device has not seen
         self._most_changes = 2 * len(groups) * max_rows + max_blocks
         self._sizes = decode_sizes(max_rows)
+        self._pads = device.type != "cpu" and not deterministic      # sampled rows beside prompts: see _launched
         self._ones = torch.arange(max_rows + 1, dtype=torch.int32, device=device)    # borders of rows with a query each
         self._arange = np.arange(max(max_step_tokens, max_rows) + 1, dtype=np.int64)
         # Per token: id, position and a slot in each group. Per row: ten numbers at most. Changes of the tables: place
@@ -346,7 +347,8 @@ class DeviceRows:
         wanted = np.nonzero(plan.want & TOKEN)[0]
         longest = int(counts[num_decodes:].max(initial=0))
         if shape is None:
-            return self._launched(rows, counts, wanted, num_decodes, longest)
+            alone = self._pads and not (plan.want & EVERY_HIDDEN).any()
+            return self._launched(rows, counts, wanted, num_decodes, longest, alone)
         num_rows = shape.decodes + shape.prompts
         full_rows, full_counts = np.full(num_rows, self.max_rows), np.zeros(num_rows, np.int64)
         places = self._arange[: len(rows)].copy()
@@ -359,15 +361,15 @@ class DeviceRows:
         )
 
     def _launched(
-        self, rows: np.ndarray, counts: np.ndarray, wanted: np.ndarray, num_decodes: int, longest: int
+        self, rows: np.ndarray, counts: np.ndarray, wanted: np.ndarray, num_decodes: int, longest: int, alone: bool
     ) -> _Layout:
-        """A step that no graph has. Beside prompts only wanted rows go through the last layer's products: as many as decodes are
-        recorded with, the others a row without tokens. Other numbers have kernels of the library that nobody has launched before,
-        and loading those stalls the device."""
+        """A step that no graph has. Where wanted rows go through the last layer's products `alone`, beside prompts, they are
+        filled up, with a row without tokens, to a number that decodes are recorded with. Other numbers have kernels of the
+        library that nobody has launched before, and loading those stalls the device."""
         num_rows, num_tokens = len(rows), int(counts.sum())
         live, picks = slice(0, num_rows), self._arange[: len(wanted)]
         missing = self._sizes[bisect.bisect_left(self._sizes, len(wanted))] - len(wanted) if len(wanted) else 0
-        if missing and num_decodes < num_rows and self.device.type != "cpu":
+        if alone and missing and num_decodes < num_rows:
             rows, counts = np.append(rows, self.max_rows), np.append(counts, 0)
             wanted = np.append(wanted, np.full(missing, num_rows))
         return _Layout(rows, counts, live, wanted, picks, num_decodes, num_tokens, longest)

@@ -14,8 +14,8 @@ class Admission(Protocol):
     def places(self, num_running: int, num_waiting: int) -> int:
         """How many of those who wait may join the running ones in this step."""
 
-    def use_level(self, rows: int | None) -> None:
-        """Those who wait now are all there will be: so many of them at once, None for as many as can."""
+    def use_level(self, rows: int | None) -> int | None:
+        """Those who wait now are all there will be: so many of them at once, None for as many as can. What will be done."""
 
     def admitted(self, num_running: int, full: bool) -> None:
         """So many run now. `full`: whoever still waits finds no row or block, or nobody waits."""
@@ -27,8 +27,9 @@ class ContinuousBatching:
     def __init__(self) -> None:
         self._level: Level | None = None
 
-    def use_level(self, rows: int | None) -> None:
+    def use_level(self, rows: int | None) -> int | None:
         self._level = Level(rows) if rows is not None else None
+        return rows
 
     def places(self, num_running: int, num_waiting: int) -> int:
         if self._level is None:
@@ -56,8 +57,8 @@ class StaticBatching:
     def places(self, num_running: int, num_waiting: int) -> int:
         return num_waiting if num_running == 0 or (num_running == self._size and not self._full) else 0
 
-    def use_level(self, rows: int | None) -> None:
-        """Nobody joins a batch anyway."""
+    def use_level(self, rows: int | None) -> int | None:
+        return None                                      # nobody joins a batch
 
     def admitted(self, num_running: int, full: bool) -> None:
         self._size, self._full = num_running, full

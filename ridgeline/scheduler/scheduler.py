@@ -187,17 +187,19 @@ class Scheduler:
         and wait for each other. Answers do not change by it.
 
         Such a run ends with the longest answer, alone in its last steps, which take nearly as long as full ones. Begun first, it
-        is as many steps ahead as the other prompts take, and short answers are kept to run beside it (levelling.py). Not where
-        not all of them fit into the KV cache at once: who is far from whoever shares its prefix might find that evicted.
+        is as many steps ahead as the other prompts take; and short answers are kept to run beside it, if nothing but their length
+        ends them (levelling.py). Not where not all of them fit into the KV cache at once: who is far from whoever shares its
+        prefix might find that evicted.
         """
         waiting = [sequence for _, sequence in self._waiting if not sequence.finished]
-        self.level = None
+        level = None
         blocks = sum(self.manager.blocks_for(sequence.limit, self.limits.max_step_tokens) for sequence in waiting)
         if blocks <= self.manager.num_free:
-            answers = [sequence.limit - sequence.num_prompt for sequence in waiting]
-            self.level = level_rows(answers, self.limits.enough_rows, self.limits.max_rows)
+            if all(_length_is_known(sequence) and sequence.priority == waiting[0].priority for sequence in waiting):
+                answers = [sequence.limit - sequence.num_prompt for sequence in waiting]
+                level = level_rows(answers, self.limits.enough_rows, self.limits.max_rows)
             self._reorder(waiting)
-        self.admission.use_level(self.level)
+        self.level = self.admission.use_level(level)
 
     def _reorder(self, waiting: list[Sequence]) -> None:
         """The longest answers first, equals in their order."""
@@ -748,6 +750,12 @@ class Scheduler:
 
 def _can_resume(resumed: dict[int, list[int]], n: int, most: int) -> bool:
     return bool(resumed) and all(0 <= index < n and len(produced) < most for index, produced in resumed.items())
+
+
+def _length_is_known(sequence: Sequence) -> bool:
+    """Will it answer with all the tokens it may?"""
+    params = sequence.request.params
+    return not (sequence.stop_ids or params.stop or params.structured_outputs)
 
 
 def _still_there(sequence: Sequence, flight: _InFlight) -> bool:
