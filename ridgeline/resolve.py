@@ -104,10 +104,8 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         raise ConfigError("structured_outputs_backend xgrammar is not installed: pip install 'ridgeline[xgrammar]'")
     reasons: dict[str, str] = {}
     dtype = _dtype(config, model, device, reasons)
-    max_num_seqs = config.scheduler.max_num_seqs or (128 if device.kind == "cpu" else 1024)
     groups = kv_groups(model, config.cache.block_size, config.parallel.tensor_parallel_size)
     longest = _longest(config, model)
-    budget = config.scheduler.max_num_batched_tokens or (512 if device.kind == "cpu" else GPU_STEP_TOKENS)
 
     flat = {name: value for part in dataclasses.asdict(config).values() for name, value in part.items()}
     off = turned_off(flat, device.kind)
@@ -123,7 +121,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype)
 
-    memory = Memory.of(config, device, model, dtype, groups, longest, graphs, budget)
+    max_num_seqs, budget, memory = _sizes(config, device, model, dtype, groups, longest, graphs, reasons)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
     most_tokens = budget if chunked else max(budget, longest)    # see _budget
     num_blocks = _num_blocks(config, memory, groups, longest, most_tokens, max_num_seqs, reasons)
@@ -144,6 +142,26 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
     )  # fmt: skip
+
+
+def _sizes(
+    config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec], longest: int,
+    graphs: bool, reasons: dict[str, str],
+) -> tuple[int, int, Memory]:  # fmt: skip
+    """max_num_seqs and the token budget, and what memory there is with them. Where nobody asked for certain ones and a GPU has
+    little room beside the weights, smaller ones: half of it should be the KV cache's."""
+    rows, tokens = (128, 512) if device.kind == "cpu" else (1024, GPU_STEP_TOKENS)
+    asked = config.scheduler
+    for part in (1, 2, 4, 8, 16) if device.kind == "cuda" else (1,):
+        max_num_seqs, budget = asked.max_num_seqs or rows // part, asked.max_num_batched_tokens or tokens // part
+        memory = Memory.of(config, device, model, dtype, groups, longest, graphs, budget)
+        if memory.left(max_num_seqs, budget) >= (memory.room - memory.weights - memory.runtime) // 2:
+            break
+    if part > 1:
+        why = "more would take most of the memory that the weights leave"
+        reasons |= {} if asked.max_num_seqs else {"max_num_seqs": f"{max_num_seqs}: {why}"}
+        reasons |= {} if asked.max_num_batched_tokens else {"max_num_batched_tokens": f"{budget}: {why}"}
+    return max_num_seqs, budget, memory
 
 
 @dataclass(frozen=True, slots=True)

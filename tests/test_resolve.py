@@ -12,11 +12,12 @@ from test_end_tokens import directory
 from test_model_config import LLAMA
 from test_stored_blocks import small_gguf
 
+from ridgeline.bench.shapes import write_shape
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.models.config import load_model_config, weight_bytes
 from ridgeline.ops.paged_attention import workspace_floats
-from ridgeline.resolve import DeviceFacts, ResolvedConfig, partial_bytes, resolve
+from ridgeline.resolve import GPU_STEP_TOKENS, DeviceFacts, ResolvedConfig, partial_bytes, resolve
 from ridgeline.techniques import TECHNIQUES, Technique, turned_off
 
 MIB = 2**20
@@ -61,6 +62,29 @@ def test_defaults_leave_room_for_everything(model: Path) -> None:
             config = resolved(model, kind=kind, enable_chunked_prefill=chunked, max_num_seqs=64)
             again = EngineConfig.of(**config.pinned().flat())
             assert resolve(again, DeviceFacts(kind, MEMORY[kind], ("float32",))).num_blocks == config.num_blocks > 10
+
+
+def test_defaults_of_a_gpu_shrink_with_its_room(model: Path) -> None:
+    """Half of what the weights leave should be the cache's. What was asked for stays, and is refused where it does not fit."""
+    whole, small = resolved(model, 2**34, "cuda"), resolved(model, kind="cuda")
+    assert (whole.max_num_seqs, whole.max_num_batched_tokens) == (1024, GPU_STEP_TOKENS)
+    assert not {"max_num_seqs", "max_num_batched_tokens"} & set(whole.reasons)
+    part = 1024 // small.max_num_seqs
+    assert part > 1 and small.max_num_batched_tokens == GPU_STEP_TOKENS // part and small.num_blocks > 10
+    assert {"max_num_seqs", "max_num_batched_tokens"} <= set(small.reasons)
+    asked = resolved(model, kind="cuda", max_num_batched_tokens=512)
+    assert asked.max_num_batched_tokens == 512 and "max_num_batched_tokens" not in asked.reasons
+    with pytest.raises(ConfigError, match="max_num_seqs 100000 needs"):
+        resolved(model, kind="cuda", max_num_seqs=100_000)
+
+
+def test_seventy_billion_weights_start_with_defaults() -> None:
+    facts = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), 760 * MIB, 0, "NVIDIA H200")
+    options = EngineConfig.of(
+        model=str(write_shape("llama-3.1-70b")), gpu_memory_utilization=0.972, max_model_len=4096, load_format="dummy"
+    )
+    found = resolve(options, facts)
+    assert found.max_num_seqs < 1024 and found.num_blocks * 16 > 4096
 
 
 def test_weights_that_do_not_fit(model: Path) -> None:
