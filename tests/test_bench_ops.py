@@ -108,6 +108,7 @@ def test_cascade_study_times_a_point_both_ways(monkeypatch: pytest.MonkeyPatch, 
     """`on` is one of the two, as the rule of runner/shared_prefix.py says; rows share their first blocks and no others."""
     monkeypatch.setattr(cascade, "SHAPES", {"tiny": (4, 2, 16)})
     monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 64)
+    monkeypatch.setattr(shared_prefix, "FEWEST_ROWS", 2)
     found = cascade.cascade("cpu", ("tiny",), (1, 2), (0, 32, 64), 3)["tiny"]
     assert [row["chosen"] for row in found["rows"]] == [False, False, False, False, False, True]
     for row in found["rows"]:

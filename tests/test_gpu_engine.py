@@ -147,6 +147,7 @@ def test_deterministic_prompts_do_not_depend_on_what_others_want(model: Path) ->
 
 def test_graphs_and_shared_prefixes_change_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
+    monkeypatch.setattr(shared_prefix, "FEWEST_ROWS", 2)
     asked = prompts(24)
     plain = start(model, dtype="float32", enforce_eager=True, shared_prefix_attention=False, async_scheduling=False)
     expected = answer(plain, asked)

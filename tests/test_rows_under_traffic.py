@@ -278,6 +278,7 @@ def run_traffic(setup: Setup, seed: int, padded: bool, deterministic: bool, num_
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes of any length are shared, prompts are cut into tiles, and copies take their time."""
     monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
+    monkeypatch.setattr(shared_prefix, "FEWEST_ROWS", 2)
     monkeypatch.setattr(attention_tma, "wants_tiles", lambda *model: True)
     monkeypatch.setattr(rows, "Staging", LateCopies)
 

@@ -18,6 +18,7 @@ BLOCK, TILE = 4, 3
 @pytest.fixture(autouse=True)
 def any_saving_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
+    monkeypatch.setattr(shared_prefix, "FEWEST_ROWS", 2)
 
 
 def tables_of(stems: list[list[int]], lengths: list[int]) -> np.ndarray:
@@ -181,3 +182,15 @@ def test_little_to_save_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NoSharedPrefixes().find(table, rows, length, 4) is None
     monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 3 * 12 + 1)
     assert SharedPrefixes(BLOCK, TILE).find(table, rows, length, 4) is None
+
+
+def test_few_rows_share_what_more_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five, two and two that begin alike: those five have a prefix of their own, the four only what everybody has."""
+    monkeypatch.setattr(shared_prefix, "FEWEST_ROWS", 3)
+    stems = [[1, 2, 3, 4]] * 5 + [[1, 7, 8]] * 2 + [[1, 9, 10]] * 2
+    length = np.full(9, 20)
+    table, rows = tables_of(stems, length.tolist()), np.arange(9)
+    tiles = SharedPrefixes(BLOCK, TILE).find(table, rows, length, 9)
+    assert tiles is not None and tiles.prefix_len.tolist() == [16] * 5 + [4] * 4
+    check(tiles, table, rows, length)
+    assert SharedPrefixes(BLOCK, TILE).find(table, rows[5:7], length[5:7], 2) is None

@@ -68,6 +68,7 @@ class Device:
         monkeypatch.setattr(module, "Staging", Counted)
         monkeypatch.setattr(attention_tma, "wants_tiles", lambda *model: True)
         monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
+        monkeypatch.setattr(shared_prefix, "FEWEST_ROWS", 2)
         groups = [KVGroupSpec((layer,), window, block_size, kv_heads, 128) for layer, window in enumerate(windows)]
         self.rows = DeviceRows(
             groups, max_rows, max_model_len, max_step_tokens, 1, torch.device("meta"), heads, True, deterministic
@@ -196,6 +197,7 @@ def test_rows_that_go_on_are_as_if_packed(
 ) -> None:
     """Two devices obey the same plans; one packs every step, the other only those in which something else happens."""
     monkeypatch.setattr(shared_prefix, "FEWEST_SAVED", 1)
+    monkeypatch.setattr(shared_prefix, "FEWEST_ROWS", 2)
     groups = [KVGroupSpec((layer,), window, 4, 2, 64) for layer, window in enumerate(windows)]
     scheduler = Scheduler(SchedulerLimits(6, 64, 400), KVManager(groups, 900))
     packs, goes_on = Copied(groups, 6, deterministic), Copied(groups, 6, deterministic)

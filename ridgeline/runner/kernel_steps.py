@@ -36,7 +36,7 @@ from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.rows import DeviceRows
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
-from ridgeline.runner.shared_prefix import FEWEST_SAVED
+from ridgeline.runner.shared_prefix import FEWEST_ROWS, FEWEST_SAVED
 from ridgeline.sampling_params import SamplingParams
 
 _NONE = np.zeros(0, np.int32)
@@ -80,7 +80,7 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
         if 1 < size < max_step_tokens and longest > 1:
             yield KernelStep([1] * (size - 1) + [2])
         past = -(-FEWEST_SAVED // max(size - 1, 1)) + 64                     # the last block is not shared
-        if size > 1 and past < longest:
+        if size >= FEWEST_ROWS and past < longest:
             yield KernelStep([1] * size, past)
     beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
     for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
