@@ -31,12 +31,13 @@ from ridgeline.plan.steps import Steps, count_rows, decode_rows, gather, workloa
 # row a + bytes / rate with a = 2.5 µs, with 128 rows about 4.5 µs above the roofline with p = 4. Cards of 4.8 TB/s by their data
 # sheet were measured to read 4.38 to 4.44.
 _EXPECTED: dict[str, tuple[float, float]] = {
-    "linear_read": (0.87, 0.05), "linear_compute": (0.65, 0.2), "overlap": (4.0, 0.3), "kernel_one_s": (2.5e-6, 0.15),
+    "linear_read": (0.87, 0.03), "linear_compute": (0.65, 0.2), "overlap": (4.0, 0.3), "kernel_one_s": (2.5e-6, 0.15),
     "kernel_many_s": (4.5e-6, 0.15), "attention_call_s": (6e-6, 0.5), "attention_read": (0.8, 0.15),
     "attention_compute": (0.6, 0.4), "layer_one_s": (2e-6, 0.7), "layer_many_s": (6e-6, 0.7), "step_s": (20e-6, 0.7),
     "power_drop": (0.1, 0.5), "power_s": (0.3, 0.3),
     "idle_s": (0.1e-3, 0.5),         # beside taking a request in and planning it, which are counted apart
-    "host": (1.0, 1.0),              # how much longer a new request takes in an engine at work than in `bench host`, by itself
+    # How much longer a new request takes in an engine at work than in `bench host`, by itself: a little, where nothing stops it.
+    "host": (1.0, 0.3),
 }  # fmt: skip
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
 _ERROR = 0.02                        # of a measured figure, all alike: cards of the same kind differ by so much and more
