@@ -539,7 +539,7 @@ def planted(name: str, constants: Constants) -> Record:
 
 
 def test_the_fit_finds_a_planted_machine() -> None:
-    truth = Constants(0.8, 0.6, 3.2, 2.2e-6, 4e-6, 8e-6, 0.7, 0.5, 2e-6, 9e-6, 5e-5, 1.5e-4, power_drop=0.08, power_s=0.25)
+    truth = Constants(0.83, 0.6, 3.2, 2.2e-6, 4e-6, 8e-6, 0.7, 0.5, 2e-6, 9e-6, 5e-5, 1.5e-4, power_drop=0.08, power_s=0.25)
     found, errors = fit([planted("llama-3.1-8b", truth)])
     assert max(abs(each["error"]) for each in errors) < 0.01
     assert found.linear_read == pytest.approx(truth.linear_read, rel=0.06)
