@@ -63,5 +63,5 @@ class Level:
         return max(0, free) if self._filling else 0
 
     def begun(self, num_running: int, full: bool) -> None:
-        """So many run now. `full`: no other found room."""
+        """Somebody has begun, and so many run now. `full`: no other found room."""
         self._filling = num_running < self.rows and not full

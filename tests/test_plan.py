@@ -12,16 +12,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import host_simulation
 import numpy as np
 import pytest
 from gguf_writer import write_gguf
+from host_simulation import Simulation
 
 from ridgeline import ledger
 from ridgeline.__main__ import main
+from ridgeline.bench.floors import workload_floor
 from ridgeline.bench.shapes import SHAPES, write_shape
 from ridgeline.cli.plan import parse_kl, parse_slo, preset_lengths
 from ridgeline.config import EngineConfig
-from ridgeline.diagnose.cost import decoder_shape, step_cost, step_counts
+from ridgeline.diagnose.cost import Peaks, decoder_shape, step_cost, step_counts
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.config import hf_model_config
 from ridgeline.plan.capacity import DRAFT, RUNTIME, Capacity, model_bytes, possible_ranks, textbook
@@ -244,6 +247,28 @@ def test_users_who_wait_for_a_row() -> None:
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_levelled_workload_is_planned_as_the_scheduler_plans_it() -> None:
+    """The same numbers of requests begin in the same steps, here and in the floors."""
+    rng = random.Random(3)
+    asked = sorted(((rng.randint(2, 60), rng.randint(2, 90)) for _ in range(100)), key=lambda each: -each[1])
+    simulation = Simulation(host_simulation.Setup(
+        num_blocks=8000, max_rows=64, max_step_tokens=200, max_model_len=200, enough_rows=40, eos=frozenset()
+    ))  # fmt: skip
+    for number, (tokens_in, tokens_out) in enumerate(asked):
+        prompt = [rng.randrange(1, 50) for _ in range(tokens_in)]
+        simulation.ask(str(number), prompt, tokens_out, cache_salt=str(number))
+    simulation.scheduler.begin_with_longest()
+    level, begun = simulation.scheduler.level, []
+    while simulation.scheduler.has_work:
+        begun.append(len(simulation.step().added))
+    assert level is not None and 1 < len([count for count in begun if count]) < 50
+    counts = workload_counts(setup().shape, asked, 200, 64, level=level)
+    assert [count.admitted for count in counts] == begun[: len(counts)]
+    requests = [([0] * tokens_in, tokens_out) for tokens_in, tokens_out in asked]
+    floor = workload_floor(setup().shape, requests, Peaks(4.38e12, 793e12), 200, 64, level=level)
+    assert floor.steps == len(counts)
 
 
 @pytest.mark.parametrize(("name", "kv"), [("llama-3.1-8b", "auto"), ("llama-3.1-8b", "fp8"), ("qwen3-8b", "auto")])

@@ -72,13 +72,12 @@ def workload_floor(
         room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
         rows: list[tuple[int, int]] = []
         logits: list[int] = []
-        free = max_rows - len(running)
-        if levelled is not None:
-            free = levelled.places(len(running), len(waiting))
+        before = len(running)
+        free = max_rows - before if levelled is None else levelled.places(before, len(waiting))
         while waiting and free > 0 and room > sum(max(0, sequence.prompt - sequence.kv) for sequence in running):
             running.append(waiting.popleft())
             free -= 1
-        if levelled is not None:
+        if len(running) > before and levelled is not None:
             levelled.begun(len(running), full=False)
         for sequence in running:
             count = 1 if sequence.kv >= sequence.prompt else min(room, sequence.prompt - sequence.kv)

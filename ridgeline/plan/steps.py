@@ -165,7 +165,7 @@ def workload_spans(
             behind += running[-1].prompt - running[-1].kv
             cached += running[-1].kv
         admitted = running[before:]
-        if levelled is not None:
+        if admitted and levelled is not None:
             levelled.begun(len(running), full=False)
         rows, decoding = [], True
         for sequence in running:
