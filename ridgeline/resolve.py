@@ -25,6 +25,8 @@ from ridgeline.techniques import TECHNIQUES, turned_off
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights
 # 8,192 tokens of prompts beside 256 decodes; 66 tiles of 128 rows, with which most products fill 132 multiprocessors evenly.
 GPU_STEP_TOKENS = 8448
+GPU_ROWS = 1024
+_PROMPT_ROOM = 448                   # tokens that a budget has beyond those of decodes in all rows
 GPU_STEP_SECONDS = 0.08              # long enough that prompts come in chunks which fill the matrix units
 
 
@@ -148,20 +150,53 @@ def _sizes(
     config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec], longest: int,
     graphs: bool, reasons: dict[str, str],
 ) -> tuple[int, int, Memory]:  # fmt: skip
-    """max_num_seqs and the token budget, and what memory there is with them. Where nobody asked for certain ones and a GPU has
-    little room beside the weights, smaller ones: half of it should be the KV cache's."""
-    rows, tokens = (128, 512) if device.kind == "cpu" else (1024, GPU_STEP_TOKENS)
-    asked = config.scheduler
-    for part in (1, 2, 4, 8, 16) if device.kind == "cuda" else (1,):
-        max_num_seqs, budget = asked.max_num_seqs or rows // part, asked.max_num_batched_tokens or tokens // part
-        memory = Memory.of(config, device, model, dtype, groups, longest, graphs, budget)
-        if memory.left(max_num_seqs, budget) >= (memory.room - memory.weights - memory.runtime) // 2:
-            break
-    if part > 1:
-        why = "more would take most of the memory that the weights leave"
-        reasons |= {} if asked.max_num_seqs else {"max_num_seqs": f"{max_num_seqs}: {why}"}
-        reasons |= {} if asked.max_num_batched_tokens else {"max_num_batched_tokens": f"{budget}: {why}"}
-    return max_num_seqs, budget, memory
+    """max_num_seqs and the token budget, and what memory there is with them."""
+    asked, cache = config.scheduler, config.cache
+
+    def memory(most_tokens: int) -> Memory:
+        return Memory.of(config, device, model, dtype, groups, longest, graphs, most_tokens)
+
+    if device.kind == "cpu":
+        budget = asked.max_num_batched_tokens or 512
+        return asked.max_num_seqs or 128, budget, memory(budget)
+    kv_bytes = cache.kv_cache_memory_bytes
+    if cache.num_gpu_blocks_override is not None:
+        kv_bytes = cache.num_gpu_blocks_override * memory(0).per_block
+    whole = longest if not asked.enable_chunked_prefill and asked.max_num_batched_tokens is None else 0      # see _budget
+    sizes = gpu_sizes(memory, asked.max_num_seqs, asked.max_num_batched_tokens, kv_bytes, whole)
+    max_num_seqs, budget = sizes
+    why = "more would take most of the memory that the weights leave"
+    if asked.max_num_seqs is None and max_num_seqs < GPU_ROWS:
+        reasons["max_num_seqs"] = f"{max_num_seqs}: {why}"
+    if asked.max_num_batched_tokens is None and budget < GPU_STEP_TOKENS:
+        reasons["max_num_batched_tokens"] = f"{budget}: {why}"
+    return max_num_seqs, budget, memory(max(budget, whole))
+
+
+def gpu_sizes(
+    memory: Callable[[int], Memory], rows: int | None = None, tokens: int | None = None, kv_bytes: int | None = None,
+    whole: int = 0,
+) -> tuple[int, int]:  # fmt: skip
+    """max_num_seqs and the token budget of a GPU with a memory that depends on the most tokens of a step. Where nobody asked for
+    certain ones and there is little room beside the weights, smaller ones: half of it should be the KV cache's, or `kv_bytes`.
+
+    Not much smaller ones for little, though, and never a budget without room for prompts beside all rows. `whole`: tokens of
+    prompts that cannot come in parts.
+    """
+    found: list[tuple[int, tuple[int, int]]] = []        # what is left, and with what
+    for part in (1, 2, 4, 8, 16):
+        max_num_seqs = rows or GPU_ROWS // part
+        least = min(GPU_STEP_TOKENS, max_num_seqs + _PROMPT_ROOM)
+        budget = tokens or max(GPU_STEP_TOKENS // part // 128 * 128, least)
+        most = max(budget, whole)
+        made = memory(most)
+        free = made.room - made.weights - made.runtime
+        found.append((made.left(max_num_seqs, most), (max_num_seqs, budget)))
+        if found[-1][0] >= (free // 2 if kv_bytes is None else kv_bytes):
+            return found[-1][1]
+    nearly = 0 if kv_bytes is not None else max(0, free) // 20           # what was asked for fails: name the most there could be
+    best = max(left for left, _ in found)
+    return next(sizes for left, sizes in found if left >= best - nearly)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import pytest
 
 from ridgeline.ops import gated_gemm
 from ridgeline.runner.kernel_steps import KernelStep, kernel_steps
+from ridgeline.runner.shared_prefix import FEWEST_ROWS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -189,6 +190,7 @@ def test_steps_of_every_kind_are_among_them() -> None:
     assert alone >= {1, 2, 4, 8, 16, 32, 64, 128, 256}
     some("decodes beside a prompt", lambda step: step.counts[0] == 1 and step.counts[-1] > 1)
     some("a shared prefix", lambda step: step.past * (len(step.counts) - 1) >= 32_768)
+    assert {len(step.counts) for step in steps if step.past} >= {FEWEST_ROWS, 8, 16, 32, 64, 128, 256}
     some("gate and up written whole", lambda step: sum(step.counts) == gated_gemm.FEWEST_ROWS - 1)
     some("a mask", lambda step: step.masked)
     some("log-probabilities", lambda step: step.params.logprobs is not None)

@@ -48,6 +48,7 @@ from ridgeline.plan.operation import (
 )
 from ridgeline.plan.precision import compute_format, kv_bytes, signal_to_noise, support, weight_bytes
 from ridgeline.plan.prediction import (
+    STEP_TOKENS,
     Constants,
     Setup,
     closed_loop,
@@ -286,6 +287,17 @@ def test_the_ledger_is_the_engines_own(name: str, kv: str) -> None:
         assert mine[part] == pytest.approx(resolved.memory[part], rel=0.002), part
     # The engine would run this batch with every request at its longest, and not one more.
     assert capacity.blocks(batch) <= resolved.num_blocks < capacity.blocks(batch + 2)
+
+
+def test_a_tight_fit_has_the_engines_own_budget() -> None:
+    """70B in bf16 on one H200: it starts with a small budget, and the plan says so."""
+    made = setup("llama-3.1-70b")
+    capacity = Capacity.of(made, 4096, 0.972)
+    options = EngineConfig.of(
+        model=str(write_shape("llama-3.1-70b")), max_model_len=4096, gpu_memory_utilization=0.972, load_format="dummy"
+    )
+    resolved = resolve(options, DeviceFacts("cuda", made.device.usable, ("bfloat16",), RUNTIME))
+    assert capacity.budget == resolved.max_num_batched_tokens < STEP_TOKENS and capacity.fits
 
 
 def test_the_runtime_is_what_the_engine_counts_with() -> None:

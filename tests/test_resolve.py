@@ -69,13 +69,44 @@ def test_defaults_of_a_gpu_shrink_with_its_room(model: Path) -> None:
     whole, small = resolved(model, 2**34, "cuda"), resolved(model, kind="cuda")
     assert (whole.max_num_seqs, whole.max_num_batched_tokens) == (1024, GPU_STEP_TOKENS)
     assert not {"max_num_seqs", "max_num_batched_tokens"} & set(whole.reasons)
-    part = 1024 // small.max_num_seqs
-    assert part > 1 and small.max_num_batched_tokens == GPU_STEP_TOKENS // part and small.num_blocks > 10
+    assert small.max_num_seqs < 1024 and small.max_num_seqs + 448 <= small.max_num_batched_tokens < GPU_STEP_TOKENS
+    assert small.num_blocks > 10
     assert {"max_num_seqs", "max_num_batched_tokens"} <= set(small.reasons)
     asked = resolved(model, kind="cuda", max_num_batched_tokens=512)
     assert asked.max_num_batched_tokens == 512 and "max_num_batched_tokens" not in asked.reasons
     with pytest.raises(ConfigError, match="max_num_seqs 100000 needs"):
         resolved(model, kind="cuda", max_num_seqs=100_000)
+
+
+GIB = 2**30
+
+
+def tight(gib: float, **options: Any) -> ResolvedConfig:
+    """An 8B model on a GPU with so much memory, of which the weights take 15 GiB."""
+    wanted = EngineConfig.of(model=str(write_shape("llama-3.1-8b")), gpu_memory_utilization=1.0, load_format="dummy", **options)
+    return resolve(wanted, DeviceFacts("cuda", int(gib * GIB), ("bfloat16",), 760 * MIB))
+
+
+def test_a_size_that_was_asked_for_does_not_ruin_the_other() -> None:
+    """A budget has room for all rows and prompts beside them; and nothing is given up for next to nothing."""
+    rows = tight(24, max_num_seqs=2048)
+    assert (rows.max_num_seqs, rows.max_num_batched_tokens) == (2048, GPU_STEP_TOKENS)
+    assert tight(21, max_num_seqs=1024, max_model_len=4096).max_num_batched_tokens >= 1024 + 448
+    assert tight(24, max_num_batched_tokens=20_000).max_num_seqs >= 256
+
+
+def test_a_cache_that_was_asked_for_decides() -> None:
+    assert tight(22, kv_cache_memory_bytes=GIB).max_num_seqs == 1024, "it fits beside the usual sizes"
+    small = tight(21.5, num_gpu_blocks_override=2000, max_model_len=8192)
+    assert small.num_blocks == 2000 and small.max_num_seqs < 1024
+
+
+def test_whole_prompts_count_in_what_is_left() -> None:
+    whole = tight(17.2, enable_chunked_prefill=False, max_model_len=2048)
+    budget = whole.max_num_batched_tokens
+    same = tight(17.2, max_num_batched_tokens=budget, max_num_seqs=whole.max_num_seqs, max_model_len=2048)
+    assert 2048 <= budget < GPU_STEP_TOKENS and whole.max_num_seqs < 1024
+    assert whole.graph_bytes == same.graph_bytes and whole.num_blocks == same.num_blocks
 
 
 def test_seventy_billion_weights_start_with_defaults() -> None:

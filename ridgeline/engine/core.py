@@ -6,6 +6,7 @@ It knows requests as token ids. Text, streams, HTTP and processes are outside; t
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from array import array
 from collections.abc import Callable
@@ -42,6 +43,7 @@ _GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a 
 _LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
 _BEYOND_RIDGE = 1.2                  # see _enough_rows; measured with an 8B model on an H200: 208, 256 and 304 rows are 5 % apart
 _STEP_SECONDS = 1e-3                 # of any step: launches, kernels' own times, sampling, the host
+_TOLD = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")      # nobody asked for so little: they should know
 _NO_MEMORY = "the device has no memory for this request, not even in the smallest steps"
 
 
@@ -62,7 +64,7 @@ class EngineCore:
         """Resolve, load, and be ready."""
         config = resolve(options, device_facts(options))
         for name, reason in config.reasons.items():
-            logger.debug("%s: %s", name, reason)
+            logger.log(logging.INFO if name in _TOLD else logging.DEBUG, "%s: %s", name, reason)
         return cls(config, make_executor(config, progress))
 
     def add(self, request: Request) -> None:
@@ -241,7 +243,8 @@ def _enough_rows(config: ResolvedConfig) -> int | None:
     sheet = data_sheet(config.device_name)
     if sheet is None or config.dtype not in sheet.flops:
         return None
-    flops = 2 * sum(count * outputs * inputs for count, outputs, inputs in config.model.matrices)
+    weights = sum(count * outputs * inputs for count, outputs, inputs in config.model.matrices)
+    flops = 2 * weights / config.options.parallel.tensor_parallel_size
     ridge = sheet.ridge(config.dtype) * DTYPE_BYTES[config.dtype] / 2
     return math.ceil(max(_BEYOND_RIDGE * ridge, _STEP_SECONDS * sheet.rate(config.dtype) / flops))
 

@@ -21,7 +21,7 @@ from ridgeline.models.config import weight_bytes as stored_bytes
 from ridgeline.plan.models import PlannedModel
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
 from ridgeline.plan.prediction import STEP_TOKENS, Setup
-from ridgeline.resolve import DeviceFacts, Memory, page_bytes
+from ridgeline.resolve import DeviceFacts, Memory, gpu_sizes, page_bytes
 
 RUNTIME = 760 * 2**20                # of a CUDA context and the libraries: what the engine counts with
 DRAFT = "draft model"
@@ -41,7 +41,12 @@ class Capacity:
     draft_per_block: int = 0
 
     @classmethod
-    def of(cls, setup: Setup, context: int, utilization: float = 0.9, budget: int = STEP_TOKENS) -> Capacity:
+    def of(cls, setup: Setup, context: int, utilization: float = 0.9, budget: int | None = None) -> Capacity:
+        """`budget`: None for what the engine would choose."""
+        if budget is None and setup.device.kind == "cpu":
+            budget = STEP_TOKENS
+        elif budget is None:
+            _, budget = gpu_sizes(lambda tokens: cls.of(setup, context, utilization, tokens).memory)
         config = setup.model.config
         options = EngineConfig.of(gpu_memory_utilization=utilization, tensor_parallel_size=setup.ranks)
         on_cpu = setup.device.kind == "cpu"

@@ -29,13 +29,13 @@ from ridgeline.plan.hardware import Device
 from ridgeline.plan.models import PlannedModel
 from ridgeline.plan.precision import WEIGHT_FORMATS, compute_format, kv_bytes, weight_bytes
 from ridgeline.plan.steps import Lengths, Row, Steps, count_rows, decode_rows, gather, workload_counts, workload_spans
-from ridgeline.resolve import GPU_STEP_TOKENS
+from ridgeline.resolve import GPU_ROWS, GPU_STEP_TOKENS
 from ridgeline.techniques import turned_off
 
 FITTED = Path(__file__).with_name("fitted.json")
 MANY_ROWS = 128                      # from here on the time per layer grows no more, but for its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
-MOST_ROWS = 1024                     # the engine's own default of max_num_seqs on a GPU
+MOST_ROWS = GPU_ROWS                 # requests that run at once
 # An assumption, until this engine has such kernels: those that widen weights on the way read them a fifth more slowly.
 NARROW_READ = 0.78
 

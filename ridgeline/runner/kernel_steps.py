@@ -79,8 +79,9 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
     for size in coarse:
         if 1 < size < max_step_tokens and longest > 1:
             yield KernelStep([1] * (size - 1) + [2])
-        past = -(-FEWEST_SAVED // max(size - 1, 1)) + 64                     # the last block is not shared
-        if size >= FEWEST_ROWS and past < longest:
+    for size in sorted({size for size in (*coarse, FEWEST_ROWS) if FEWEST_ROWS <= size <= num_rows}, reverse=True):
+        past = -(-FEWEST_SAVED // (size - 1)) + 64                           # the last block is not shared
+        if past < longest:
             yield KernelStep([1] * size, past)
     beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
     for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
