@@ -163,8 +163,7 @@ def _sizes(
     if cache.num_gpu_blocks_override is not None:
         kv_bytes = cache.num_gpu_blocks_override * memory(0).per_block
     whole = longest if not asked.enable_chunked_prefill and asked.max_num_batched_tokens is None else 0      # see _budget
-    sizes = gpu_sizes(memory, asked.max_num_seqs, asked.max_num_batched_tokens, kv_bytes, whole)
-    max_num_seqs, budget = sizes
+    max_num_seqs, budget = gpu_sizes(memory, asked.max_num_seqs, asked.max_num_batched_tokens, kv_bytes, whole)
     why = "more would take most of the memory that the weights leave"
     if asked.max_num_seqs is None and max_num_seqs < GPU_ROWS:
         reasons["max_num_seqs"] = f"{max_num_seqs}: {why}"

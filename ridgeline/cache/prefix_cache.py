@@ -22,8 +22,7 @@ import numpy as np
 @dataclass(slots=True, eq=False)
 class Node:
     """There are as many as the cache has blocks, and now and then Python's collector looks through all of them: so a node is one
-    object for it, which leaves tuples of numbers out. (With a list, and a tuple in `_owner`, 200,000 took a tenth of a second.)
-    """
+    object for it, which leaves tuples of numbers out. Lists it does not, nor tuples with a node in them."""
 
     key: bytes
     parent: Node | None
