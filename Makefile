@@ -6,11 +6,11 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 # What needs a GPU to mean anything: kernels on the device, greedy tokens and laws on it, memory, sampling.
-GPU_TESTS := tests/test_ops.py tests/test_sampler.py tests/test_families.py tests/test_laws.py \
-    tests/test_linear_kernels.py tests/test_ring_gemv.py tests/test_ring_gemm.py tests/test_wide_gemm.py tests/test_gated_gemm.py tests/test_attention_gpu_shapes.py \
-    tests/test_attention_tma.py tests/test_shared_prefix.py tests/test_gpu_engine.py tests/test_gpu_embedded.py
+GPU_TESTS := tests/ops/test_ops.py tests/runner/test_sampler.py tests/models/test_families.py tests/engine/test_laws.py \
+    tests/ops/test_linear_kernels.py tests/ops/test_gemv_ring.py tests/ops/test_gemm_ring.py tests/ops/test_gemm_wide.py tests/ops/test_gemm_gated.py tests/ops/test_attention_gpu_shapes.py \
+    tests/ops/test_kernel_prefill_hopper.py tests/runner/test_shared_prefix.py tests/runner/test_gpu_engine.py tests/runner/test_gpu_embedded.py
 # These compare what the device holds with a prediction, or take all of it, so nobody else may be on it.
-GPU_TESTS_ALONE := tests/test_gpu_memory.py tests/test_gpu_out_of_memory.py
+GPU_TESTS_ALONE := tests/runner/test_gpu_memory.py tests/runner/test_gpu_out_of_memory.py
 
 .PHONY: install serve test test-all test-reliability test-gpu lint clean
 

@@ -8,26 +8,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ridgeline import platform
+from ridgeline.process import platform
 from ridgeline.version import __version__
 
 if TYPE_CHECKING:
-    from ridgeline.engine.async_llm import AsyncLLM
-    from ridgeline.engine.frontend import TextPrompt, TokensPrompt
+    from ridgeline.engine.client.async_llm import AsyncLLM
+    from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
+    from ridgeline.engine.client.processor import TextPrompt, TokensPrompt
     from ridgeline.engine.llm import LLM
-    from ridgeline.engine.outputs import CompletionOutput, RequestOutput
     from ridgeline.sampling_params import SamplingParams
 
 platform.wait_briefly()              # here, because it must come before torch, whoever imports that
 
 _PUBLIC = {
     "LLM": "ridgeline.engine.llm",
-    "AsyncLLM": "ridgeline.engine.async_llm",
+    "AsyncLLM": "ridgeline.engine.client.async_llm",
     "SamplingParams": "ridgeline.sampling_params",
-    "RequestOutput": "ridgeline.engine.outputs",
-    "CompletionOutput": "ridgeline.engine.outputs",
-    "TextPrompt": "ridgeline.engine.frontend",
-    "TokensPrompt": "ridgeline.engine.frontend",
+    "RequestOutput": "ridgeline.engine.client.outputs",
+    "CompletionOutput": "ridgeline.engine.client.outputs",
+    "TextPrompt": "ridgeline.engine.client.processor",
+    "TokensPrompt": "ridgeline.engine.client.processor",
 }
 
 __all__ = [

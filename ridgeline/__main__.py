@@ -11,19 +11,19 @@ import os
 import sys
 
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
-from ridgeline.head_start import keep_byte_code
+from ridgeline.process.head_start import keep_byte_code
 from ridgeline.version import __version__
 
 COMMANDS = {
-    "serve": ("ridgeline.cli.serve", "OpenAI-compatible server"),
-    "chat": ("ridgeline.cli.chat", "talk to a model in the terminal"),
-    "generate": ("ridgeline.cli.generate", "answer a file of prompts: JSONL in, JSONL out"),
-    "admin": ("ridgeline.cli.admin", "ask something of a running server, or switch its techniques"),
-    "eval": ("ridgeline.cli.eval", "judge a model: perplexity, divergence from a reference, retrieval, multiple choice"),
-    "plan": ("ridgeline.cli.plan", "say what fits on a GPU, how fast it will be and what it costs, before anything is bought"),
-    "diagnose": ("ridgeline.cli.diagnose", "say where the time goes, which term binds, and what to change next"),
-    "pull": ("ridgeline.cli.pull", "fetch the embedded model"),
-    "build": ("ridgeline.cli.build", "compile the CPU kernels for this machine"),
+    "serve": ("ridgeline.cli.cmd_serve", "OpenAI-compatible server"),
+    "chat": ("ridgeline.cli.cmd_chat", "talk to a model in the terminal"),
+    "generate": ("ridgeline.cli.cmd_generate", "answer a file of prompts: JSONL in, JSONL out"),
+    "admin": ("ridgeline.cli.cmd_admin", "ask something of a running server, or switch its techniques"),
+    "eval": ("ridgeline.cli.cmd_eval", "judge a model: perplexity, divergence from a reference, retrieval, multiple choice"),
+    "plan": ("ridgeline.cli.cmd_plan", "predict what fits on a GPU, how fast it runs and what it costs"),
+    "diagnose": ("ridgeline.cli.cmd_diagnose", "say where the time goes, which term binds, and what to change next"),
+    "pull": ("ridgeline.cli.cmd_pull", "fetch the embedded model"),
+    "build": ("ridgeline.cli.cmd_build", "compile the CPU kernels for this machine"),
     "bench serve": ("ridgeline.bench.serve", "measure any OpenAI-compatible server under load"),
     "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
     "bench host": ("ridgeline.bench.host", "measure what planning, tokenising and detokenising cost"),
@@ -33,7 +33,7 @@ COMMANDS = {
     "bench idle": ("ridgeline.bench.idle", "trace decode steps: every kernel, and when the device had nothing to do"),
     "bench startup": ("ridgeline.bench.startup", "measure the start of an engine, phase by phase"),
     "bench soak": ("ridgeline.bench.soak", "tire a server out with mixed traffic, and see whether it leaks or gets slower"),
-    "bench loop": ("ridgeline.bench.loop", "diagnose, change one thing, measure again: predicted against achieved gain"),
+    "bench loop": ("ridgeline.diagnose.tuning_loop", "diagnose, change one thing, measure again: predicted and achieved gain"),
     "bench kernel": ("ridgeline.bench.kernel", "try a candidate for an operation: is it right, and is it faster"),
     "bench compare": ("ridgeline.bench.compare", "compare two records; fails where one got worse"),
     "bench studies": ("ridgeline.bench.studies", "measure what batching and paging are worth, each against its off version"),
@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
     place, help = COMMANDS[name]
     keep_byte_code()
     module = importlib.import_module(place)
-    options = importlib.import_module("ridgeline.cli.options")
+    options = importlib.import_module("ridgeline.cli.config_options")
     parser = options.OptionParser(prog=f"ridgeline {name}", description=help[0].upper() + help[1:] + ".")
     module.add_arguments(parser)
     return int(module.run(parser.parse(rest)) or 0)

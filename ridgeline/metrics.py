@@ -1,7 +1,7 @@
 """What is measured of a running server, as plain numbers: histograms, what the engine tells of itself, a request's times.
 
 Observing is on the path of every token and every step, so it is a bisection and two additions; names, labels and text
-are server/metrics'. Knows no sockets, no scheduler and no torch. All times are `time.monotonic()`, which processes of
+are server/observe/prometheus'. Knows no sockets, no scheduler and no torch. All times are `time.monotonic()`, which processes of
 one machine share, so a time that the engine took can be subtracted from one that the front end took.
 
     front end   arrived ──── sent ─┐                                                ┌─ first token ──── … ─── e2e
@@ -79,7 +79,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class RooflineStats:
-    """What the engine recorded of its steps. Sums and points are those of diagnose/steps; this module only carries them."""
+    """What the engine recorded of its steps. Sums and points are those of roofline/steps; this module only carries them."""
 
     phases: dict[str, list[float]]   # by phase, sums over all steps since the engine started or its peaks changed
     points: list[list[float]] = field(default_factory=list)      # the steps since the last report, the newest of them

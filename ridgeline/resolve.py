@@ -12,14 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ridgeline import embedded, ledger
 from ridgeline.config import EngineConfig
-from ridgeline.costs import DTYPE_BYTES, PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.errors import ConfigError
-from ridgeline.graph_shapes import PROMPT_TOKENS
-from ridgeline.kv_spec import KVGroupSpec, blocks_for
-from ridgeline.ledger import GIB
-from ridgeline.models.config import ModelConfig, kv_groups, load_model_config, weight_bytes
+from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config, weight_bytes
+from ridgeline.process import embedded
+from ridgeline.sizes import ledger
+from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
+from ridgeline.sizes.ledger import GIB
+from ridgeline.sizes.op_costs import DTYPE_BYTES, PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.techniques import TECHNIQUES, turned_off
 
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights
@@ -200,7 +201,7 @@ def gpu_sizes(
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one rank has, and what each part of the engine takes of it. `ledger.py` names the parts."""
+    """What one rank has, and what each part of the engine takes of it. `sizes/ledger.py` names the parts."""
 
     kind: str                        # of the device
     dtype: str
@@ -237,7 +238,7 @@ class Memory:
             logits = model.vocab_size * max(4, size)     # capped in float32
         partials = 0 if device.kind == "cpu" else partial_bytes(model, config.execution.deterministic) // ranks
         width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/gated_gemm.py), but steps
+        # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/linear/gemm_gated.py), but steps
         # just below that do, into other pieces of memory than the largest step has left.
         per_token = (width + 3 * model.intermediate_size) * size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
@@ -324,7 +325,7 @@ class Memory:
 
 def partial_bytes(model: ModelConfig, deterministic: bool) -> int:
     """Of attention's partial results, for each of many rows: one of the prefix that it shares, and of its own keys eight in
-    fixed splits; else every second row is cut in two (ops/decode_shares.py)."""
+    fixed splits; else every second row is cut in two (ops/attention/split_kv.py)."""
     slots = 9.0 if deterministic else 2.5
     return int(slots * model.num_heads * (2 ** (model.head_dim - 1).bit_length() + 2) * 4)
 

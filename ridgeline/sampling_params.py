@@ -49,7 +49,7 @@ class RequestOutputKind(Enum):
 class StructuredOutputs:
     """The language an answer must be in: exactly one of these. Fields and names follow vLLM's.
 
-    Sizes and shapes are checked here; whether it is a grammar at all is found out by compiling it (engine/grammar_check).
+    Sizes and shapes are checked here; whether it is a grammar at all is found out by compiling it (engine/client/grammar_check).
     A schema or a structural tag given as an object is kept as its JSON text, so that equal ones are equal.
     """
 

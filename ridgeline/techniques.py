@@ -50,11 +50,11 @@ TECHNIQUES = (
     ),
     Technique(
         "overlap", {"async_scheduling": True}, {"async_scheduling": False}, "overhead", True,
-        "planning and collecting, hidden behind the device's work", "engine/core.py",
+        "planning and collecting, hidden behind the device's work", "engine/core/core.py",
     ),
     Technique(
         "recorded graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
-        "a decode step's launches, hundreds of them, in one", "runner/graphs.py",
+        "a decode step's launches, hundreds of them, in one", "runner/cuda_graphs.py",
         excludes=("tensor parallelism",), device="cuda",
     ),
     Technique(

@@ -16,22 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import (
-    attention_tma,
-    gated_gemm,
-    gemv,
-    invariant_gemm,
-    paged_attention,
-    ring_gemm,
-    ring_gemv,
-    small_gemm,
-    wide_gemm,
-)
 from ridgeline.ops.activation import gated_activation_reference
-from ridgeline.ops.linear_plan import GemmPlan, GemvPlan, plan, ring_gemm_plan, ring_plan
+from ridgeline.ops.attention import kernel_prefill_hopper, paged_attention
+from ridgeline.ops.linear import gemm_gated, gemm_invariant, gemm_ring, gemm_small, gemm_wide, gemv, gemv_ring
+from ridgeline.ops.linear.gemm_wide import gl
+from ridgeline.ops.linear.select import GemmPlan, GemvPlan, plan, ring_gemm_plan, ring_plan
+from ridgeline.ops.linear.select_wide import WidePlan
 from ridgeline.ops.registry import gluon_kernel, tl, triton_kernel
-from ridgeline.ops.wide_gemm import gl
-from ridgeline.ops.wide_plan import WidePlan
 
 
 @contextmanager
@@ -85,9 +76,9 @@ def run_gemv(device: str) -> None:
 
 
 def run_ring_gemv(device: str) -> None:
-    with only(1, ring_gemv):
-        _one_row(device, ring_gemv.ring_gemv, ring_plan(4096, 4096), 37, 4096, None, True)
-        _one_row(device, ring_gemv.ring_gemv, ring_plan(4096, 5120, True), 13, 5120, "gelu", True)
+    with only(1, gemv_ring):
+        _one_row(device, gemv_ring.ring_gemv, ring_plan(4096, 4096), 37, 4096, None, True)
+        _one_row(device, gemv_ring.ring_gemv, ring_plan(4096, 5120, True), 13, 5120, "gelu", True)
 
 
 # ── a few rows ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -100,42 +91,42 @@ def _rows(device: str, multiply: Callable[..., Tensor], chosen: Any, rows: int, 
 
 
 def run_small_gemm(device: str) -> None:
-    _rows(device, small_gemm.small_gemm, GemmPlan(16, 16, 64, 4, 2, 2, 0), 19, 24, 528, "silu", True)
-    _rows(device, small_gemm.small_gemm, GemmPlan(16, 16, 64, 4, 2, 4, 12), 5, 33, 272, "gelu", False)
-    _rows(device, small_gemm.small_gemm, plan(20, 128, 1024), 20, 128, 1024, None, True)
-    _rows(device, small_gemm.small_gemm, plan(3, 100, 1024, True), 3, 100, 1024, "gelu_tanh", False)
+    _rows(device, gemm_small.small_gemm, GemmPlan(16, 16, 64, 4, 2, 2, 0), 19, 24, 528, "silu", True)
+    _rows(device, gemm_small.small_gemm, GemmPlan(16, 16, 64, 4, 2, 4, 12), 5, 33, 272, "gelu", False)
+    _rows(device, gemm_small.small_gemm, plan(20, 128, 1024), 20, 128, 1024, None, True)
+    _rows(device, gemm_small.small_gemm, plan(3, 100, 1024, True), 3, 100, 1024, "gelu_tanh", False)
 
 
 def run_invariant_gemm(device: str) -> None:
     for rows in (3, 150):
         x, weight, added = _product(device, rows, 70, 1040, None, True)
-        _check(invariant_gemm.invariant_linear(x, weight, added), x, weight, added, None)
+        _check(gemm_invariant.invariant_linear(x, weight, added), x, weight, added, None)
 
 
 def run_ring_gemm(device: str) -> None:
-    with only(2, ring_gemm):                             # two parts of the inputs: one program each, three tiles
-        _rows(device, ring_gemm.ring_gemm, ring_gemm_plan(5, 4096, 4096), 5, 150, 4096, None, True)
-        _rows(device, ring_gemm.ring_gemm, ring_gemm_plan(50, 4096, 4096), 50, 150, 4096, None, False)
-    with only(1, ring_gemm):                             # tiles of two programs, wide ones and narrow ones
-        _rows(device, ring_gemm.ring_gemm, ring_gemm_plan(5, 14336, 4096, True), 5, 250, 1024, "gelu_tanh", True)
-        _rows(device, ring_gemm.ring_gemm, ring_gemm_plan(20, 14336, 4096, True), 20, 250, 1024, "silu", False)
-        _rows(device, ring_gemm.ring_gemm, ring_gemm_plan(20, 8192, 4096, True), 20, 150, 1024, "gelu", False)
+    with only(2, gemm_ring):                             # two parts of the inputs: one program each, three tiles
+        _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(5, 4096, 4096), 5, 150, 4096, None, True)
+        _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(50, 4096, 4096), 50, 150, 4096, None, False)
+    with only(1, gemm_ring):                             # tiles of two programs, wide ones and narrow ones
+        _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(5, 14336, 4096, True), 5, 250, 1024, "gelu_tanh", True)
+        _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(20, 14336, 4096, True), 20, 250, 1024, "silu", False)
+        _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(20, 8192, 4096, True), 20, 150, 1024, "gelu", False)
 
 
 # ── many rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run_wide_gemm(device: str) -> None:
-    with only(1, wide_gemm):
-        _rows(device, wide_gemm.wide_gemm, WidePlan(256, 224, 1, 4, 5), 100, 130, 600, "silu", True)
-        _rows(device, wide_gemm.wide_gemm, WidePlan(256, 256, 1, 4, 5), 100, 300, 600, None, True)
-    _rows(device, wide_gemm.wide_gemm, WidePlan(128, 128, 4, 7, 7), 100, 200, 2048, None, True)  # parts wait for each other
+    with only(1, gemm_wide):
+        _rows(device, gemm_wide.wide_gemm, WidePlan(256, 224, 1, 4, 5), 100, 130, 600, "silu", True)
+        _rows(device, gemm_wide.wide_gemm, WidePlan(256, 256, 1, 4, 5), 100, 300, 600, None, True)
+    _rows(device, gemm_wide.wide_gemm, WidePlan(128, 128, 4, 7, 7), 100, 200, 2048, None, True)  # parts wait for each other
 
 
 def run_gated_gemm(device: str) -> None:
-    with only(1, gated_gemm):
+    with only(1, gemm_gated):
         x, weight, _ = _product(device, 200, 136, 392, "silu", False)
-        _check(gated_gemm.gated_gemm(x, weight, "silu"), x, weight, None, "silu")
+        _check(gemm_gated.gated_gemm(x, weight, "silu"), x, weight, None, "silu")
 
 
 def run_prompt_attention(device: str) -> None:
@@ -144,7 +135,7 @@ def run_prompt_attention(device: str) -> None:
         torch.Generator().manual_seed(5), torch.bfloat16, device, rows=((40, 168), (65, 128)), heads=8, kv_heads=2,
         head_dim=64, block_size=16, window=None, softcap=None,
     )  # fmt: skip
-    with only(2, attention_tma):
+    with only(2, kernel_prefill_hopper):
         out = paged_attention.paged_attention_triton(*args, **options)
     assert not out.cpu().isnan().any()                   # what nobody may read is NaN
 

@@ -23,13 +23,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers/cases"), str(ROOT / "tests/models"), str(ROOT / "tests/text")]
 
 from gguf_writer import Typed, write_gguf  # noqa: E402
 
-from ridgeline.engine.tokenizer import Tokenizer  # noqa: E402
-from ridgeline.engine.vocabulary_gguf import PRE_TOKENIZERS  # noqa: E402
 from ridgeline.models.gguf import GGUFFile  # noqa: E402
+from ridgeline.text.tokenizer import Tokenizer  # noqa: E402
+from ridgeline.text.vocabulary_gguf import PRE_TOKENIZERS  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
 

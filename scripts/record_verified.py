@@ -19,15 +19,16 @@ RECORD = ROOT / "benchmarks" / "h200" / "verified.json"
 
 def hashes() -> dict[str, str]:
     """By file name; the CPU's kernels are verified wherever the tests run."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(OPS.glob("*.py"))}
+    files = sorted(path for path in OPS.rglob("*.py") if path.name != "__init__.py")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def main(tests: list[str]) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from ridgeline.bench.device_log import gpu_facts
-    from ridgeline.bench.record import commit
+    from ridgeline.bench.lab.device_log import gpu_facts
+    from ridgeline.bench.lab.record import commit
 
     if not torch.cuda.is_available():
         sys.exit("no GPU here: nothing was verified")

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kernel_cases import CASES, FAULTS
 
 from ridgeline.bench.ops import all_ops, supported
-from ridgeline.costs import Case
 from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, Op, triton
+from ridgeline.sizes.op_costs import Case
 
 
 def with_kernels() -> dict[str, Op]:

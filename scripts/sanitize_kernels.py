@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 TOOLS = ("memcheck", "racecheck")
 OPS = ROOT / "ridgeline" / "ops"
 CASES = "scripts/run_op_cases.py"
-TESTS = {"attention shapes": ["-m", "pytest", "-q", "-x", "tests/test_attention_gpu_shapes.py", "-k", "kernel_"]}
+TESTS = {"attention shapes": ["-m", "pytest", "-q", "-x", "tests/ops/test_attention_gpu_shapes.py", "-k", "kernel_"]}
 MOST_RUNS = 12                       # of ops' cases, in one process
 FOUND = 9                            # the exit status that means: the tool has found something
 PRINTED = 1000                       # reports, at most: what is not printed cannot be told apart
@@ -76,7 +76,7 @@ class Explained:
 
 KNOWN = [
     Explained(
-        "prompt_kernel", "attention_tma.py",
+        "prompt_kernel", "kernel_prefill_hopper.py",
         ("scale_shared.index(slot).store(scale)",
          "group_barrier()",
          "mbarrier.expect(full.index(slot), TILE_KEYS * PARTS * WIDTH * cache.dtype.primitive_bitwidth // 8)"),
@@ -110,8 +110,8 @@ def main() -> None:
     sanitizer = os.environ.get("SANITIZER") or shutil.which("compute-sanitizer")
     if sanitizer is None:
         sys.exit("compute-sanitizer is not on the PATH; set SANITIZER to where it is")
-    from ridgeline.bench.device_log import gpu_facts
-    from ridgeline.bench.record import record, write
+    from ridgeline.bench.lab.device_log import gpu_facts
+    from ridgeline.bench.lab.record import record, write
 
     deadline = time.monotonic() + args.seconds
     listed = subprocess.run([sys.executable, CASES, "--list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -230,11 +230,16 @@ def explained(write: Access, read: Access) -> Explained | None:
         return None
     for each in KNOWN:
         if write.kernel == each.kernel and write.file == read.file == each.file:
-            lines = tuple(line.strip() for line in (OPS / each.file).read_text().splitlines())
+            lines = tuple(line.strip() for line in op_file(each.file).read_text().splitlines())
             written = lines[write.line - 1 : write.line - 1 + len(each.write)]
             if written == each.write and lines[read.line - len(each.read) : read.line] == each.read:
                 return each
     return None
+
+
+def op_file(name: str) -> Path:
+    """The file of that name below ridgeline/ops, or a path that does not exist."""
+    return next(OPS.rglob(name), OPS / name)
 
 
 def worst(states: Iterable[str]) -> str:
@@ -255,15 +260,15 @@ def by_kernel(outcomes: dict[str, Outcome]) -> dict[str, dict[str, str]]:
 @functools.cache
 def launched() -> set[str]:
     """The kernels that the op files launch."""
-    return {name for file in OPS.glob("*.py") for name in re.findall(r"(\w*_kernel)\[", file.read_text())}
+    return {name for file in OPS.rglob("*.py") for name in re.findall(r"(\w*_kernel)\[", file.read_text())}
 
 
 def is_the_compilers(kernel: str, file: str, line: int) -> bool:
     """Whether an access to shared memory is none of the kernel's own."""
-    path = OPS / Path(file).name
+    path = op_file(Path(file).name)
     if not path.is_file():
         return False
-    if any(re.search(rf"@triton_kernel\([^\n]*\)\ndef {re.escape(kernel)}\(", each.read_text()) for each in OPS.glob("*.py")):
+    if any(re.search(rf"@triton_kernel\([^\n]*\)\ndef {re.escape(kernel)}\(", each.read_text()) for each in OPS.rglob("*.py")):
         return True
     at, *behind = path.read_text().splitlines()[line - 1 :]
     if at.lstrip().startswith("if "):                    # constant, around it: the compiler names the line of the choice

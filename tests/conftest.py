@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline import embedded
+from ridgeline.process import embedded
 
 PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 # The rows that every commit is held to: `make test-reliability` runs their tests, and ends them after five minutes.

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.bench import table
-from ridgeline.bench.directions import HIGHER, better
-from ridgeline.bench.sweep import parse_share
+from ridgeline.bench.lab import table
+from ridgeline.bench.lab.directions import HIGHER, better
+from ridgeline.bench.lab.sweep import parse_share
 from ridgeline.errors import ConfigError
 
 # Fields by which rows of a list are told apart; a list whose rows have none is not compared.

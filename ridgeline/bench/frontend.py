@@ -25,16 +25,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from ridgeline.bench.record import finish, record
-from ridgeline.engine.async_llm import AsyncLLM
-from ridgeline.engine.children import start_child
+from ridgeline.bench.lab.record import finish, record
+from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
 from ridgeline.engine.ipc import Abort, Add, Alive, Deltas, Ready, Shutdown
-from ridgeline.engine.link import FrontEndGone, FrontEndLink
 from ridgeline.errors import EngineDead
 from ridgeline.messages import TokenDelta
+from ridgeline.process.children import start_child
+from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.lifecycle import raise_file_limit, uvloop
 from ridgeline.server.lifecycle import run as run_server
-from ridgeline.server.limits import ServerOptions
 
 KEPT_UP = 0.97                       # of the offered rate
 CONTEXT = 2**20
@@ -271,8 +271,8 @@ class FakeEngine:
 
 def engine(settings: dict[str, Any]) -> None:
     from ridgeline.config import EngineConfig
-    from ridgeline.engine.tokenizer import Tokenizer
     from ridgeline.resolve import model_path
+    from ridgeline.text.tokenizer import Tokenizer
 
     path = model_path(EngineConfig.of(**settings["options"]))
     # Without tokens that are half a character: each brings text, and so an event.

@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ridgeline import embedded
-from ridgeline.bench.device_log import gpu_facts
-from ridgeline.bench.engine import Engine, parse_options, quality_of
-from ridgeline.bench.record import finish, percentiles, record
-from ridgeline.bench.shapes import SHAPES, write_shape
-from ridgeline.engine.core import EngineCore, grammar_vocabulary, make_grammars
-from ridgeline.engine.grammars import COPIES_PER_THREAD, Compiled
+from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
+from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.engine.core.core import EngineCore, grammar_vocabulary, make_grammars
+from ridgeline.engine.core.grammars import COPIES_PER_THREAD, Compiled
 from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
 from ridgeline.grammar.matcher import Masks, num_threads
-from ridgeline.grammar.vocabulary import GrammarVocabulary, Pieces
+from ridgeline.process import embedded
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 
 # So many items that no answer gets to the end: constrained and free answers are equally long. Every value is short, so that

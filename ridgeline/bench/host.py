@@ -20,29 +20,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from ridgeline import embedded
-from ridgeline.bench.device_log import gpu_facts
-from ridgeline.bench.host_engine import engine_steps
-from ridgeline.bench.peaks import device_kind
-from ridgeline.bench.record import finish, percentiles, record
-from ridgeline.bench.shapes import SHAPES, write_shape
-from ridgeline.bench.what_if import PlanOnly
+from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.device_peaks import device_kind
+from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.workload.host_engine import engine_steps
+from ridgeline.bench.workload.plan_only import PlanOnly
+from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
-from ridgeline.diagnose.cost import DecoderShape
-from ridgeline.diagnose.peaks import MachinePeaks
-from ridgeline.diagnose.steps import StepRecorder
-from ridgeline.engine.core import EngineCore
-from ridgeline.engine.text import TextStream
-from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import ConfigError
-from ridgeline.graph_shapes import Shape
-from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.messages import Request, StepPlan, StepResult
+from ridgeline.process import embedded
 from ridgeline.resolve import DeviceFacts, resolve
-from ridgeline.runner.rows import DeviceRows
+from ridgeline.roofline.peaks import MachinePeaks
+from ridgeline.roofline.step_cost import DecoderShape
+from ridgeline.roofline.steps import StepRecorder
+from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
+from ridgeline.sizes.graph_shapes import Shape
+from ridgeline.sizes.kv_spec import KVGroupSpec
+from ridgeline.text.detokenizer import TextStream
+from ridgeline.text.tokenizer import Tokenizer
 
 BLOCK_SIZE, PROMPT, ANSWER = 16, 100, 1000
 REPORT_STEPS = 100                   # half a second of steps of 5 ms

@@ -27,15 +27,15 @@ from typing import Any
 
 import torch
 
-from ridgeline.bench.device_log import gpu_facts
-from ridgeline.bench.engine import Engine, parse_options, quality_of
-from ridgeline.bench.floors import step_floor
-from ridgeline.bench.peaks import device_kind, machine_peaks
-from ridgeline.bench.record import finish, percentiles, record
-from ridgeline.bench.shapes import SHAPES, write_shape
-from ridgeline.diagnose.cost import Peaks, decoder_shape
-from ridgeline.diagnose.trace import DEVICE_WORK, LAUNCHES, Work, own_times, part_of
+from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.device_peaks import device_kind, machine_peaks
+from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
+from ridgeline.bench.workload.floors import step_floor
+from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.errors import ConfigError
+from ridgeline.roofline.step_cost import Peaks, decoder_shape
+from ridgeline.roofline.trace import DEVICE_WORK, LAUNCHES, Work, own_times, part_of
 
 BAR = 0.02                           # idle share between steps that is allowed
 WARM_STEPS = 12                      # before anything is timed: compiles kernels, records graphs

@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from ridgeline.bench import ops, table
-from ridgeline.bench.candidate import Fault, check, watched
-from ridgeline.bench.device_log import gpu_facts
-from ridgeline.bench.peaks import MachinePeaks, machine_peaks
-from ridgeline.bench.record import record, write
-from ridgeline.bench.sweep import cross
-from ridgeline.costs import DTYPE_BYTES, Case
+from ridgeline.bench import ops
+from ridgeline.bench.lab import table
+from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.device_peaks import MachinePeaks, machine_peaks
+from ridgeline.bench.lab.record import record, write
+from ridgeline.bench.lab.sweep import cross
+from ridgeline.bench.workload.candidate import Fault, check, watched
 from ridgeline.errors import ConfigError
 from ridgeline.ops.registry import TRITON_INTERPRETED, Implementation, Op, Site
+from ridgeline.sizes.op_costs import DTYPE_BYTES, Case
 
 ROUNDS = 3                           # candidate and current in turn, so that a noisy machine is unfair to neither
 

@@ -18,19 +18,20 @@ from typing import Any, Protocol
 
 import torch
 
-from ridgeline.bench import presets, price, sustain, table
-from ridgeline.bench.device_log import gpu_facts, torch_gpus
-from ridgeline.bench.engine import Engine, parse_options, quality_of
-from ridgeline.bench.peaks import read_bandwidth
-from ridgeline.bench.peer_transformers import TransformersPeer
-from ridgeline.bench.record import finish, record, write
-from ridgeline.bench.sweep import check_runs, cross, figure, settings
-from ridgeline.bench.watch import Watch
-from ridgeline.bench.workloads import PRESETS, Workload
-from ridgeline.diagnose.cost import decoder_shape, step_cost
+from ridgeline.bench.lab import price, sustain, table
+from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
+from ridgeline.bench.lab.device_peaks import read_bandwidth
+from ridgeline.bench.lab.machine_log import Watch
+from ridgeline.bench.lab.record import finish, record, write
+from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
+from ridgeline.bench.workload import presets
+from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
+from ridgeline.bench.workload.peer_transformers import TransformersPeer
+from ridgeline.bench.workload.workloads import PRESETS, Workload
 from ridgeline.errors import ConfigError
-from ridgeline.models.config import ModelConfig
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.resolve import ResolvedConfig
+from ridgeline.roofline.step_cost import decoder_shape, step_cost
 
 
 class Contender(Protocol):

@@ -4,7 +4,7 @@ The cases are the ops' own timed ones; on a GPU those of `op_cases.py` in their 
 unless others are asked for the implementations that an engine would run there, not the definitions. Inputs are made several
 times over and used in turn, so that a cache does not stand in for memory. On a GPU kernels are compiled first, many at a time,
 and the calls are recorded in a CUDA graph where that is possible, so that the time is the device's and not the launching
-host's. Linears go through the rule that the engine's go through (ops/linear_plan.py); beside them stands the library's
+host's. Linears go through the rule that the engine's go through (ops/linear/select.py); beside them stands the library's
 product, and beside paged attention torch's own over contiguous keys and values of the same sizes.
 """
 
@@ -25,18 +25,18 @@ import torch
 from torch import Tensor
 
 import ridgeline.ops
-from ridgeline.bench import sustain, table
-from ridgeline.bench.device_log import gpu_facts, torch_gpus
-from ridgeline.bench.launched import kernel_facts, launched_kernels
-from ridgeline.bench.op_cases import CONTIGUOUS, GPU_CASES, Beside, beside, make_inputs
-from ridgeline.bench.peaks import MachinePeaks, machine_peaks
-from ridgeline.bench.record import percentiles, record, write
-from ridgeline.bench.sweep import check_runs
-from ridgeline.bench.watch import Watch
-from ridgeline.costs import DTYPE_BYTES, Case, Cost
+from ridgeline.bench.lab import sustain, table
+from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
+from ridgeline.bench.lab.device_peaks import MachinePeaks, machine_peaks
+from ridgeline.bench.lab.launched import kernel_facts, launched_kernels
+from ridgeline.bench.lab.machine_log import Watch
+from ridgeline.bench.lab.record import percentiles, record, write
+from ridgeline.bench.lab.sweep import check_runs
+from ridgeline.bench.workload.op_cases import CONTIGUOUS, GPU_CASES, Beside, beside, make_inputs
 from ridgeline.errors import ConfigError
 from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.registry import REGISTRY, Implementation, Op, Site
+from ridgeline.sizes.op_costs import DTYPE_BYTES, Case, Cost
 
 SAMPLES = 21
 MOST_COPIES = 32                     # of an op's inputs
@@ -135,8 +135,8 @@ def _median_of(measured: Callable[[], Iterator[Row]]) -> dict[str, float]:
 
 
 def all_ops() -> dict[str, Op[Any, Any]]:
-    for module in pkgutil.iter_modules(ridgeline.ops.__path__):
-        importlib.import_module(f"ridgeline.ops.{module.name}")
+    for module in pkgutil.walk_packages(ridgeline.ops.__path__, "ridgeline.ops."):
+        importlib.import_module(module.name)
     return REGISTRY
 
 

@@ -17,23 +17,31 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ridgeline.bench import client_check, price, sustain, table
-from ridgeline.bench.client_check import ClientCheck
-from ridgeline.bench.http_client import HttpClient
-from ridgeline.bench.latency import LEAST_OFFERED, MOST_GROWTH, Outcome, backlog_growth, figures, timeline
-from ridgeline.bench.load import Load
-from ridgeline.bench.memory import own_peak, server_peak
-from ridgeline.bench.prompts import PromptSource
-from ridgeline.bench.record import record, write
-from ridgeline.bench.report import report
-from ridgeline.bench.serve_options import Plan, Setting, add_arguments, headers, plan
-from ridgeline.bench.sweep import merged, middle, parse_share
-from ridgeline.bench.target import Target
-from ridgeline.bench.watch import Watch
-from ridgeline.engine.progress import progress_bar
-from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.bench.lab import price, sustain, table
+from ridgeline.bench.lab.machine_log import Watch
+from ridgeline.bench.lab.peak_memory import own_peak, server_peak
+from ridgeline.bench.lab.record import record, write
+from ridgeline.bench.lab.sweep import merged, middle, parse_share
+from ridgeline.bench.load import client_check
+from ridgeline.bench.load.client_check import ClientCheck
+from ridgeline.bench.load.generator import Load
+from ridgeline.bench.load.http_client import HttpClient
+from ridgeline.bench.load.latency import (
+    LEAST_OFFERED,
+    MOST_GROWTH,
+    Outcome,
+    backlog_growth,
+    figures,
+    timeline,
+)
+from ridgeline.bench.load.prompts import PromptSource
+from ridgeline.bench.load.serve_options import Plan, Setting, add_arguments, headers, plan
+from ridgeline.bench.load.serve_page import report
+from ridgeline.bench.load.target import Target
 from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.process.progress import progress_bar
 from ridgeline.server.lifecycle import raise_file_limit, uvloop
+from ridgeline.text.tokenizer import Tokenizer
 
 __all__ = ["add_arguments", "run"]
 

@@ -24,21 +24,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ridgeline.bench.engine import parse_options
-from ridgeline.bench.leaks import FAIL, Quiet, Slope, judge, quantile, slope
-from ridgeline.bench.record import finish, record
-from ridgeline.bench.target import UNKNOWN_QUALITY, quality_of_techniques
-from ridgeline.bench.traffic import Timed, Traffic
-from ridgeline.engine.children import start_child
+from ridgeline.bench.lab.record import finish, record
+from ridgeline.bench.load.leaks import FAIL, Quiet, Slope, judge, quantile, slope
+from ridgeline.bench.load.target import UNKNOWN_QUALITY, quality_of_techniques
+from ridgeline.bench.load.traffic import Timed, Traffic
+from ridgeline.bench.workload.bench_engine import parse_options
 from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.process.children import start_child
 
 WARM_UP = 0.3                        # of the time: caches fill, threads start, allocators find their size
 _QUIET_SECONDS = 60.0                # for the last answers to end
 _SETTLE_SECONDS = 2.0                # and then for connections to close
 _SHOWN = 240                         # samples that the record keeps
 _ROLES = {
-    "ridgeline.engine.process": "engine", "ridgeline.engine.rank": "rank", "ridgeline.grammar.worker": "grammar compiler",
-    "ridgeline.engine.chat_template": "template renderer",
+    "ridgeline.engine.core.engine_process": "engine", "ridgeline.engine.core.rank": "rank",
+    "ridgeline.grammar.compile_worker": "grammar compiler",
+    "ridgeline.text.chat_template": "template renderer",
 }  # fmt: skip
 FRONT_END = "front end"
 # A pool that is soon used up: until then every new block adds to the resident memory, and no leak could be told from it.

@@ -1,7 +1,8 @@
 """`ridgeline bench startup`: an engine started in a fresh process, several times, and where its time goes.
 
 The child imports, starts an engine, answers one request with one token, and prints its own account
-(`ridgeline/startup.py`): phases that sum to the wall clock since the process was started. The parent's clock says the
+(`ridgeline/process/start_phases.py`): phases that sum to the wall clock since the process was started. The parent's
+clock says the
 same from outside. With `--cold` every start finds an empty Triton cache and compiles its kernels, and no byte code where that
 is kept in our own cache; otherwise the first start, which may fill both, is not counted. Shapes and engine options may be
 lists: every combination is started.
@@ -18,14 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ridgeline import head_start, startup
-from ridgeline.bench import table
-from ridgeline.bench.record import finish, record, write
-from ridgeline.bench.shapes import SHAPES, write_shape
-from ridgeline.bench.sweep import check_runs, cross, figure, settings
-from ridgeline.engine.children import child_environment, start_child
+from ridgeline.bench.lab import table
+from ridgeline.bench.lab.record import finish, record, write
+from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
+from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.errors import EngineDead
 from ridgeline.metrics import HAPPENED
+from ridgeline.process import head_start, start_phases
+from ridgeline.process.children import child_environment, start_child
 
 READY = "ready"                      # the figure that counts: everything before the first request is taken
 FIRST_TOKEN = "first token"
@@ -91,7 +92,7 @@ def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[st
     if args.format == "md":
         middle = sorted(starts, key=lambda each: each[READY])[len(starts) // 2]
         print(f"\nphases of the median start ({'cold' if args.cold else 'warm'} kernel cache):")
-        print(startup.table(middle["phases"]))
+        print(start_phases.table(middle["phases"]))
         print(f"outside, from its start to its end: {middle['outside_s']:.3f} s; kernels compiled late: {middle[LATE]}")
     return {
         "ready_s": figure([each[READY] for each in starts], 1, "--starts"),
@@ -126,18 +127,18 @@ def start_once(model: str, words: list[str], environment: dict[str, str] | None 
 def main(argv: list[str]) -> None:
     """The child: start, answer with one token, give account."""
     head_start.begin(gpu="device=cpu" not in argv)
-    from ridgeline.bench.device_log import gpu_facts
-    from ridgeline.bench.engine import Engine, parse_options, quality_of
-    from ridgeline.bench.memory import own_peak
+    from ridgeline.bench.lab.device_log import gpu_facts
+    from ridgeline.bench.lab.peak_memory import own_peak
+    from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
 
     head_start.imported()
-    startup.until_now("process and imports")
+    start_phases.until_now("process and imports")
     options = parse_options(argv[1:])
     engine = Engine(argv[0], **options)
-    ready = startup.since_start()
-    with startup.phase("first token"):
+    ready = start_phases.since_start()
+    with start_phases.phase("first token"):
         engine.serve([([1, 2, 3], 1)])
-    phases = startup.report()
+    phases = start_phases.report()
     first_token = sum(phases.values())
     account = {"phases": phases, READY: ready, FIRST_TOKEN: first_token, LATE: HAPPENED["kernel_compile"], "gpu": gpu_facts()}
     print(json.dumps(account | {"quality": quality_of(engine.config), "peak_memory": own_peak()}))

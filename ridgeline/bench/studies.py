@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from ridgeline.bench.cascade import cascade
-from ridgeline.bench.device_log import gpu_facts
-from ridgeline.bench.engine import parse_options
-from ridgeline.bench.long_prompt import SIZES, Sizes, long_prompt
-from ridgeline.bench.record import finish, percentiles, record
-from ridgeline.bench.shapes import SHAPES, write_shape
+from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.workload.bench_engine import parse_options
+from ridgeline.bench.workload.cascade import cascade
+from ridgeline.bench.workload.long_prompt import SIZES, Sizes, long_prompt
+from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.config import EngineConfig
-from ridgeline.engine.core import EngineCore
+from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams

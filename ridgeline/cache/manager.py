@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.cache.block_pool import NULL_BLOCK, BlockPool, SlabPool
 from ridgeline.cache.prefix_cache import Node, NoPrefixCache, PrefixCache
-from ridgeline.kv_spec import KVGroupSpec, blocks_for, group_blocks
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, group_blocks
 
 
 @dataclass(slots=True, eq=False)

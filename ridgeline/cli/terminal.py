@@ -6,8 +6,8 @@ import sys
 
 from rich.console import Console
 
-from ridgeline import embedded
 from ridgeline.config import EngineConfig
+from ridgeline.process import embedded
 
 
 def require_model(config: EngineConfig) -> None:

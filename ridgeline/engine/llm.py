@@ -11,16 +11,16 @@ from types import FrameType
 from typing import Any
 
 from ridgeline.config import EngineConfig
-from ridgeline.engine.core import EngineCore
-from ridgeline.engine.frontend import Frontend, Prompt, RequestState
-from ridgeline.engine.outputs import RequestOutput
-from ridgeline.engine.progress import Tick, progress_bar
-from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
+from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest, RequestError, Unsupported
 from ridgeline.messages import Request
-from ridgeline.models.config import load_model_config
+from ridgeline.models.model_config import load_model_config
+from ridgeline.process.progress import Tick, progress_bar
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams, shown
+from ridgeline.text.tokenizer import Tokenizer
 
 
 class LLM:
@@ -59,7 +59,7 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in order. Those that may become longest begin first; where all lengths are known (ignore_eos),
-        short ones may be kept to run beside them (levelling.py). `priority` comes before that.
+        short ones may be kept to run beside them (sizes/batch_levelling.py). `priority` comes before that.
 
         A prompt that cannot run fails the call before anything is computed. An answer that fails on the way ends with
         finish_reason "error" and says why in stop_reason; the others go on. Ctrl-C waits for the running step, so that

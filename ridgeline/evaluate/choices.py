@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.perplexity import TokenScores
 from ridgeline.evaluate.scoring import Scores, Tick
+from ridgeline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

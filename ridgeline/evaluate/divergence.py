@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.perplexity import TokenScores, exponential
 from ridgeline.evaluate.scoring import Scores, Tick, log_probabilities
 from ridgeline.evaluate.texts import Passage
+from ridgeline.text.tokenizer import Tokenizer
 
 KEPT_BYTES = 512 * 2**20             # of the reference's logits that wait for the model's
 _EXCERPT = 60                        # characters

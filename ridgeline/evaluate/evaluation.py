@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ridgeline.config import EngineConfig
-from ridgeline.engine.progress import progress_bar
-from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate import choices, divergence, needle, perplexity
 from ridgeline.evaluate.reference import ReferenceFile, file_bytes, is_reference_file, write_reference
@@ -22,7 +20,9 @@ from ridgeline.evaluate.scoring import Scorer, Scores
 from ridgeline.evaluate.slices import SLICES
 from ridgeline.evaluate.task import EMBEDDED, Task
 from ridgeline.evaluate.texts import DEFAULT_TEXT, Passage, default_text, fingerprint, passages, read_text
+from ridgeline.process.progress import progress_bar
 from ridgeline.resolve import model_path
+from ridgeline.text.tokenizer import Tokenizer
 
 
 def evaluate(

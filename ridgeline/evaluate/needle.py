@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.perplexity import TokenScores
 from ridgeline.evaluate.scoring import Scorer, Tick
 from ridgeline.evaluate.texts import start_tokens
+from ridgeline.text.tokenizer import Tokenizer
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)         # of the needle: 0 is the beginning of the text
 TRIALS = 2                                   # for each length and depth

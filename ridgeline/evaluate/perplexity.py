@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.evaluate.scoring import Scores, Tick, log_probabilities
 from ridgeline.evaluate.texts import Passage
+from ridgeline.text.tokenizer import Tokenizer
 
 
 class TokenScores:

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from ridgeline.config import EngineConfig
-from ridgeline.engine.core import EngineCore
-from ridgeline.engine.executor import LocalExecutor
-from ridgeline.engine.progress import progress_bar
-from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.errors import BadRequest, ConfigError
-from ridgeline.graph_shapes import Shape
-from ridgeline.kv_spec import blocks_for
 from ridgeline.layers.batch import Batch
 from ridgeline.messages import Request, StepPlan
-from ridgeline.models.config import kv_groups, load_model_config
+from ridgeline.models.model_config import kv_groups, load_model_config
 from ridgeline.ops.registry import set_kernels
+from ridgeline.process.progress import progress_bar
 from ridgeline.resolve import model_path
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.runner import Runner
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.sizes.graph_shapes import Shape
+from ridgeline.sizes.kv_spec import blocks_for
+from ridgeline.text.tokenizer import Tokenizer
 
 LOGITS_ROWS = 256                    # positions whose logits exist at once
 ROWS = 8                             # sequences that are computed together

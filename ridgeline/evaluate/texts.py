@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from ridgeline.engine.tokenizer import Tokenizer
 from ridgeline.errors import ConfigError
+from ridgeline.text.tokenizer import Tokenizer
 
 DEFAULT_TEXT = "text"                # the slice of the default text, or of the user's file
 

@@ -4,7 +4,8 @@ xgrammar (grammar/xgrammar_backend) stands behind the same interface: its matche
 nobody above needs to know which of the two follows an answer.
 
 Compiling takes milliseconds for an honest grammar and may take seconds for a hostile one, so nobody calls it between two
-steps: the front end does in a process with a time limit (engine/grammar_check), the engine in a thread (engine/grammars).
+steps: the front end does in a process with a time limit (engine/client/grammar_check), the engine in a thread
+(engine/core/grammars).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ridgeline.errors import BadRequest
+from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
 from ridgeline.grammar.interface import LibraryMatcher, in_words, structures
-from ridgeline.grammar.vocabulary import GrammarVocabulary, Pieces
 from ridgeline.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""What is asked of the process that compiles grammars (grammar/worker) and what it answers, as frames on a pipe: a length of
+"""What is asked of the process that compiles grammars (grammar/compile_worker) and what it answers, as frames on a
+pipe: a length of
 four bytes, then so many."""
 
 from __future__ import annotations

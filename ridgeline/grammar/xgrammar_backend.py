@@ -1,7 +1,7 @@
 """xgrammar behind the interface of llguidance's matchers (grammar/interface). Imported only where it was chosen.
 
 It imports torch and transformers, which takes seconds and hundreds of megabytes; it has no limits of its own, so that only
-the limits of the process that compiles first (grammar/worker) protect from hostile grammars; its regular expressions are
+the limits of the process that compiles first (grammar/compile_worker) protect from hostile grammars; its regular expressions are
 those of JavaScript. What it has no words for, grammars written for llguidance, llguidance compiles; schemas that it would not
 keep to are refused (grammar/xgrammar_schema).
 """
@@ -18,8 +18,8 @@ import numpy as np
 import xgrammar
 
 from ridgeline.errors import BadRequest
+from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.interface import LibraryMatcher, structures
-from ridgeline.grammar.vocabulary import GrammarVocabulary
 from ridgeline.grammar.xgrammar_schema import require_what_is_kept
 from ridgeline.sampling_params import StructuredOutputs
 
@@ -37,7 +37,7 @@ class XGrammar:
         info = xgrammar.TokenizerInfo(
             pieces, xgrammar.VocabType.RAW, vocab_size=len(pieces), stop_token_ids=vocabulary.end_ids
         )
-        # One thread, because others compute meanwhile; what is compiled is remembered by whoever asked (engine/grammars).
+        # One thread, because others compute meanwhile; what is compiled is remembered by whoever asked (engine/core/grammars).
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._vocabulary = vocabulary
         self._ids = _Ids(vocabulary)

@@ -15,9 +15,9 @@ from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Placement, QKVLinear, RowLinear
 from ridgeline.layers.norm import RMSNorm
-from ridgeline.ops.decode_attention import decode_attention, joined
-from ridgeline.ops.paged_attention import paged_attention
-from ridgeline.ops.rotary_write import rotary_write
+from ridgeline.ops.attention.fused_decode import decode_attention, joined
+from ridgeline.ops.attention.paged_attention import paged_attention
+from ridgeline.ops.attention.qkv_write import rotary_write
 
 
 @dataclass(frozen=True, slots=True, eq=False)

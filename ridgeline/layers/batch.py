@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ridgeline.ops.decode_shares import DeviceShares
-from ridgeline.ops.paged_attention import AttentionWork, AttentionWorkspace, SharedPrefix
+from ridgeline.ops.attention.paged_attention import AttentionWork, AttentionWorkspace, SharedPrefix
+from ridgeline.ops.attention.split_kv import DeviceShares
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.distributed.plan import even_shard, whole
+from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import Linear, Placement, keep_into
 from ridgeline.layers.piece import Piece

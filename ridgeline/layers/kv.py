@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ridgeline.ops.paged_attention import KVFormat
+from ridgeline.ops.attention.paged_attention import KVFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.distributed.comm import Communicator
-from ridgeline.distributed.plan import Shard, even_shard, head_shards, whole
+from ridgeline.distributed.sharding import Shard, even_shard, head_shards, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece

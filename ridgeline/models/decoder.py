@@ -20,8 +20,8 @@ from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Linear, Placement, RowLinear
 from ridgeline.layers.mlp import GatedMLP
 from ridgeline.layers.norm import RMSNorm
-from ridgeline.layers.rotary import rotation_table
-from ridgeline.models.config import ModelConfig, layer_groups
+from ridgeline.layers.rotation_table import rotation_table
+from ridgeline.models.model_config import ModelConfig, layer_groups
 from ridgeline.quant.scheme import Scheme, unquantised_scheme
 
 

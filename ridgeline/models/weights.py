@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ridgeline.errors import ModelError
 from ridgeline.layers.piece import Piece
-from ridgeline.models.config import ModelConfig, read_json
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
+from ridgeline.models.model_config import ModelConfig, read_json
 
 Progress = Callable[[int, int], None]        # bytes done, bytes in all
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.costs import GATED_ACTIVATION_CASES, gated_activation_cost
 from ridgeline.ops import native
 from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
+from ridgeline.sizes.op_costs import GATED_ACTIVATION_CASES, gated_activation_cost
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

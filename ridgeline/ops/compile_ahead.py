@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from ridgeline import platform
-from ridgeline.log import get_logger
 from ridgeline.ops import registry
+from ridgeline.process import platform
+from ridgeline.process.log import get_logger
 
 logger = get_logger("ops")
 

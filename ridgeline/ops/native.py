@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from ridgeline import platform
 from ridgeline.errors import ConfigError
-from ridgeline.log import get_logger
 from ridgeline.ops.registry import Site
+from ridgeline.process import platform
+from ridgeline.process.log import get_logger
 
 logger = get_logger("ops")
 

@@ -21,12 +21,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ridgeline import platform
-from ridgeline.costs import DTYPE_BYTES, Case, Cost
 from ridgeline.errors import ConfigError
-from ridgeline.head_start import hash_triton
-from ridgeline.log import get_logger
 from ridgeline.metrics import HAPPENED
+from ridgeline.process import platform
+from ridgeline.process.head_start import hash_triton
+from ridgeline.process.log import get_logger
+from ridgeline.sizes.op_costs import DTYPE_BYTES, Case, Cost
 
 logger = get_logger("ops")
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.costs import RMS_NORM_CASES, rms_norm_cost
 from ridgeline.ops import native
 from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
+from ridgeline.sizes.op_costs import RMS_NORM_CASES, rms_norm_cost
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.costs import ROTARY_CASES, rotary_cost
 from ridgeline.ops import native
 from ridgeline.ops.registry import Implementation, Op, Tolerance
+from ridgeline.sizes.op_costs import ROTARY_CASES, rotary_cost
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from ridgeline import ledger
 from ridgeline.config import EngineConfig
-from ridgeline.distributed.plan import head_shards
+from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ConfigError
-from ridgeline.kv_spec import KVGroupSpec, blocks_for
-from ridgeline.models.config import kv_groups
-from ridgeline.models.config import weight_bytes as stored_bytes
-from ridgeline.plan.models import PlannedModel
+from ridgeline.models.model_config import kv_groups
+from ridgeline.models.model_config import weight_bytes as stored_bytes
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
 from ridgeline.plan.prediction import STEP_TOKENS, Setup
+from ridgeline.plan.public_models import PlannedModel
 from ridgeline.resolve import DeviceFacts, Memory, gpu_sizes, page_bytes
+from ridgeline.sizes import ledger
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
 
 RUNTIME = 760 * 2**20                # of a CUDA context and the libraries: what the engine counts with
 DRAFT = "draft model"

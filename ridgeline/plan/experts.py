@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.diagnose.cost import DecoderShape, OpCost, StepCost, StepCounts
 from ridgeline.errors import ModelError
+from ridgeline.roofline.step_cost import DecoderShape, OpCost, StepCost, StepCounts
 
 _MLP = ("gate_up", "down")
 

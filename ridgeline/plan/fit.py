@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from ridgeline.errors import ConfigError
-from ridgeline.graph_shapes import decode_sizes
-from ridgeline.plan.hardware import Device, data_sheet
 from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, idle_seconds, paces, step_parts, step_seconds
 from ridgeline.plan.records import MeasuredRow, Record, of_card
-from ridgeline.plan.steps import Steps, count_rows, decode_rows, gather, workload_counts
+from ridgeline.plan.workload_steps import Steps, count_rows, decode_rows, gather, workload_counts
+from ridgeline.sizes.graph_shapes import decode_sizes
+from ridgeline.sizes.hardware import Device, data_sheet
 
 # What each constant is expected to be, and how far it may be off: a standard deviation of its logarithm. The times of a
 # kernel and the overlap are what single matrices of Llama-3.1-8B on the H200 say, small ones beside large ones: with one

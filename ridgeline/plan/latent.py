@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.diagnose.cost import DecoderShape, OpCost, StepCost, StepCounts
 from ridgeline.errors import ModelError
+from ridgeline.roofline.step_cost import DecoderShape, OpCost, StepCost, StepCounts
 
 FEW_QUERIES = 16                     # of a row: up to here attention computes against the latent itself
-_SOFTMAX = 5                         # FLOPs per pair beside the products, as costs.py counts them
+_SOFTMAX = 5                         # FLOPs per pair beside the products, as sizes/op_costs.py counts them
 
 
 @dataclass(frozen=True, slots=True)

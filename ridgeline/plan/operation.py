@@ -14,12 +14,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ridgeline.diagnose.cost import expected_tokens
 from ridgeline.errors import ConfigError
 from ridgeline.plan.capacity import Capacity, possible_ranks
 from ridgeline.plan.precision import compute_format, weight_bytes
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup, decode_seconds, rows_seconds
-from ridgeline.plan.steps import Row, decode_rows
+from ridgeline.plan.workload_steps import Row, decode_rows
+from ridgeline.roofline.step_cost import expected_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeline.plan.hardware import Device
+from ridgeline.sizes.hardware import Device
 
 GROUP = 128                          # weights that share a scale, in int4
 SPARSE_INDEX_BITS = 2                # of every kept value, in 2:4 sparsity

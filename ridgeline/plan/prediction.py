@@ -22,14 +22,23 @@ from pathlib import Path
 import numpy as np
 
 from ridgeline.config import declared_options
-from ridgeline.diagnose.cost import DecoderShape, decoder_shape
 from ridgeline.errors import ConfigError
-from ridgeline.graph_shapes import decode_sizes
-from ridgeline.plan.hardware import Device
-from ridgeline.plan.models import PlannedModel
 from ridgeline.plan.precision import WEIGHT_FORMATS, compute_format, kv_bytes, weight_bytes
-from ridgeline.plan.steps import Lengths, Row, Steps, count_rows, decode_rows, gather, workload_counts, workload_spans
+from ridgeline.plan.public_models import PlannedModel
+from ridgeline.plan.workload_steps import (
+    Lengths,
+    Row,
+    Steps,
+    count_rows,
+    decode_rows,
+    gather,
+    workload_counts,
+    workload_spans,
+)
 from ridgeline.resolve import GPU_ROWS, GPU_STEP_TOKENS
+from ridgeline.roofline.step_cost import DecoderShape, decoder_shape
+from ridgeline.sizes.graph_shapes import decode_sizes
+from ridgeline.sizes.hardware import Device
 from ridgeline.techniques import turned_off
 
 FITTED = Path(__file__).with_name("fitted.json")

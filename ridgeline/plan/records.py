@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.plan.hardware import NO_LINK, Device, data_sheet
-from ridgeline.plan.models import CONFIGS, find_model
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
-from ridgeline.plan.steps import Lengths
+from ridgeline.plan.public_models import CONFIGS, find_model
+from ridgeline.plan.workload_steps import Lengths
+from ridgeline.sizes.hardware import NO_LINK, Device, data_sheet
 
 # What a card reads and multiplies as `bench offline` measures its peaks, TB/s and TFLOP/s: the one that constants speak of.
 TYPICAL_PEAKS = {"H200": (4.38, 793.0)}

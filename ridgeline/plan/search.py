@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.plan.capacity import Capacity, possible_ranks
-from ridgeline.plan.models import PlannedModel
 from ridgeline.plan.operation import Point, Slo, Traffic, batches, operate
 from ridgeline.plan.precision import signal_to_noise
 from ridgeline.plan.prediction import MOST_ROWS, Setup
+from ridgeline.plan.public_models import PlannedModel
 from ridgeline.techniques import TECHNIQUES
 
 # ── techniques ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.errors import ConfigError
-from ridgeline.ops import native, small_gemm, wide_gemm
+from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation
-from ridgeline.ops.block_linear import KINDS, block_linear
-from ridgeline.ops.invariant_gemm import invariant_linear
-from ridgeline.ops.linear import linear as product
-from ridgeline.ops.linear import normed_linear
+from ridgeline.ops.linear import gemm_small, gemm_wide
+from ridgeline.ops.linear.gemm_invariant import invariant_linear
+from ridgeline.ops.linear.gguf_blocks import KINDS, block_linear
+from ridgeline.ops.linear.linear_op import linear as product
+from ridgeline.ops.linear.linear_op import normed_linear
 from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
 
 
@@ -130,8 +131,8 @@ class Fused(Unquantised):
         return residual.addmm_(x, linear.weight.t())
 
     def finish(self, linear: nn.Module) -> None:
-        small_gemm.prepare(linear.weight.device)
-        wide_gemm.prepare(linear.weight.device)
+        gemm_small.prepare(linear.weight.device)
+        gemm_wide.prepare(linear.weight.device)
 
     def apply_normed(
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
@@ -150,7 +151,7 @@ class Invariant(Unquantised):
             raise ConfigError(
                 f"deterministic needs linears whose inputs are a multiple of 8, here are {linear.weight.shape[1]}"
             )
-        small_gemm.prepare(linear.weight.device)
+        gemm_small.prepare(linear.weight.device)
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
         return invariant_linear(x, linear.weight, linear.bias)

@@ -1,6 +1,6 @@
 """How a step is launched: the forward pass up to the logits, and the greedy tokens where nobody wants more than those.
 
-Eager is the off version. `graphs.py` is the other one: decode steps as recorded CUDA graphs.
+Eager is the off version. `cuda_graphs.py` is the other one: decode steps as recorded CUDA graphs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ridgeline.graph_shapes import Shape
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import StepPlan
 from ridgeline.models.decoder import Decoder
-from ridgeline.ops.sample import greedy as choose_greedy
+from ridgeline.ops.sampling.sample import greedy as choose_greedy
+from ridgeline.sizes.graph_shapes import Shape
 
 _ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others
 

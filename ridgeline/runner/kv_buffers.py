@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.kv_spec import KVGroupSpec
 from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import BlockOp
-from ridgeline.ops.paged_attention import KVFormat
+from ridgeline.ops.attention.paged_attention import KVFormat
+from ridgeline.sizes.kv_spec import KVGroupSpec
 
 
 class KVBuffers:

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.costs import PROMPT_LOGPROB_ROWS
 from ridgeline.distributed.comm import Communicator
-from ridgeline.graph_shapes import Shape
 from ridgeline.layers.batch import Batch
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
-from ridgeline.ops.logits import logprobs as token_logprobs
-from ridgeline.ops.sample import to_device
-from ridgeline.runner.fetch import Fetched, Landing, send_beside
+from ridgeline.ops.sampling.logprobs import logprobs as token_logprobs
+from ridgeline.ops.sampling.sample import to_device
+from ridgeline.runner.device_rows import EVERY_HIDDEN, TOKEN, DeviceRows
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
-from ridgeline.runner.rows import EVERY_HIDDEN, TOKEN, DeviceRows
 from ridgeline.runner.sampler import Prepared, Sampler
+from ridgeline.runner.to_host import Fetched, Landing, send_beside
+from ridgeline.sizes.graph_shapes import Shape
+from ridgeline.sizes.op_costs import PROMPT_LOGPROB_ROWS
 
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)
@@ -84,7 +84,7 @@ class Runner:
         self._buffers = buffers
         self._comm = comm
         self.memory: dict[str, int] = {}                 # measured bytes on a GPU, by part of the ledger
-        self.rehearse: Callable[[], bool] = lambda: False    # a step that nobody asked for; False: none is left (rehearsal.py)
+        self.rehearse: Callable[[], bool] = lambda: False    # a step that nobody asked for; False: none is left (graph_warmup.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
         self._landings: list[Landing] = []               # that no step uses

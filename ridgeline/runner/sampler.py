@@ -1,4 +1,4 @@
-"""The sampler: every row's sampling parameters and state, and the order in which a batch goes through ops/sample.py.
+"""The sampler: every row's sampling parameters and state, and the order in which a batch goes through ops/sampling/sample.py.
 
 Parameters are numpy columns on the host, so which stages a batch needs is decided without asking the device; a stage
 that no row of the batch uses is not run, and a batch of plain greedy rows is one argmax. State that depends on sampled
@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.costs import KNOWN_IDS, edited_rows
 from ridgeline.messages import RowAdded
-from ridgeline.ops.sample import (
+from ridgeline.ops.sampling.sample import (
     CHOICE,
     Choices,
     apply_mask,
@@ -32,6 +31,7 @@ from ridgeline.ops.sample import (
     takes_masks,
     to_device,
 )  # fmt: skip
+from ridgeline.sizes.op_costs import KNOWN_IDS, edited_rows
 
 GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best id, but for overflow
 

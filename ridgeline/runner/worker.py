@@ -7,30 +7,31 @@ from contextlib import contextmanager
 
 import torch
 
-from ridgeline import ledger, platform
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ConfigError
-from ridgeline.log import get_logger
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.attention.paged_attention import PREFIX_QUERIES
 from ridgeline.ops.compile_ahead import CompileAhead
-from ridgeline.ops.paged_attention import PREFIX_QUERIES
 from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
+from ridgeline.process import platform
+from ridgeline.process.log import get_logger
+from ridgeline.process.start_phases import phase
 from ridgeline.quant.scheme import unquantised_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
-from ridgeline.runner import reserve
-from ridgeline.runner.fetch import reserve_masks
+from ridgeline.runner.cuda_graphs import GraphForward
+from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.runner.forward import EagerForward, Forward
-from ridgeline.runner.graphs import GraphForward
-from ridgeline.runner.kernel_steps import collect_kernels
 from ridgeline.runner.kv_buffers import KVBuffers
-from ridgeline.runner.rehearsal import Rehearsal
-from ridgeline.runner.rows import DeviceRows
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
-from ridgeline.runner.warm_up import warm_up
-from ridgeline.startup import phase
+from ridgeline.runner.start import memory_pools
+from ridgeline.runner.start.graph_warmup import Rehearsal
+from ridgeline.runner.start.kernel_steps import collect_kernels
+from ridgeline.runner.start.warm_up import warm_up
+from ridgeline.runner.to_host import reserve_masks
+from ridgeline.sizes import ledger
 
 logger = get_logger("worker")
 
@@ -101,7 +102,7 @@ def make_runner(
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
-            reserve.take(device, config.step_bytes)
+            memory_pools.take(device, config.step_bytes)
             warm_up(
                 runner, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
             )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ridgeline.levelling import Level
 from ridgeline.scheduler.sequence import Sequence
+from ridgeline.sizes.batch_levelling import Level
 
 AGED_PRIORITY = -(2**63)             # what a request that waited too long counts as: ahead of everybody
 

@@ -23,7 +23,6 @@ import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager, SequenceBlocks
 from ridgeline.errors import BadRequest
-from ridgeline.levelling import level_rows
 from ridgeline.messages import Logprobs, Request, RowAdded, Snapshot, StepPlan, StepResult, TokenDelta, Want
 from ridgeline.scheduler.policy import (
     AGED_PRIORITY,
@@ -31,9 +30,10 @@ from ridgeline.scheduler.policy import (
     ContinuousBatching,
     rank,
 )
-from ridgeline.scheduler.rows import Rows
+from ridgeline.scheduler.row_table import Rows
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import NoTimeModel, StepTimeModel
+from ridgeline.sizes.batch_levelling import level_rows
 
 if TYPE_CHECKING:
     from ridgeline.grammar.matcher import Matcher
@@ -188,7 +188,8 @@ class Scheduler:
 
         Such a run ends with the longest answer, alone in its last steps, which take nearly as long as full ones. Begun first, it
         is as many steps ahead as the other prompts take; and short answers are kept to run beside it, if nothing but their length
-        ends them (levelling.py). Not where not all of them fit into the KV cache at once: who is far from whoever shares its
+        ends them (sizes/batch_levelling.py). Not where not all of them fit into the KV cache at once: who is far
+        from whoever shares its
         prefix might find that evicted.
         """
         waiting = [sequence for _, sequence in self._waiting if not sequence.finished]

@@ -3,7 +3,8 @@
     body ─ protocol.parse ─▶ SamplingParams + prompts ─ llm.stream ─▶ AnswerStream ─ protocol.Writer ─▶ JSON or events
 
 Every request runs under a watch for its client: whoever hangs up has its request aborted, streaming or not. No torch,
-no pydantic. Limits on what a connection may cost are below, in server/limits; the process around it is server/lifecycle.
+no pydantic. Limits on what a connection may cost are below, in server/http/connection_limits; the process around it
+is server/lifecycle.
 """
 
 from __future__ import annotations
@@ -23,35 +24,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ridgeline.engine.answer_stream import AnswerStream, Batch
-from ridgeline.engine.caller import CALLER, expect_first_token
-from ridgeline.engine.frontend import Prompt
+from ridgeline.engine.client.answer_stream import AnswerStream, Batch
+from ridgeline.engine.client.processor import Prompt
+from ridgeline.engine.client.request_context import CALLER, expect_first_token
 from ridgeline.errors import BadRequest, RidgelineError
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server import anthropic, dashboard, metrics, openapi, responses, roofline
-from ridgeline.server.body import LONG_BODY, away_if_long, parse_body
-from ridgeline.server.completions import middle_marks
-from ridgeline.server.dialects import ANTHROPIC, CHAT, RESPONSES, Dialect
-from ridgeline.server.embeddings import EmbeddingReply, EmbeddingRequest, EmbeddingUsage
-from ridgeline.server.error_bodies import anthropic_body, is_anthropic
-from ridgeline.server.failures import describe, http_error
-from ridgeline.server.generation import FIT
-from ridgeline.server.hosts import Scope
-from ridgeline.server.protocol import (
-    ChatRequest,
-    ChatWriter,
-    CompletionRequest,
-    CompletionWriter,
-    GenerationRequest,
-    ModelCard,
-    Writer,
-    parse,
+from ridgeline.server.api import anthropic, openapi, responses_answer
+from ridgeline.server.api.completions import middle_marks
+from ridgeline.server.api.dialects import ANTHROPIC, CHAT, RESPONSES, Dialect
+from ridgeline.server.api.embeddings import EmbeddingReply, EmbeddingRequest, EmbeddingUsage
+from ridgeline.server.api.generation import FIT
+from ridgeline.server.api.responses_continued import Continued, recalled_bytes
+from ridgeline.server.api.responses_continued import routes as stored_routes
+from ridgeline.server.api.score import score
+from ridgeline.server.api.tokenize import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizeReply,
+    TokenizeRequest,
+    TokenizerInfo,
 )
-from ridgeline.server.score import score
-from ridgeline.server.service import Service, WrongMediaType
-from ridgeline.server.stored_responses import Continued, recalled_bytes
-from ridgeline.server.stored_responses import routes as stored_routes
-from ridgeline.server.stream import (
+from ridgeline.server.http.body import LONG_BODY, away_if_long, parse_body
+from ridgeline.server.http.error_bodies import anthropic_body, is_anthropic
+from ridgeline.server.http.failures import describe, http_error
+from ridgeline.server.http.hosts import Scope
+from ridgeline.server.http.stream import (
     DIRECT,
     ClientGone,
     EventStream,
@@ -62,9 +59,20 @@ from ridgeline.server.stream import (
     send_json,
     while_connected,
 )
-from ridgeline.server.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest, TokenizerInfo
-from ridgeline.server.tool_prompt import in_plain_text, mended, tells_of_tools
-from ridgeline.server.tools import needs_plain_text, reading
+from ridgeline.server.observe import dashboard, prometheus, roofline_endpoint
+from ridgeline.server.parse.tool_prompt import in_plain_text, mended, tells_of_tools
+from ridgeline.server.parse.tools import needs_plain_text, reading
+from ridgeline.server.protocol import (
+    ChatRequest,
+    ChatWriter,
+    CompletionRequest,
+    CompletionWriter,
+    GenerationRequest,
+    ModelCard,
+    Writer,
+    parse,
+)
+from ridgeline.server.service import Service, WrongMediaType
 from ridgeline.version import __version__
 
 EVENTS_AT_ONCE = 4                   # that are written before their client is asked whether it keeps up
@@ -195,7 +203,7 @@ async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
 
 async def response_chat(service: Service, body: bytes) -> tuple[Continued, ChatRequest, SamplingParams]:
     """A request of the Responses API as one of chat. A short one may go on from a long conversation."""
-    asked = await away_if_long(len(body), lambda: parse_body(responses.ResponsesRequest, body))
+    asked = await away_if_long(len(body), lambda: parse_body(responses_answer.ResponsesRequest, body))
     key = CALLER.get().key
 
     def work() -> tuple[Continued, ChatRequest, SamplingParams]:
@@ -210,13 +218,13 @@ async def response_chat(service: Service, body: bytes) -> tuple[Continued, ChatR
 
 async def prepare_response(service: Service, body: bytes) -> Job:
     continued, request, params = await response_chat(service, body)
-    writer = partial(responses.ResponsesWriter, continued.asked, continued.keep)
+    writer = partial(responses_answer.ResponsesWriter, continued.asked, continued.keep)
     return await chat_job(service, request, params, "resp_", writer)
 
 
-async def count_input(service: Service, body: bytes) -> responses.InputTokens:
+async def count_input(service: Service, body: bytes) -> responses_answer.InputTokens:
     _, request, _ = await response_chat(service, body)
-    return responses.InputTokens(len(await prompt_tokens(service, request)))
+    return responses_answer.InputTokens(len(await prompt_tokens(service, request)))
 
 
 async def tokenize(service: Service, body: bytes) -> TokenizeReply:
@@ -264,7 +272,7 @@ async def embed(service: Service, body: bytes) -> EmbeddingReply:
         part = prompts[begin : begin + most]
         with service.slots.taking(len(part), already=1):
             stream = await service.llm.stream(
-                part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=metrics.arrived()
+                part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=prometheus.arrived()
             )
             try:
                 outputs = await stream.complete()
@@ -295,7 +303,7 @@ class Endpoint(ABC):
             with self._service.slots.taking(1):          # before a byte of the body is looked at
                 check_media_type(scope)
                 body = await read_body(receive)
-                metrics.note_arrival(scope)
+                prometheus.note_arrival(scope)
                 self._service.tracing.note(scope)
                 await while_connected(receive, self._answer(scope, body, send))
         except ClientGone:
@@ -338,14 +346,14 @@ class Generation(Endpoint):
 
     async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
         job = await self._prepare(self._service, body)
-        metrics.switch(self._service.llm, job.request.techniques)
+        prometheus.switch(self._service.llm, job.request.techniques)
         expect_first_token(job.request.ttft_deadline_ms)
         count = len(job.prompts) * job.params.n
         with self._service.slots.taking(count, already=1):
             with job.request.naming_its_grammar():
                 stream = await self._service.llm.stream(
                     job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
-                    arrived=metrics.arrived(), must_fit="" if self._dialect.clips else job.request.length_field,
+                    arrived=prometheus.arrived(), must_fit="" if self._dialect.clips else job.request.length_field,
                 )  # fmt: skip
             try:
                 if job.request.stream:
@@ -353,11 +361,11 @@ class Generation(Endpoint):
                     await self._send_events(stream, job, events)
                 else:
                     body = job.writer.body(await stream.complete())
-                    if metrics.wants_timings(job.request.return_timings):
-                        body = metrics.with_timings(body, self._service.llm, stream.outputs)
+                    if prometheus.wants_timings(job.request.return_timings):
+                        body = prometheus.with_timings(body, self._service.llm, stream.outputs)
                     await send_json(send, 200, body, job.headers)
             finally:
-                metrics.note_in_log(self._service.llm, stream.outputs)
+                prometheus.note_in_log(self._service.llm, stream.outputs)
                 self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
                 stream.close()
                 stream.error = None                      # which knows this frame: no cycle is left to the garbage collector
@@ -368,12 +376,12 @@ class Generation(Endpoint):
         Whatever comes after it is written as it comes, in the same moment. Only what a client is too slow for wakes this
         task, and the end.
         """
-        timed = metrics.wants_timings(job.request.return_timings) and not self._dialect.framed
+        timed = prometheus.wants_timings(job.request.return_timings) and not self._dialect.framed
 
         def written(batch: Batch) -> list[bytes]:
             new = job.writer.events(stream.outputs, batch)
             if new and timed and all(output.finished for output in stream.outputs):
-                new[-1] = metrics.with_timings(new[-1], self._service.llm, stream.outputs)
+                new[-1] = prometheus.with_timings(new[-1], self._service.llm, stream.outputs)
             return new
 
         def deliver(batch: Batch) -> bool:
@@ -424,15 +432,15 @@ def make_app(service: Service) -> Starlette:
     async def document(request: Request) -> Response:
         return json_response(openapi.document())
 
-    async def prometheus(request: Request) -> Response:
-        return metrics.metrics_response(llm, service.name, request)
+    async def metrics_page(request: Request) -> Response:
+        return prometheus.metrics_response(llm, service.name, request)
 
     async def load(request: Request) -> Response:
-        return json_response(metrics.load(llm))
+        return json_response(prometheus.load(llm))
 
     async def where(request: Request) -> Response:
-        seconds = roofline.window_seconds(request.query_params.get("seconds"))
-        return json_response(roofline.document(llm, service.name, service.state, seconds))
+        seconds = roofline_endpoint.window_seconds(request.query_params.get("seconds"))
+        return json_response(roofline_endpoint.document(llm, service.name, service.state, seconds))
 
     async def page(request: Request) -> Response:
         return dashboard.page()
@@ -492,7 +500,7 @@ def make_app(service: Service) -> Starlette:
             Route("/ping", ping, methods=["GET", "POST"]),
             Route("/openapi.json", document),
             Route("/version", version),
-            Route("/metrics", prometheus),
+            Route("/metrics", metrics_page),
             Route("/load", load),
             Route("/roofline", where),
             Route("/dashboard", page),

@@ -23,17 +23,17 @@ from typing import Any
 
 import uvicorn
 
-from ridgeline.engine.async_llm import AsyncLLM
+from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
-from ridgeline.log import get_logger
-from ridgeline.server import admin
+from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
-from ridgeline.server.gate import Gate
-from ridgeline.server.hosts import HostGuard
-from ridgeline.server.keys import Keys
-from ridgeline.server.limits import ServerOptions, limited_protocol
+from ridgeline.server.http.connection_limits import ServerOptions, limited_protocol
+from ridgeline.server.http.gate import Gate
+from ridgeline.server.http.hosts import HostGuard
+from ridgeline.server.http.keys import Keys
+from ridgeline.server.observe import admin
+from ridgeline.server.observe.tracing import start_tracing
 from ridgeline.server.service import Service, model_name
-from ridgeline.server.tracing import start_tracing
 
 try:
     import uvloop

@@ -1,8 +1,8 @@
 """The OpenAI API as types: what may be asked, and how answers are written.
 
 A field that is not declared is refused by name; so is one that is known but would need something this server does not
-do. Hints that cannot change an answer are taken and left alone. Chat's and completions' own types are in server/chat and
-server/completions, what they share in server/generation; here is what turns a body into one of them.
+do. Hints that cannot change an answer are taken and left alone. Chat's and completions' own types are in server/api/chat and
+server/api/completions, what they share in server/api/generation; here is what turns a body into one of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import msgspec
 
-from ridgeline.server.body import parse_body
-from ridgeline.server.chat import ChatChoice, ChatMessage, ChatRequest, ChatWriter
-from ridgeline.server.completions import CompletionChoice, CompletionRequest, CompletionWriter
-from ridgeline.server.embeddings import EmbeddingRequest
-from ridgeline.server.generation import GenerationRequest, Reply, Usage, Writer
-from ridgeline.server.responses_request import ResponsesRequest
+from ridgeline.server.api.chat import ChatChoice, ChatMessage, ChatRequest, ChatWriter
+from ridgeline.server.api.completions import CompletionChoice, CompletionRequest, CompletionWriter
+from ridgeline.server.api.embeddings import EmbeddingRequest
+from ridgeline.server.api.generation import GenerationRequest, Reply, Usage, Writer
+from ridgeline.server.api.responses_request import ResponsesRequest
+from ridgeline.server.http.body import parse_body
 
 __all__ = [
     "ChatChoice", "ChatMessage", "ChatRequest", "ChatWriter", "CompletionChoice", "CompletionRequest", "CompletionWriter",

@@ -1,6 +1,6 @@
 """What the endpoints share: the engine, the options, who may ask, and whether anybody may ask now.
 
-Knows no HTTP: its refusals are errors with words for clients; server/failures gives them their statuses.
+Knows no HTTP: its refusals are errors with words for clients; server/http/failures gives them their statuses.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ridgeline import embedded
-from ridgeline.engine.async_llm import AsyncLLM
-from ridgeline.engine.tokenizer import Tokenizer
+from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import BadRequest, RequestError, RidgelineError
-from ridgeline.server.keys import Keys
-from ridgeline.server.limits import ServerOptions, Slots
+from ridgeline.process import embedded
+from ridgeline.server.api.responses_store import ResponseStore
+from ridgeline.server.http.connection_limits import ServerOptions, Slots
+from ridgeline.server.http.keys import Keys
+from ridgeline.server.observe.tracing import NoTracing
 from ridgeline.server.protocol import GenerationRequest
-from ridgeline.server.response_store import ResponseStore
-from ridgeline.server.tracing import NoTracing
+from ridgeline.text.tokenizer import Tokenizer
 
 ANY = "*"                            # at the end of a name in --served-model-name: whatever begins like it
 STOPPED = "the engine has stopped"

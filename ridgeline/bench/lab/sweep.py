@@ -1,0 +1,89 @@
+"""The rules that every benchmark keeps: options may be lists, and a figure is a median with P10 and P90 after warm-up.
+
+A mean hides what a benchmark is for, and a first run measures compilers and caches: both are refused here, so that no
+command has to decide it for itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ridgeline.bench.lab.record import percentiles
+from ridgeline.errors import ConfigError
+
+LEAST_RUNS = 2                       # with one there is no spread to tell
+
+
+def cross(lists: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of the values; the last option varies fastest. A value that is given twice counts once."""
+    values = [list(dict.fromkeys(options)) for options in lists.values()]
+    return [dict(zip(lists, chosen, strict=True)) for chosen in itertools.product(*values)]
+
+
+def settings(words: Sequence[str]) -> list[list[str]]:
+    """Engine options as words like max_num_seqs=64; a name that is given several times is a list to go through."""
+    by_name: dict[str, list[str]] = {}
+    for word in words:
+        by_name.setdefault(word.partition("=")[0].replace("-", "_"), []).append(word)
+    return [list(chosen.values()) for chosen in cross(by_name)]
+
+
+def varied(lists: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Options with several values: those that a row must name."""
+    return [name for name, values in lists.items() if len(dict.fromkeys(values)) > 1]
+
+
+def check_runs(runs: int, warm_ups: int, option: str = "--repeats") -> None:
+    """Refuse what could only give a figure without a spread, or one that was not warmed up."""
+    if runs < LEAST_RUNS:
+        raise ConfigError(f"{option} {runs} gives no median with P10 and P90: {LEAST_RUNS} runs or more are needed")
+    if warm_ups < 1:
+        raise ConfigError("a figure without warm-up is refused: it would measure compilers and cold caches")
+
+
+def figure(values: Sequence[float], warm_ups: int, option: str = "--repeats") -> dict[str, float]:
+    """Median with P10 and P90 of runs after so many that were not counted."""
+    check_runs(len(values), warm_ups, option)
+    return percentiles(list(values))
+
+
+def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several runs' figures as one tree of the same shape: every number its median with P10 and P90.
+
+    One run stays as it is. Text and lists, which have no median, are the last run's.
+    """
+    last = dict(runs[-1])
+    if len(runs) == 1:
+        return last
+    found: dict[str, Any] = {}
+    for name, value in last.items():
+        all_of = [run[name] for run in runs if name in run]
+        if isinstance(value, Mapping):
+            found[name] = merged([each for each in all_of if isinstance(each, Mapping)])
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            found[name] = value
+        else:
+            found[name] = percentiles([float(each) for each in all_of])
+    return found
+
+
+def parse_share(text: str, option: str) -> float:
+    """As 3% or 0.03; all of it is 100%."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{option} must be a share such as 3% or 0.03, got {text!r}")
+    return share
+
+
+def middle(tree: Any) -> Any:
+    """A tree of figures with medians in the place of their spreads."""
+    if not isinstance(tree, Mapping):
+        return tree
+    if {"median", "p10", "p90"} <= set(tree):
+        return tree["median"]
+    return {name: middle(each) for name, each in tree.items()}

@@ -1,0 +1,160 @@
+"""The engine as benchmarks drive it: the core itself, in this process, fed token ids. No text, no sockets, no server."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ridgeline.bench.workload.workloads import Asked
+from ridgeline.config import EngineConfig, declared_options
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.executor import LocalExecutor
+from ridgeline.engine.core.gc_policy import look_at_the_old, spare_the_old
+from ridgeline.errors import ConfigError
+from ridgeline.messages import Request
+from ridgeline.models.decoder import Decoder
+from ridgeline.resolve import ResolvedConfig, resolve
+from ridgeline.runner.runner import Runner
+from ridgeline.runner.worker import device_facts
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.techniques import TECHNIQUES
+
+EXACT = "exact"                      # the quality of a record in which nothing was on that may change answers
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of some requests that were submitted together."""
+
+    seconds: float                   # until the last token was on the host
+    first: list[float]               # until each request's first token
+    answers: list[list[int]]
+    cached: int                      # prompt tokens that the prefix cache had
+    steps: int
+    longest_step: float              # seconds between two steps' results, at most: what held a run up shows here
+    level: int | None                # rows that ran at once, where not all of them did (sizes/batch_levelling.py)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer) for answer in self.answers)
+
+
+class Engine:
+    """Ridgeline's core, driven directly. The prefix cache is off unless asked for: repeated prompts would measure it."""
+
+    name = "ridgeline"
+
+    def __init__(self, model: str, **options: Any) -> None:
+        config = EngineConfig.of(**{"enable_prefix_caching": False, "step_time_ms": 0.0} | options | {"model": model})
+        _free_memory()
+        resolved = resolve(config, device_facts(config))
+        executor = LocalExecutor(resolved)
+        self.core = EngineCore(resolved, executor)
+        self.runner: Runner = executor.runner
+        self.model: Decoder = executor.runner.model
+        self.memory = executor.runner.memory             # measured, by part of the ledger; empty without a GPU
+        self._count = 0
+        self._thresholds = gc.get_threshold()
+        spare_the_old()                                  # as the engine's own process does once it is ready; LLM does not
+
+    def bytes_per_weight(self, requests: int) -> float:
+        return self.model.bytes_per_weight(requests)
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self.core.config
+
+    def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
+        """Answer all prompts; seconds from the start to each request's first token, and last the total."""
+        run = self.serve([(prompt, tokens_out) for prompt in prompts])
+        return [*run.first, run.seconds]
+
+    def serve(self, asked: Asked, salt: str = "", **params: Any) -> Run:
+        """Submit all at once, as LLM.generate does, and wait for all. Runs with different salts share no cached prefix."""
+        core, steps, cached = self.core, 0, 0
+        first: dict[str, float] = {}
+        longest, start = 0.0, time.perf_counter()
+        answers: dict[str, list[int]] = {self.submit(prompt, tokens_out, salt, **params): [] for prompt, tokens_out in asked}
+        core.scheduler.begin_with_longest()
+        before = time.perf_counter()
+        while core.has_work:
+            deltas = core.step()
+            steps += 1
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+            for delta in deltas:
+                if delta.error:
+                    raise AssertionError(f"a request of the benchmark failed: {delta.error}")
+                if delta.request_id not in first:
+                    first[delta.request_id] = time.perf_counter() - start
+                    cached += delta.num_cached_tokens
+                answers[delta.request_id] += delta.token_ids
+        seconds = time.perf_counter() - start
+        return Run(seconds, list(first.values()), list(answers.values()), cached, steps, longest, core.scheduler.level)
+
+    def submit(self, prompt: list[int], tokens_out: int, salt: str = "", **params: Any) -> str:
+        """Queue one greedy request that answers with exactly so many tokens."""
+        self._count += 1
+        request_id = str(self._count)
+        params = {"temperature": 0, "max_tokens": tokens_out, "ignore_eos": True} | params
+        self.core.add(Request(request_id, prompt, SamplingParams(**params), cache_salt=salt))
+        return request_id
+
+    def settle(self) -> None:
+        """Do now what a server does in a quiet moment: record the graphs that the last requests would have had use for, and look
+        for garbage.
+
+        Not graphs that nobody has used (runner/start/graph_warmup.py): they would take longer than some benchmarks.
+        """
+        while self.runner.forward.prepare():
+            pass
+        look_at_the_old()
+
+    def close(self) -> None:
+        """End it and give its memory back, so that another engine finds the device empty."""
+        self.core.close()
+        del self.core, self.runner, self.model
+        gc.unfreeze()
+        gc.set_threshold(*self._thresholds)
+        _free_memory()
+
+
+def _free_memory() -> None:
+    """What earlier work has left in torch's hands would count as the next engine's."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def quality_of(config: ResolvedConfig | EngineConfig) -> str:
+    """"exact", or the techniques that are on and may change answers."""
+    groups = dataclasses.asdict(config if isinstance(config, EngineConfig) else config.options)
+    options = {name: value for group in groups.values() for name, value in group.items()}
+    lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.is_on(options)]
+    return ", ".join(lossy) or EXACT
+
+
+def parse_options(words: list[str]) -> dict[str, Any]:
+    """Engine options from words like max_num_seqs=64, each in its declared type."""
+    kinds = {declared.name: kind for declared, kind, _ in declared_options()}
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.replace("-", "_")
+        if not equals or name not in kinds:
+            raise ConfigError(f"{word!r} is not an engine option as name=value")
+        options[name] = _value(name, text, kinds[name])
+    return options
+
+
+def _value(name: str, text: str, kind: type) -> Any:
+    switches = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+    try:
+        return switches[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {text!r}") from None

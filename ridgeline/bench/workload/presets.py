@@ -1,0 +1,393 @@
+"""`ridgeline bench offline --preset …`: the GPU workloads, each with its floor, its device log and its quality.
+
+Every figure is measured twice or more. Per repeat:
+
+    first tokens    a run with other prompts of the same lengths that answers with one token each
+    decode tok/s    requests × (out − 1) / (time of the run − time of that one)
+    output tok/s    all output tokens / time of the run
+
+The prefix cache is on, as it is when serving, and every run has a salt of its own: no run finds blocks of another, so
+only the prompts of one run can share (`cached_tokens` says how many did; the prefix preset's do, the others' do not).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.bench.idle import profile_decode
+from ridgeline.bench.lab import price, sustain, table
+from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
+from ridgeline.bench.lab.device_peaks import MachinePeaks, device_kind, machine_peaks
+from ridgeline.bench.lab.machine_log import Watch
+from ridgeline.bench.lab.record import finish, percentiles, record, write
+from ridgeline.bench.lab.sweep import cross, figure, settings
+from ridgeline.bench.workload import workloads
+from ridgeline.bench.workload.bench_engine import EXACT, Engine, Run, parse_options, quality_of
+from ridgeline.bench.workload.floors import H200_FLOORS, H200_FLOORS_FOR, preset_floor, shares
+from ridgeline.bench.workload.quality import LEAST, check_apart, check_quality
+from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.bench.workload.workloads import GPU_PRESETS, Preset
+from ridgeline.errors import ConfigError, EngineDead, RidgelineError
+from ridgeline.process.children import start_child
+from ridgeline.roofline.step_cost import Peaks, decoder_shape
+from ridgeline.sizes import ledger
+
+DIRECTORY = "benchmarks/h200"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that one engine gives in one process; a record each."""
+
+    shape: str
+    presets: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# Everything that `--preset h200` runs, by the names of the records.
+SUITE: dict[str, Group] = {
+    "llama-3.1-8b": Group("llama-3.1-8b", tuple(GPU_PRESETS)),
+    "llama-3.1-8b-fp8-kv": Group("llama-3.1-8b", ("latency_b1", "batch128", "decode_16x8k"), {"kv_cache_dtype": "fp8"}),
+    "llama-3.1-8b-deterministic": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"deterministic": True}),
+    "llama-3.2-1b": Group("llama-3.2-1b", ("latency_b1", "batch128", "throughput", "prefix")),
+    "qwen3-8b": Group("qwen3-8b", ("latency_b1", "batch128", "prefix")),
+    "llama-3.1-70b": Group("llama-3.1-70b", ("latency_b1", "prefill_8k")),
+}
+# What it runs besides, each a command of its own with a record of this name.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "startup-warm": ("startup", "--shape", "llama-3.1-8b"),
+    "startup-cold": ("startup", "--shape", "llama-3.1-8b", "--cold", "--starts", "2"),
+    "long-prompt": ("studies", "--study", "long-prompt", "--shape", "llama-3.1-8b"),
+    "ops": ("ops",),
+}
+# One GPU holds 70B in bf16 only just: there is room for a long request or a few short ones beside it.
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama-3.1-70b": {"gpu_memory_utilization": 0.972, "max_num_seqs": 16, "max_num_batched_tokens": 2048},
+}
+# Presets whose decode steps are looked at kernel by kernel as well: with their own rows, and with more.
+PROFILED: dict[str, tuple[int, ...]] = {"latency_b1": (1,), "batch128": (128, 256)}
+TIME_LIMIT = 570.0                   # seconds: all of `--preset h200` takes about seven minutes
+PROFILED_STEPS = 20
+_IDLE = ("idle_share", "idle_between_steps_share", "idle_share_untraced", "step_ms", "us_per_step_by_part")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("GPU workloads")
+    group.add_argument("--preset", nargs="+", choices=[*GPU_PRESETS, "h200"], help="h200: all of them, for all shapes")
+    group.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="models by their shapes, with dummy weights")
+    group.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options; a name may come several times")
+    group.add_argument("--group", nargs="+", choices=[*SUITE, *COMMANDS], help="only these parts of h200")
+    group.add_argument("--label", help="name of the record, if not the shape's")
+    group.add_argument("--directory", help=f"where records go, a file per model (--preset h200: {DIRECTORY})")
+    group.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds after which no further row is begun")
+    group.add_argument("--no-quality", action="store_true", help="leave out the comparison with the reference")
+
+
+def run(args: argparse.Namespace) -> None:
+    if "h200" in args.preset:
+        run_suite(args)
+        return
+    started = time.monotonic()
+    lists = {"shape": args.shape or [""], "dtype": args.dtype, "set": [tuple(words) for words in settings(args.set)]}
+    combinations = cross(lists)
+    if args.out and len(combinations) > 1:
+        raise ConfigError("--out holds one record; several combinations need --directory")
+    rows: list[dict[str, Any]] = []
+    for chosen in combinations:
+        one = argparse.Namespace(**vars(args) | {"dtype": chosen["dtype"], "set": list(chosen["set"])})
+        if len(combinations) > len(lists["shape"]):      # the shape alone does not tell them apart
+            one.label = "-".join(filter(None, [args.label or chosen["shape"], chosen["dtype"], *chosen["set"]]))
+        made = measure_model(chosen["shape"], one, list(dict.fromkeys(args.preset)), started)
+        rows += [table_row(made["workload"]["model"], name, row) for name, row in made["figures"]["rows"].items()]
+        if args.format == "md":
+            finish(made, args.out)
+        elif args.out:
+            write(made, Path(args.out))
+    if args.format != "md":
+        print(table.rendered(rows, args.format, made))
+
+
+def run_suite(args: argparse.Namespace) -> None:
+    """A process per group: nothing of one engine's memory is left for the next to stumble over."""
+    started = time.monotonic()
+    failed = []
+    for name in args.group or [*SUITE, *COMMANDS]:
+        left = args.time_limit - (time.monotonic() - started)
+        if left <= 0:
+            print(f"{name}: not measured, the time limit was over", flush=True)
+            continue
+        words = ["offline", *group_words(name, args, left)] if name in SUITE else command_words(name, args)
+        child = start_child("ridgeline", "bench", *words, stdout=sys.stderr)
+        try:
+            if child.wait() != 0:
+                failed.append(name)
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+    if failed:
+        raise EngineDead(f"these groups failed: {', '.join(failed)}")
+
+
+def group_words(name: str, args: argparse.Namespace, left: float) -> list[str]:
+    """The command line of a group's own process."""
+    group = SUITE[name]
+    words = ["--preset", *group.presets, "--shape", group.shape, "--label", name, "--time-limit", f"{left:.0f}"]
+    words += ["--directory", args.directory or DIRECTORY, "--repeats", str(args.repeats), "--dtype", *args.dtype]
+    words += ["--no-quality"] if args.no_quality else []
+    words += ["--price", str(args.price)] if args.price is not None else []
+    words += ["--sustain", str(args.sustain)] if args.sustain is not None else []
+    settings = [*(f"{option}={value}" for option, value in group.options.items()), *args.set]
+    return [*words, "--set", *settings] if settings else words
+
+
+def command_words(name: str, args: argparse.Namespace) -> list[str]:
+    return [*COMMANDS[name], "--out", str(Path(args.directory or DIRECTORY) / f"{name}.json")]
+
+
+def measure_model(shape: str, args: argparse.Namespace, names: list[str], started: float) -> dict[str, Any]:
+    """All rows of one model in one engine. Whatever is done is on disk already when something later fails."""
+    presets = [GPU_PRESETS[name] for name in names]
+    options = MODEL_OPTIONS.get(shape, {}) | {"dtype": args.dtype} | parse_options(args.set)
+    peaks = machine_peaks(device_kind(options))          # before the engine takes the memory
+    quality: dict[str, Any] = {"not_checked": "left out" if args.no_quality else "a model of one's own has no reference here"}
+    if shape and not args.no_quality:
+        check = check_apart if device_kind(options) == "cuda" else check_quality
+        quality = check(shape, **{name: value for name, value in options.items() if name not in _SIZES})
+        print(quality_line(shape, quality), flush=True)
+    began = time.perf_counter()
+    options = {"max_model_len": _context(presets)} | options | {"enable_prefix_caching": True}
+    if shape:
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    elif args.load_format == "dummy":
+        options |= {"load_format": "dummy"}
+    engine = Engine(str(write_shape(shape)) if shape else args.model, **options)
+    ready = time.perf_counter() - began
+    name = args.label or shape or engine.config.model_path.name
+    figures: dict[str, Any] = {
+        "engine_start_s": ready, "quality": quality, "memory": memory_ledger(engine),
+        "peaks": {"read_tb_s": peaks.read_bytes_s / 1e12, "tflop_s": peaks.rate(engine.config.dtype) / 1e12},
+        "rows": {}, "not_measured": {},
+    }  # fmt: skip
+
+    def keep() -> dict[str, Any]:
+        made = record("offline", _setting(engine, name, args, options), figures, quality_of(engine.config), gpu_facts())
+        if args.directory:
+            write(made, Path(args.directory) / f"offline-{name}.json")
+        return made
+
+    with Watch(torch_gpus()) as watch:
+        for preset in presets:
+            if time.monotonic() - started > args.time_limit:
+                figures["not_measured"][preset.name] = "the time limit was over"
+            else:
+                figures["rows"][preset.name] = row = measure_preset(engine, preset, shape, peaks, watch, args.repeats)
+                extend(engine, preset, row, args, watch)
+                if args.format == "md":
+                    print(line(name, preset.name, row), flush=True)
+            keep()
+    # Last, though a profiler that was attached before made no difference to the steps of an 8B model.
+    for preset in presets if engine.config.device == "cuda" else []:
+        if preset.name in figures["rows"]:
+            figures["rows"][preset.name] |= (found := profiled(engine, preset))
+            if args.format == "md" and preset.name in PROFILED:
+                print(idle_line(name, preset.name, found), flush=True)
+    made = keep()
+    lossy = quality_of(engine.config) != EXACT
+    engine.close()
+    if not lossy and quality.get("top1_agreement", 1.0) < LEAST:
+        agreement = quality["top1_agreement"]
+        raise RidgelineError(f"{name}: top-1 agreement {agreement:.4f}, below {LEAST:.0%}: these figures do not count")
+    return made
+
+
+def quality_line(shape: str, quality: dict[str, Any]) -> str:
+    verdict = "" if quality["top1_agreement"] >= LEAST else f"  BELOW {LEAST:.0%}"
+    parts = ", ".join(f"{name} {part['top1_agreement']:.4f} of {part['positions']}" for name, part in quality["by_part"].items())
+    return (
+        f"{shape}: top-1 agreement {quality['top1_agreement']:.4f} over {quality['positions']} positions ({parts}), "
+        f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{verdict}; reached {', '.join(quality['reached'])}"
+    )
+
+
+def memory_ledger(engine: Engine) -> dict[str, Any]:
+    """What the engine was predicted to take of a GPU, part by part, and what it took."""
+    measured = engine.memory
+    predicted = engine.config.memory
+    return {"predicted": predicted, "measured": measured, "error": ledger.error(predicted, measured)} if measured else {}
+
+
+_SIZES = ("max_model_len", "max_num_seqs", "num_gpu_blocks_override", "kv_cache_memory_bytes",
+          "max_num_batched_tokens", "gpu_memory_utilization")    # the check has its own
+
+
+def _context(presets: list[Preset]) -> int:
+    return -(-max(preset.longest() for preset in presets) // 16) * 16 + 16
+
+
+def measure_preset(
+    engine: Engine, preset: Preset, model: str, peaks: MachinePeaks, watch: Watch, repeats: int
+) -> dict[str, Any]:
+    """One row: runs, medians, floors and what the device did meanwhile."""
+    vocab = engine.config.model.vocab_size
+    engine.serve(preset.requests(workloads.WARM_UP, vocab), _salt())
+    ones = [(prompt, 1) for prompt, _ in preset.requests(workloads.FIRST_TOKENS, vocab)]
+    asked = preset.requests(workloads.TIMED, vocab)
+    decodes = preset.uniform and preset.longest() > len(asked[0][0]) + 1
+    if decodes:
+        engine.serve(ones, _salt())                      # its shapes are warm too
+    engine.settle()
+    if engine.config.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    runs = []
+    begin = time.time()
+    for _ in range(repeats):
+        one = engine.serve(ones, _salt()) if decodes else None
+        run = engine.serve(asked, _salt())
+        runs.append(_figures(preset, run, one))
+    end = time.time()
+    names = [name for name in runs[0] if name.endswith("_s") and name != "seconds"]
+    spreads = {name: figure([each[name] for each in runs], warm_ups=1) for name in names}
+    medians = {name: found["median"] for name, found in spreads.items()}
+    row: dict[str, Any] = {
+        "requests": preset.count, "tokens_in": sum(len(prompt) for prompt, _ in asked),
+        "tokens_out": sum(tokens_out for _, tokens_out in asked), "shared_prefix": preset.shared,
+        "level": run.level, "runs": runs, "median": medians, "p10": {name: found["p10"] for name, found in spreads.items()},
+        "p90": {name: found["p90"] for name, found in spreads.items()},
+        "device_log": watch.between(begin, end).get("gpu", {}), "watts": watch.watts(begin, end),
+    }  # fmt: skip
+    row |= _memory(engine)
+    config = engine.config
+    shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_dtype)
+    rates = Peaks(peaks.read_bytes_s, peaks.rate(config.dtype))
+    own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs, run.level)
+    row["floor"] = {"counted": own}
+    row["share_of_floor"] = {"counted": shares(medians, own)}
+    seconds = percentiles([each["seconds"] for each in runs])["median"]
+    row["counted"] = {
+        "bytes": own["bytes"], "flops": own["flops"],
+        "tb_s": own["bytes"] / seconds / 1e12, "tflop_s": own["flops"] / seconds / 1e12,
+    }  # fmt: skip
+    if (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
+        row["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
+        row["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
+    return row
+
+
+def profiled(engine: Engine, preset: Preset) -> dict[str, Any]:
+    """Decode steps kernel by kernel: launches, and when the device had nothing to do."""
+    context = len(preset.requests(workloads.TIMED)[0][0])
+    if preset.name not in PROFILED:
+        return {"not_profiled": f"launches and idle times are of {' and '.join(PROFILED)}, whose steps are all alike"}
+    found: dict[str, Any] = {}
+    for place, rows in enumerate(PROFILED[preset.name]):
+        name = f"device_idle_{rows}_rows" if place else "device_idle"
+        if rows > engine.config.max_num_seqs:
+            found[name] = {"not_measured": f"max_num_seqs is {engine.config.max_num_seqs}"}
+            continue
+        profile = profile_decode(engine, rows, context, PROFILED_STEPS, salt=_salt())
+        found[name] = {key: profile[key] for key in _IDLE}
+        found["launches_per_step" if not place else f"launches_per_step_{rows}_rows"] = profile["launches_per_step"]
+    return found
+
+
+def extend(engine: Engine, preset: Preset, row: dict[str, Any], args: argparse.Namespace, watch: Watch) -> None:
+    """What was asked for beyond the figures: cost, and what minutes of the same do."""
+    if args.price is not None:
+        seconds = row["tokens_out"] / row["median"]["output_tok_s"]
+        joules = None if row["watts"] is None else row["watts"] * seconds
+        row["cost"] = price.cost(args.price, seconds, row["tokens_in"], row["tokens_out"], joules)
+    if args.sustain is not None:
+        asked = preset.requests(workloads.TIMED, engine.config.model.vocab_size)
+        row["sustain"] = sustain.repeat(
+            lambda: {"output_tok_s": (run := engine.serve(asked, _salt())).tokens / run.seconds}, args.sustain, watch
+        )
+
+
+def _figures(preset: Preset, run: Run, one: Run | None) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "seconds": run.seconds, "steps": run.steps, "output_tokens": run.tokens, "cached_tokens": run.cached,
+        "output_tok_s": run.tokens / run.seconds, "longest_step_ms": run.longest_step * 1e3,
+    }  # fmt: skip
+    if one is not None:
+        figures |= {"first_tokens_s": one.seconds, "longest_step_of_first_tokens_ms": one.longest_step * 1e3}
+        figures["decode_tok_s"] = (run.tokens - preset.count) / (run.seconds - one.seconds)
+    elif preset.uniform:                                 # one token each: the run itself is the first tokens'
+        figures["first_tokens_s"] = run.seconds
+    return figures
+
+
+_runs = 0
+
+
+def _salt() -> str:
+    """Another one for every run: what an earlier run left in the prefix cache must not help."""
+    global _runs
+    _runs += 1
+    return f"run-{_runs}"
+
+
+def _memory(engine: Engine) -> dict[str, Any]:
+    if engine.config.device != "cuda":
+        return {}
+    return {
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }  # fmt: skip
+
+
+def _setting(engine: Engine, name: str, args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    config = engine.config
+    return {
+        "model": name, "weights": "dummy" if config.options.model.load_format == "dummy" else "loaded",
+        "device": config.device, "dtype": config.dtype, "repeats": args.repeats, "options": options,
+        "max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs,
+        "kv_blocks": config.num_blocks, "prefix_caching": "on, a salt per run",
+        "clock": "host, from the first request handed in to the last token on the host; after a warm-up run",
+        "ids_folded_into_vocabulary": config.model.vocab_size < workloads.HIGHEST_ID,
+    }  # fmt: skip
+
+
+def table_row(model: str, preset: str, row: dict[str, Any]) -> dict[str, Any]:
+    titles = {"decode_tok_s": "decode tok/s", "output_tok_s": "output tok/s", "first_tokens_s": "first tokens s"}
+    cells: dict[str, Any] = {"model": model, "preset": preset}
+    for name, title in titles.items():
+        spread = {key: row[key].get(name) for key in ("median", "p10", "p90")}
+        cells[title] = spread if spread["median"] is not None else None
+        cells[f"{title} of floor"] = row["share_of_floor"]["counted"].get(name)
+    return cells | {"peak bytes": row.get("peak_memory_bytes"), "$/M output": row.get("cost", {}).get("usd_per_m_output_tokens")}
+
+
+def line(model: str, preset: str, row: dict[str, Any]) -> str:
+    """A row as one line: medians, and their share of the floor."""
+    parts = [f"{model:14s} {preset:12s}"]
+    against = row["share_of_floor"].get("h200_bf16") or row["share_of_floor"]["counted"]
+    formats = {
+        "decode_tok_s": ("decode {:,.0f} tok/s", 1), "output_tok_s": ("output {:,.0f} tok/s", 1),
+        "first_tokens_s": ("first tokens {:,.1f} ms", 1e3),
+    }  # fmt: skip
+    for name, (text, scale) in formats.items():
+        if name in row["median"]:
+            share = f" ({against[name]:.0%} of the floor)" if name in against else ""
+            parts.append(text.format(row["median"][name] * scale) + share)
+    if "cost" in row:
+        parts.append(price.line(row["cost"]))
+    if "sustain" in row:
+        parts.append(row["sustain"]["verdict"])
+    return "  ".join(parts)
+
+
+def idle_line(model: str, preset: str, found: dict[str, Any]) -> str:
+    shares = [
+        f"{idle['idle_between_steps_share']:.1%}" if "not_measured" not in idle else "not measured"
+        for name, idle in found.items() if name.startswith("device_idle")
+    ]  # fmt: skip
+    launches = f"{found['launches_per_step']:.0f} launches a step, " if "launches_per_step" in found else ""
+    rows = " and ".join(str(rows) for rows in PROFILED[preset])
+    return f"{model:14s} {preset:12s}  {launches}idle between steps with {rows} rows: {' and '.join(shares)}"

@@ -1,0 +1,250 @@
+"""Whether a fast engine still computes the model: its greedy tokens against the definitions in float32.
+
+Two layers of the same shapes with the same weights. The engine under test answers; the reference (every op by its
+definition, in float32) is then given prompt and answer, and says at every position of the answer which token it would
+have taken there. That is teacher forcing: one difference does not make all that follow differ.
+
+Kernels are chosen by the rows of a step, so the check has parts: one row, many rows, a prompt that fills the token budget
+and goes on behind it (products of thousands of rows, attention of long prompts: at every few of its own positions the
+engine says which token it would have taken), and rows that share a prefix long enough to be read once for all of them.
+What ran is part of the result.
+
+The head's rows get very different lengths. Where 128,000 random rows are alike, the best two logits lie so close that
+rounding alone decides between them in several of a hundred positions; a trained head decides more clearly. A wrong kernel
+still shows: a hidden state that is wrong picks another of the long rows.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ridgeline.bench.lab.launched import launched_kernels
+from ridgeline.bench.workload.bench_engine import Engine
+from ridgeline.bench.workload.shapes import write_shape
+from ridgeline.bench.workload.workloads import Asked
+from ridgeline.models.decoder import Decoder
+from ridgeline.ops.registry import set_kernels
+from ridgeline.resolve import GPU_STEP_TOKENS
+
+LAYERS = 2
+LEAST = 0.99                         # agreement that a figure needs
+BLOCK_SIZE = 16
+_SPREAD = 12.0                       # standard deviation of the binary logarithm of a head row's length
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Requests that reach something. Answers are short: greedy ones soon go round in circles, and one close decision would
+    count again and again."""
+
+    name: str
+    count: int
+    tokens_in: int                   # of the longest prompt, without what is shared
+    tokens_out: int
+    together: bool = True            # in the same steps; else one after the other
+    shared: int = 0                  # tokens that every prompt begins with, computed before
+    scored: int = 0                  # every so many positions of the prompt count as well; 0: none
+    compared: int = 0                # requests that are given to the reference; 0: all
+    alike: bool = False              # is it also compared with the head's rows all alike?
+
+    @property
+    def longest(self) -> int:
+        return self.shared + self.tokens_in + self.tokens_out
+
+
+PARTS = (
+    Part("one row", 12, 96, 12, together=False, alike=True),
+    Part("many rows", 128, 64, 8, alike=True),
+    # The first step of a GPU's default token budget, and a second one of 1,024 tokens over what the first has left.
+    Part("long prompt", 1, GPU_STEP_TOKENS + 1024, 12, scored=8),
+    Part("shared prefix", 40, 64, 12, shared=1040, compared=20),         # 39 × 1,040 tokens that are not read again
+)
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the engine under test said to one request."""
+
+    part: Part
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+    expected: list[int] = field(default_factory=list)    # its best token after each of the prompt but the last, if asked for
+    cached: int = 0                  # tokens of the prompt that it had already
+
+
+def check_quality(shape: str, dtype: str = "auto", parts: Sequence[Part] = PARTS, **options: Any) -> dict[str, Any]:
+    """Share of positions at which both pick the same token, prefill's last and every decode's; and what was compared."""
+    # A head that is the embedding would find the token that was put in, whatever the layers do.
+    return compare(str(write_shape(shape, LAYERS, tie_word_embeddings=False)), dtype, parts, **options)
+
+
+def check_apart(shape: str, **options: Any) -> dict[str, Any]:
+    """The same in a process of its own: what it leaves on the device would count as the memory of the engine that is measured."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(check_quality, shape, **options).result()
+
+
+def compare(model: str, dtype: str, parts: Sequence[Part], **options: Any) -> dict[str, Any]:
+    sizes = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "block_size": BLOCK_SIZE,
+        "max_model_len": max(part.longest for part in parts) + 64,
+        # More than there are: the largest graph is recorded before the first request, and nobody would see its kernels.
+        "max_num_seqs": max(part.count for part in parts) + 32,
+    }  # fmt: skip
+    blocks = max(_blocks([part.longest] * part.count) for part in parts)
+    tested = {"num_gpu_blocks_override": blocks} | options | {"dtype": dtype, "enable_prefix_caching": True}
+    fast = Engine(model, **sizes | tested)
+    vocab = fast.config.model.vocab_size
+    asked = [(part, _prompts(part, vocab, number)) for number, part in enumerate(parts)]
+    before = _counts(fast)
+    with launched_kernels() as launched:
+        plain = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "plain")]
+        spread_head(fast.model)
+        spread = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "spread")]
+    weights = {name: parameter.detach() for name, parameter in fast.model.named_parameters()}
+    device, used = fast.config.device, fast.config.dtype
+    techniques = reached(fast, before, spread)
+    fast.close()
+
+    sizes |= {
+        "max_num_batched_tokens": 4096 if device == "cuda" else 512,
+        "num_gpu_blocks_override": _blocks([len(each.prompt) + len(each.answer) for each in spread]),
+    }
+    slow = {"dtype": "float32", "kernels": "reference", "async_scheduling": False, "enforce_eager": True}
+    reference = Engine(model, **sizes | slow | {"device": device})
+    copy_weights(weights, reference.model)
+    del weights
+    found = agreements(reference, spread)
+    spread_head(reference.model, back=True)
+    alike = agreements(reference, [heard for heard in plain if heard.part.alike])
+    reference.close()
+    set_kernels("auto")
+    return {
+        "top1_agreement": _share(found.values()), "least": LEAST, "positions": sum(count for _, count in found.values()),
+        "by_part": {name: {"top1_agreement": right / count, "positions": count} for name, (right, count) in found.items()},
+        "top1_agreement_alike_rows": _share(alike.values()) if alike else None, "layers": LAYERS, "dtype": used,
+        "reached": techniques, "kernels": sorted({name for name, _ in launched}),
+        "reference": "every op by its definition in float32, the same weights; teacher-forced",
+    }  # fmt: skip
+
+
+def listen(engine: Engine, part: Part, asked: Asked, salt: str) -> list[Heard]:
+    """Let the engine answer a part's requests; those that the reference is to see."""
+    if part.shared:                                      # as somebody before them has asked: it is in the cache
+        engine.serve([(asked[0][0][: part.shared], 1)], salt)
+    batches = [asked] if part.together else [[request] for request in asked]
+    heard = [each for batch in batches for each in _answered(engine, part, batch, salt)]
+    every = len(heard) // part.compared if part.compared else 1
+    return heard[::every]
+
+
+def _answered(engine: Engine, part: Part, asked: Asked, salt: str) -> list[Heard]:
+    params = {"prompt_logprobs": 1} if part.scored else {}
+    found = {engine.submit(prompt, tokens_out, salt, **params): Heard(part, prompt) for prompt, tokens_out in asked}
+    for delta in _deltas(engine):
+        heard = found[delta.request_id]
+        heard.cached = max(heard.cached, delta.num_cached_tokens)
+        heard.answer += delta.token_ids
+        if delta.prompt_logprobs is not None:
+            heard.expected += delta.prompt_logprobs.top_ids[:, 0].tolist()
+    return list(found.values())
+
+
+def _deltas(engine: Engine) -> Iterator[Any]:
+    while engine.core.has_work:
+        for delta in engine.core.step():
+            if delta.error:
+                raise AssertionError(f"a request of the check failed: {delta.error}")
+            yield delta
+
+
+def _counts(engine: Engine) -> tuple[int, int]:
+    """Steps so far that were recorded graphs, and in which rows shared a prefix."""
+    return engine.runner.forward.replays, sum(prefixes.steps for prefixes in engine.runner.rows.prefixes)
+
+
+def reached(engine: Engine, before: tuple[int, int], heard: Sequence[Heard]) -> list[str]:
+    """Techniques that were not only on but have done something since."""
+    config = engine.config
+    replays, sharing = (now - then for now, then in zip(_counts(engine), before, strict=True))
+    seen = {
+        "chunked prefill": any(len(each.prompt) - each.cached > config.max_num_batched_tokens for each in heard),
+        "prefix caching": any(each.cached for each in heard),
+        "overlap": config.depth > 0,
+        "recorded graphs": replays > 0,
+        "shared-prefix attention": sharing > 0,
+        "fp8 KV": config.kv_dtype != config.dtype,
+        "deterministic mode": config.options.execution.deterministic,
+    }
+    return [name for name, happened in seen.items() if happened]
+
+
+def agreements(reference: Engine, heard: Sequence[Heard]) -> dict[str, tuple[int, int]]:
+    """By part, at how many positions the reference would have taken the same token after the same tokens, and of how many."""
+    best = best_tokens(reference, [each.prompt + each.answer for each in heard])
+    found: dict[str, tuple[int, int]] = {}
+    for each, its in zip(heard, best, strict=True):
+        pairs = list(zip(each.answer, its[len(each.prompt) - 1 :], strict=True))
+        if each.part.scored:
+            every = slice(None, len(each.prompt) - 1, each.part.scored)
+            pairs += zip(each.expected[every], its[every], strict=True)
+        right, count = found.get(each.part.name, (0, 0))
+        found[each.part.name] = (right + sum(mine == other for mine, other in pairs), count + len(pairs))
+    return found
+
+
+def _share(counts: Iterable[tuple[int, int]]) -> float:
+    right, positions = map(sum, zip(*counts, strict=True))
+    return right / positions
+
+
+def spread_head(model: Decoder, back: bool = False) -> None:
+    """Give the head's rows lengths that differ by much, the same ones for the same model; or undo it."""
+    with torch.inference_mode():
+        weight = model.head.weight
+        generator = torch.Generator().manual_seed(1)
+        powers = (torch.randn(weight.shape[0], generator=generator) * _SPREAD).round_()
+        # Powers of two: exact in every dtype, in both directions.
+        weight.mul_(torch.exp2(-powers if back else powers).to(weight.device, weight.dtype).unsqueeze(1))
+        model.head.finish()                              # a second layout of the weight follows it
+
+
+def best_tokens(engine: Engine, sequences: list[list[int]]) -> list[list[int]]:
+    """Of every sequence, the likeliest token after each of its tokens but the last, with all before it given."""
+    found: dict[str, list[int]] = {engine.submit(tokens, 1, prompt_logprobs=1): [] for tokens in sequences}
+    for delta in _deltas(engine):
+        if delta.prompt_logprobs is not None:
+            found[delta.request_id] += delta.prompt_logprobs.top_ids[:, 0].tolist()
+    return list(found.values())
+
+
+def copy_weights(weights: dict[str, torch.Tensor], target: Decoder) -> None:
+    """The very same weights, not the same noise drawn in another dtype."""
+    with torch.inference_mode():
+        for name, parameter in target.named_parameters():
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise AssertionError(f"the reference's {name} has no counterpart in the engine under test")
+            parameter.copy_(weights[name])
+        target.finish()
+
+
+def _blocks(lengths: Sequence[int]) -> int:
+    """KV blocks for requests of these lengths at once."""
+    return sum(-(-length // BLOCK_SIZE) + 2 for length in lengths) + 8
+
+
+def _prompts(part: Part, vocab: int, seed: int) -> Asked:
+    """Prompts from half the length on: rows of one step shall differ."""
+    rng = random.Random(f"quality-{seed}")
+    lengths = [part.tokens_in - math.floor(part.tokens_in / 2 * place / part.count) for place in range(part.count)]
+    asked = [([rng.randrange(vocab) for _ in range(length)], part.tokens_out) for length in lengths]
+    shared = [rng.randrange(vocab) for _ in range(part.shared)]
+    return [(shared + prompt, tokens_out) for prompt, tokens_out in asked]

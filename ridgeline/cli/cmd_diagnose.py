@@ -1,0 +1,190 @@
+"""`ridgeline diagnose`: where the time goes, which term of the iron law binds, and what to change next. See docs/diagnose.md.
+
+    ridgeline diagnose [MODEL] [options]                run a workload in this process, watch and profile it
+    ridgeline diagnose http://host:port --seconds 20    watch a running server from outside
+    ridgeline diagnose --from-trace FILE …              read traces of torch's profiler, one for each rank
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ridgeline.bench.lab.record import record, write
+from ridgeline.bench.load.latency import Slo, parse_slo
+from ridgeline.cli.cmd_admin import profile
+from ridgeline.cli.config_options import add_engine_options, engine_config
+from ridgeline.cli.terminal import require_model
+from ridgeline.diagnose.as_page import diagnosis_page
+from ridgeline.diagnose.as_text import text
+from ridgeline.diagnose.attach import Attached, attach
+from ridgeline.errors import ConfigError
+from ridgeline.roofline import drill
+from ridgeline.roofline.facts import PartFacts, facts_of
+from ridgeline.roofline.patterns import find_patterns
+from ridgeline.roofline.remedies import ranked
+from ridgeline.roofline.trace import KNOWN, read_trace, trace_of_steps
+
+_COUNTERS = {"rows": "rows", "tokens": "tokens"}         # drawn under the steps of a trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL | URL] [options]"
+    parser.add_argument("model", nargs="?", default="", metavar="MODEL | URL",
+                        help="HF directory or .gguf file (default: the embedded model), or http://host:port of a server")
+    load = parser.add_argument_group("workload, without a server")
+    load.add_argument("--num-prompts", type=int, default=8, metavar="N", help="requests (default: 8)")
+    load.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="of a prompt (default: 128)")
+    load.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="of an answer (default: 64)")
+    load.add_argument("--shared-prefix", type=int, default=0, metavar="TOKENS", help="that all prompts begin with")
+    load.add_argument("--shortest-output", type=int, default=0, metavar="TOKENS",
+                      help="answers from this length to --output-len (default: all the same)")
+    load.add_argument("--max-concurrency", type=int, default=0, metavar="N", help="requests under way at once (default: all)")
+    load.add_argument("--shape", metavar="NAME", help="a public model by its shapes, with dummy weights")
+    load.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
+    server = parser.add_argument_group("a running server")
+    server.add_argument("--seconds", type=float, default=20.0, metavar="N", help="how long to watch (default: 20)")
+    server.add_argument("--api-key", default="", metavar="KEY")
+    server.add_argument("--admin-socket", default="", metavar="PATH", help="the server's own: its kernels are profiled, too")
+    server.add_argument("--profile-steps", type=int, default=64, metavar="N", help="with it: how many steps (default: 64)")
+    out = parser.add_argument_group("what is asked and shown")
+    out.add_argument("--slo", nargs="+", default=[], metavar="ttft:MS,tpot:MS", help="objectives of a request, for goodput")
+    out.add_argument("--from-trace", nargs="+", default=[], metavar="FILE", help="Chrome traces that exist, one for each rank")
+    out.add_argument("--json", action="store_true", help="everything as JSON instead of text")
+    out.add_argument("--out", metavar="FILE", help="also write the record to this file")
+    out.add_argument("--trace", metavar="FILE", help="write a Chrome trace (chrome://tracing, Perfetto)")
+    out.add_argument("--html", metavar="FILE", help="write the report as one page")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    slo = parse_slo(args.slo)
+    for name in ("trace", "html", "out"):
+        path = getattr(args, name)
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no such directory")
+    if args.from_trace:
+        if args.html or args.trace:
+            raise ConfigError("--html and --trace need a workload or a server: a trace alone has no requests and no verdict")
+        _show(args, _from_traces(args.from_trace), {"traces": args.from_trace})
+    elif args.model.startswith(("http://", "https://")):
+        _watch(args, slo)
+    else:
+        _run_workload(args, slo)
+
+
+def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
+    sizes = {"--num-prompts": args.num_prompts, "--input-len": args.input_len, "--output-len": args.output_len}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not 0 <= args.shared_prefix < args.input_len:
+        raise ConfigError(f"--shared-prefix must be below --input-len {args.input_len}, got {args.shared_prefix}")
+    if not 0 <= args.shortest_output <= args.output_len or args.max_concurrency < 0:
+        raise ConfigError("--shortest-output must be at most --output-len, and --max-concurrency at least 0")
+    if args.shape and args.model:
+        raise ConfigError("--shape is a model of its own: leave MODEL out")
+    # Everything that computes brings torch with it: a server is watched without.
+    shapes, engines, peaks, watched, diagnosis, device_log = (
+        importlib.import_module(f"ridgeline.{name}")
+        for name in (
+            "bench.workload.shapes", "bench.workload.bench_engine", "bench.lab.device_peaks", "diagnose.driven_run",
+            "diagnose.diagnosis", "bench.lab.device_log",
+        )
+    )
+    options = engine_config(args).flat()
+    if options.get("tensor_parallel_size", 1) > 1:
+        raise ConfigError("a workload is diagnosed in one process: leave --tensor-parallel-size out, or diagnose a server's URL")
+    if args.shape:
+        if args.shape not in shapes.SHAPES:
+            raise ConfigError(f"unknown shape {args.shape!r}; there are {', '.join(sorted(shapes.SHAPES))}")
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        options["model"] = str(shapes.write_shape(args.shape, args.layers))
+    else:
+        require_model(engine_config(args))
+    longest = args.input_len + args.output_len
+    options.setdefault("max_model_len", max(64, longest + 1))
+    model = options.pop("model", "")
+    load = watched.Load(
+        args.num_prompts, args.input_len, args.output_len, args.shared_prefix, args.shortest_output, args.max_concurrency
+    )
+    with Console(stderr=True).status("measuring the machine") as status:
+        peaks.machine_peaks(peaks.device_kind(options))  # before the engine takes the memory; kept for later
+        status.update("loading")
+        engine = engines.Engine(model, **{"enable_prefix_caching": True} | options)
+        found = diagnosis.diagnose(engine, load, slo, status.update)
+    workload = diagnosis.workload_of(engine, load)
+    quality = workload.pop("quality")
+    engine.close()
+    if args.trace:
+        Path(args.trace).write_text(json.dumps(found.trace))
+    gpu = device_log.gpu_facts() if workload["device"] == "cuda" else None
+    _show(args, found.tree, workload, quality, page=(workload["model"], found.outcomes, found.points), gpu=gpu)
+
+
+def _watch(args: argparse.Namespace, slo: Slo | None) -> None:
+    with Console(stderr=True).status("asking the server") as status:
+        found = attach(args.model, args.seconds, slo, args.api_key, status.update)
+        if args.admin_socket:
+            status.update(f"profiling {args.profile_steps} steps")
+            document = _profile_server(args.admin_socket, args.profile_steps, found)
+        else:
+            document = trace_of_steps(found.points, _COUNTERS)
+    if args.trace:
+        Path(args.trace).write_text(json.dumps(document))
+    workload = {"url": args.model, "model": found.model, "seconds": args.seconds}
+    _show(args, found.tree, workload, "as the server runs", page=(found.model, [], found.points))
+
+
+def _profile_server(admin_socket: str, steps: int, found: Attached) -> dict[str, Any]:
+    """What only the engine itself can see: after the figures were taken, because it costs time."""
+    answer = profile(admin_socket, steps)
+    path = Path(answer["trace"])
+    document: dict[str, Any] = json.loads(path.read_text())
+    shutil.rmtree(path.parent, ignore_errors=True)
+    costs = {part: PartFacts(**numbers) for part, numbers in answer["costs"].items()}
+    spent = found.take_profile(document, costs, answer["overhead"])
+    return document | {KNOWN: {"profiler_s": spent}}
+
+
+def _from_traces(paths: list[str]) -> dict[str, Any]:
+    traces = []
+    for path in paths:
+        try:
+            traces.append(read_trace(json.loads(Path(path).read_text())))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{path} is no Chrome trace of torch's profiler") from None
+    spent = sum(trace.profiler for trace in traces) / len(traces)
+    facts = facts_of(traces, profiler=spent, kept=traces[0].kept if len(traces) == 1 else ())
+    if not facts.seconds:
+        raise ConfigError("the traces hold no work of a device, and no marked ops")
+    findings = find_patterns(facts)
+    return {
+        "ops": drill.ops_section(facts), "patterns": drill.patterns_section(findings),
+        "remedies": drill.remedies_section(ranked(None, findings)),
+    }  # fmt: skip
+
+
+def _show(
+    args: argparse.Namespace, tree: dict[str, Any], workload: dict[str, Any], quality: str = "exact",
+    page: tuple[str, Any, Any] | None = None, gpu: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    made = record("diagnose", workload, tree, quality, gpu)
+    if args.out:
+        write(made, Path(args.out))
+    if args.html and page is not None:
+        name, outcomes, points = page
+        Path(args.html).write_text(diagnosis_page(tree, f"{name}, diagnosed", workload, outcomes, points))
+    print(json.dumps(made) if args.json else text(tree))
+    for name in ("trace", "html", "out"):
+        if getattr(args, name):
+            print(f"wrote {getattr(args, name)}", file=sys.stderr)

@@ -1,0 +1,278 @@
+"""`ridgeline generate INPUT.jsonl OUTPUT.jsonl`: answers to a file of prompts, in this process, without a server.
+
+Lines are read as the engine has room for them and written as they finish, so files may be larger than memory. A line that
+cannot be answered becomes a record with an `error`. Running the command again goes on where it stopped: what is already
+in OUTPUT is not asked again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from ridgeline.cli.config_options import add_engine_options, engine_config
+from ridgeline.cli.sampling_options import add_sampling_options, sampling_given
+from ridgeline.cli.terminal import require_model
+from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
+from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.errors import BadRequest, ConfigError, RequestError
+from ridgeline.messages import TokenDelta
+from ridgeline.models.model_config import load_model_config
+from ridgeline.process.progress import Tick, progress_bar
+from ridgeline.resolve import model_path
+from ridgeline.sampling_params import SamplingParams
+
+DEFAULTS = {"max_tokens": 256}
+RECORD_START = b'{"id":'             # of every line this command writes
+_PROMPTS = ("prompt", "prompt_token_ids", "messages")
+_OTHERS = {"id", "cache_salt", "priority"}
+_SAMPLING = {field.name for field in fields(SamplingParams)}
+
+RecordId = str | int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s INPUT.jsonl OUTPUT.jsonl [options]"
+    parser.add_argument(
+        "input", metavar="INPUT.jsonl", type=Path,
+        help="a line per prompt: {prompt | prompt_token_ids | messages, id, and any field of SamplingParams}",
+    )  # fmt: skip
+    parser.add_argument("output", metavar="OUTPUT.jsonl", type=Path, help="a line per answer, as they finish")
+    parser.add_argument("--model", default="", help="HF directory or .gguf file; default: the embedded model")
+    add_sampling_options(parser)
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = engine_config(args)
+    defaults = DEFAULTS | sampling_given(args)
+    SamplingParams(**defaults)
+    require_model(config)
+    try:
+        total = count_lines(args.input)
+        done = finished_ids(args.output)
+        source, target = args.input.open("rb"), args.output.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    with source, target:
+        path = model_path(config)
+        load_model_config(path)                          # a wrong model is told by its own error, not by the tokenizer's
+        frontend = Frontend.load(config.model, path)     # and a wrong tokenizer or template before the weights load
+        with progress_bar("loading", in_bytes=True) as tick:
+            core = EngineCore.start(config, tick)
+        batch = Batch(core, frontend, defaults, target, done)
+        try:
+            with progress_bar("answers") as tick:
+                batch.run(read(source), total, tick)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on from here", file=sys.stderr)
+            return 130
+        finally:
+            core.close()
+    print(f"{batch.answered} answered, {batch.failed} failed, {batch.skipped} were there before", file=sys.stderr)
+    return 0
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of the input: its record, or why there is none."""
+
+    number: int
+    record: dict[str, Any]
+    error: str = ""
+
+    @property
+    def id(self) -> RecordId:
+        """The line's number where it names no id of its own, or one that cannot be."""
+        own = self.record.get("id")
+        return own if isinstance(own, (str, int)) and not isinstance(own, bool) else self.number
+
+
+def count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def read(file: IO[bytes]) -> Iterator[Line]:
+    for number, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            yield Line(number, msgspec.json.decode(text, type=dict[str, Any]))
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            yield Line(number, {}, f"line {number} is not a JSON object: {error}")
+
+
+def finished_ids(path: Path) -> set[RecordId]:
+    """Ids that have their record; a last line that was only half written is cut off."""
+    done: set[RecordId] = set()
+    if not path.exists():
+        return done
+    with path.open("r+b") as file:
+        end = 0
+        for number, text in enumerate(file, 1):
+            whole = text.endswith(b"\n")
+            try:
+                if not text.startswith(RECORD_START[: len(text)]):
+                    raise KeyError("id")
+                if whole:
+                    done.add(msgspec.json.decode(text, type=dict[str, Any])["id"])
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, KeyError, TypeError):
+                raise ConfigError(f"{path}, line {number} is not one of our records; give another OUTPUT") from None
+            end += len(text) if whole else 0
+        file.truncate(end)
+    return done
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+class Batch:
+    """Keeps the engine supplied and writes down what comes back."""
+
+    def __init__(
+        self, core: EngineCore, frontend: Frontend, defaults: dict[str, Any], target: IO[bytes], done: set[RecordId]
+    ) -> None:
+        self.answered = self.failed = self.skipped = 0
+        self._core = core
+        self._frontend = frontend
+        self._defaults = defaults
+        self._target = target
+        self._before = done                              # in OUTPUT already
+        self._seen: set[RecordId] = set()                # in this run
+        self._open: dict[str, tuple[RecordId, RequestState]] = {}
+        # Enough to refill every row at once, and to let the scheduler choose.
+        self._most_open = 2 * core.config.max_num_seqs
+
+    def run(self, lines: Iterator[Line], total: int, tick: Tick) -> None:
+        more = True
+        while more or self._open:
+            while more and len(self._open) < self._most_open:
+                line = next(lines, None)
+                more = line is not None
+                if line is not None:
+                    self._start(line)
+            if self._core.has_work:
+                for delta in self._core.step():
+                    self._take(delta)
+            self._target.flush()
+            tick(self.answered + self.failed + self.skipped, total)
+
+    def _start(self, line: Line) -> None:
+        if line.id in self._before:
+            self.skipped += 1
+            return
+        try:
+            if line.error:
+                raise BadRequest(line.error)
+            self._check_id(line)
+            params = sampling_params(line.record, self._defaults)
+            request, state = self._frontend.request(
+                self._prompt(line.record), params,
+                priority=_of(line.record, "priority", int, 0), cache_salt=_of(line.record, "cache_salt", str, ""),
+            )  # fmt: skip
+            self._core.add(request)
+        except RequestError as error:
+            self._fail(line.id, str(error))
+            return
+        self._open[request.request_id] = (line.id, state)
+
+    def _check_id(self, line: Line) -> None:
+        if line.record.get("id", line.id) is not line.id:
+            raise BadRequest(f"line {line.number}: id must be a text or a whole number")
+        if line.id in self._seen:
+            raise BadRequest(f"id {line.id!r} was used by an earlier line")
+        self._seen.add(line.id)
+
+    def _prompt(self, record: dict[str, Any]) -> Prompt:
+        given = [name for name in _PROMPTS if record.get(name) is not None]
+        if len(given) != 1:
+            raise BadRequest(f"a line needs exactly one of {', '.join(_PROMPTS)}; got {', '.join(given) or 'none'}")
+        if given == ["messages"]:
+            return self._frontend.chat_tokens(record["messages"])
+        return {given[0]: _of(record, given[0], str if given[0] == "prompt" else list, None)}
+
+    def _take(self, delta: TokenDelta) -> None:
+        if delta.request_id not in self._open:
+            return                                       # it failed in another of its answers
+        record_id, state = self._open[delta.request_id]
+        if state.output.outputs[delta.index].finished():
+            return                                       # a stop string has ended it
+        try:
+            _, stop_here = state.take(delta)
+        except RequestError as error:
+            self._core.abort(delta.request_id)
+            del self._open[delta.request_id]
+            self._fail(record_id, str(error))
+            return
+        if stop_here:
+            self._core.abort(delta.request_id, delta.index)
+        if state.output.finished:
+            del self._open[delta.request_id]
+            self.answered += 1
+            self._write(answer_record(record_id, state.output))
+
+    def _fail(self, record_id: RecordId, reason: str) -> None:
+        self.failed += 1
+        self._write({"id": record_id, "error": reason})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._target.write(msgspec.json.encode(record) + b"\n")
+
+
+def sampling_params(record: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
+    given = {name: value for name, value in record.items() if name not in _OTHERS and name not in _PROMPTS}
+    unknown = sorted(given.keys() - _SAMPLING)
+    if unknown:
+        raise BadRequest(f"unknown field {unknown[0]!r}; a line has {', '.join(_PROMPTS)}, id and sampling parameters")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    try:
+        return msgspec.convert(defaults | given, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error)) from None
+
+
+def _of(record: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = record.get(name, default)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise BadRequest(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def answer_record(record_id: RecordId, output: RequestOutput) -> dict[str, Any]:
+    completion = sum(len(answer.token_ids) for answer in output.outputs)
+    record: dict[str, Any] = {
+        "id": record_id,
+        "outputs": [_answer(answer) for answer in output.outputs],
+        "usage": {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": completion,
+            "cached_tokens": output.num_cached_tokens,
+        },
+    }
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = output.prompt_logprobs
+    return record
+
+
+def _answer(answer: CompletionOutput) -> dict[str, Any]:
+    written: dict[str, Any] = {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if answer.logprobs is not None:
+        written |= {"logprobs": answer.logprobs, "cumulative_logprob": answer.cumulative_logprob}
+    return written

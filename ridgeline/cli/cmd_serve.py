@@ -1,0 +1,97 @@
+"""`ridgeline serve`: the OpenAI-compatible server, and what it tells the person who started it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+from ridgeline.cli.config_options import add_engine_options, add_model, add_options, engine_config, options_of
+from ridgeline.cli.terminal import require_model
+from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.client.watchdog import Supervision
+from ridgeline.errors import ConfigError
+from ridgeline.process.log import get_logger
+from ridgeline.process.progress import progress_bar
+from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
+from ridgeline.server.lifecycle import run as run_server
+from ridgeline.server.service import Service, model_name
+from ridgeline.version import __version__
+
+logger = get_logger("server")
+
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_options(parser, ServerOptions, "server")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))        # until the server has its own handler
+    config, options = engine_config(args), options_of(ServerOptions, args)
+    require_model(config)
+    keys = load_keys(options)
+    supervision = Supervision(max_restarts=options.max_engine_restarts, silence=float(options.engine_timeout))
+    llm = AsyncLLM(**config.flat(), supervision=supervision)
+    require_authentication(options, keys)
+    with ExitStack() as until_ready:
+        tick = until_ready.enter_context(progress_bar(f"loading {model_name(llm, options)}", in_bytes=True))
+
+        def on_ready(service: Service, address: str) -> None:
+            until_ready.close()
+            print(welcome(service, address), flush=True)
+
+        run_server(llm, options, tick, on_ready, keys)
+
+
+def require_authentication(options: ServerOptions, keys: Keys) -> None:
+    """Who can be reached from elsewhere needs keys, or the word of whoever starts it."""
+    if options.host.startswith(_LOOPBACK) or len(keys):
+        return
+    if not options.insecure_no_auth:
+        raise ConfigError(
+            f"others can reach {options.host}, and there is no API key: set {VARIABLE} or --api-key-file, "
+            "or say --insecure-no-auth"
+        )
+    logger.warning("listening on %s without authentication: everybody who reaches it can use it", options.host)
+
+
+def welcome(service: Service, address: str) -> str:
+    ready = service.llm.ready
+    assert ready is not None
+    facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, loaded in {ready.seconds:.1f} s"
+    return "\n".join(
+        [
+            f"ridgeline {__version__}: {facts}",
+            f"ready: {address}/v1  (Ctrl-C stops)",
+            f"dashboard: {address}/dashboard",
+            "",
+            example(service, address),
+            "",
+        ]
+    )
+
+
+def example(service: Service, address: str) -> str:
+    """A curl line that works with this model."""
+    tokenizer = service.tokenizer
+    path = "completions"
+    body: dict[str, Any]
+    if tokenizer is None:
+        body = {"prompt": [1, 2, 3]}
+    elif tokenizer.chat_template is None:
+        body = {"prompt": "The capital of France is", "temperature": 0}
+    else:
+        path = "chat/completions"
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    data = shlex.quote(json.dumps(body))
+    key = f' -H "Authorization: Bearer ${VARIABLE}"' if len(service.keys) else ""
+    return f"curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d {data}"

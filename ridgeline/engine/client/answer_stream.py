@@ -1,0 +1,169 @@
+"""The answers to a caller's prompts as they grow: what AsyncLLM hands out, and how readers get it.
+
+A reader waits for batches, or gives a sink that is called with each delta as it comes: then nobody has to be woken for a
+token. Where the sink cannot take one, and while its reader is at work on what was left, deltas wait here, a bounded number
+of them. Knows asyncio and outputs; nothing of engines, and nothing of what a sink does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.processor import RequestState
+from ridgeline.errors import TimedOut
+
+UNREAD = 64                          # deltas a slow reader is handed one by one; what comes on top is joined to them
+
+Batch = list[tuple[int, AnswerDelta]]                    # (prompt number, what is new in one of its answers)
+Sink = Callable[[Batch], bool]                           # False: not now, keep it for the reader
+
+
+class AnswerStream:
+    """The growing answers to one or several prompts: an async iterator over batches of (prompt number, AnswerDelta).
+
+    A batch is everything that came since the last one, so a slow reader gets fewer and larger batches. `outputs` holds
+    the whole so far. Whoever stops reading early must call close(), which aborts what still runs.
+    """
+
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.error: Exception | None = None
+        self._abort = abort                              # ends a request, given its wire id
+        self._unfinished: set[str] = set()               # wire ids
+        self._new: Batch = []
+        self._sink: Sink | None = None
+        self._reader_waits = False                       # and has nothing in hand that must come first
+        self._news = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- for whoever reads ---------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> AnswerStream:
+        return self
+
+    async def __anext__(self) -> Batch:
+        self._reader_waits = True
+        try:
+            await self._news.wait()
+        finally:
+            self._reader_waits = False
+        if self._new:
+            batch, self._new = self._new, []
+            if not self._ended.is_set():
+                self._news.clear()
+            return batch
+        if self.error is not None:
+            raise self.error
+        raise StopAsyncIteration
+
+    def deliver_to(self, sink: Sink) -> None:
+        """From now on: whatever comes while the reader waits for its next batch goes to `sink`, at once and in order. The
+        iterator has what the sink did not take, and ends as ever."""
+        self._sink = sink
+
+    async def complete(self) -> list[RequestOutput]:
+        """All answers, once they are whole; nobody is woken for the parts."""
+        await self._ended.wait()
+        if self.error is not None:
+            raise self.error
+        return self.outputs
+
+    def close(self) -> None:
+        """Abort whatever still runs. Does nothing after the end."""
+        unfinished, self._unfinished = self._unfinished, set()
+        self.end()
+        for wire_id in unfinished:
+            self._abort(wire_id)
+
+    # -- for whoever fills it ------------------------------------------------------------------------------------------
+
+    def add(self, wire_id: str, state: RequestState) -> int:
+        """One more prompt; its number."""
+        self.outputs.append(state.output)
+        self._unfinished.add(wire_id)
+        return len(self.outputs) - 1
+
+    def push(self, place: int, delta: AnswerDelta) -> None:
+        if self._sink is not None and self._reader_waits and not self._new:
+            try:
+                if self._sink([(place, delta)]):
+                    return
+            except Exception as error:                   # this reader's alone: whoever pushes has others to serve
+                self.fail(error)
+                return
+        if len(self._new) >= UNREAD and _join(self._new, place, delta):
+            return
+        self._new.append((place, delta))
+        self._news.set()
+
+    def finish(self, wire_id: str) -> None:
+        self._unfinished.discard(wire_id)
+        if not self._unfinished:
+            self.end()
+
+    def fail(self, error: Exception) -> None:
+        """One request of the stream failed: the whole stream did."""
+        if self.error is None:
+            self.error = error
+        self.close()
+
+    def end_at(self, moment: float) -> None:
+        """It fails if it has not ended at that moment, by time.monotonic()."""
+        error = TimedOut("the request was not answered in the time that this server gives to one")
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, moment - time.monotonic()), self.fail, error)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._ended.set()
+        self._news.set()
+
+
+def _join(unread: Batch, place: int, delta: AnswerDelta) -> bool:
+    """Add to the answer's newest delta in the list, if that is near its end. The reader gets it in one piece."""
+    for at in range(len(unread) - 1, max(-1, len(unread) - 1 - UNREAD), -1):
+        old = unread[at][1]
+        if unread[at][0] == place and old.index == delta.index:
+            old.text += delta.text
+            old.token_ids.extend(delta.token_ids)
+            if old.logprobs is not None:
+                old.logprobs.extend(delta.logprobs or [])
+            old.finish_reason, old.stop_reason = delta.finish_reason, delta.stop_reason
+            old.text_offsets.extend(delta.text_offsets)
+            return True
+    return False
+
+
+# -- outputs of the kinds that can be asked for ------------------------------------------------------------------------
+
+
+def so_far(output: RequestOutput) -> RequestOutput:
+    """As it is now: the original goes on growing."""
+    answers = [
+        replace(answer, token_ids=answer.token_ids.copy(), logprobs=answer.logprobs and answer.logprobs.copy())
+        for answer in output.outputs
+    ]
+    return replace(output, outputs=answers)
+
+
+def only_new(output: RequestOutput, batch: Batch) -> RequestOutput:
+    """Of answers with news, their new tokens and text."""
+    answers: dict[int, CompletionOutput] = {}
+    for _, delta in batch:
+        whole = output.outputs[delta.index]
+        logprobs = None if whole.logprobs is None else list[LogprobsAt]()
+        new = answers.setdefault(
+            delta.index, CompletionOutput(delta.index, cumulative_logprob=whole.cumulative_logprob, logprobs=logprobs)
+        )
+        new.text += delta.text
+        new.token_ids.extend(delta.token_ids)
+        new.text_offsets.extend(delta.text_offsets)
+        if new.logprobs is not None:
+            new.logprobs.extend(delta.logprobs or [])
+        new.finish_reason, new.stop_reason = delta.finish_reason, delta.stop_reason
+    return replace(output, outputs=list(answers.values()))

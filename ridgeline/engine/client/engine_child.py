@@ -1,0 +1,182 @@
+"""The engine's process as its front end holds it: the child, its two sockets, its last words.
+
+What runs in that process is engine/core/engine_process, and its end of the sockets engine/core/frontend_socket. When
+to start one, and what its
+messages mean, is for others: engine/client/supervisor and engine/client/async_llm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from ridgeline.config import EngineConfig
+from ridgeline.engine.ipc import (
+    FROM_ENGINE,
+    SHOW_STACKS,
+    TO_ENGINE,
+    DecodeError,
+    FromEngine,
+    Ready,
+    Shutdown,
+    SocketDir,
+)
+from ridgeline.errors import EngineDead, RidgelineError
+from ridgeline.process.children import start_child
+from ridgeline.process.log import get_logger
+
+logger = get_logger("async_llm")
+
+_TURN_SECONDS = 0.005                # news are taken in for so long before the event loop gets a turn
+_STOP_SECONDS = 5.0                  # how long an engine may take to leave when asked
+_LAST_WORDS_SECONDS = 1.0            # for reading what a dead engine has left to be read
+_STACKS_SECONDS = 0.5                # for a hung engine to write its stacks
+
+
+class EngineChild:
+    """The child process and its sockets. Calls back, on the event loop, with each message and at its loss.
+
+    A message that is much work is taken in piece by piece: what `on_message` returns is iterated until it is through,
+    with turns of the event loop between. `lost` is why the process is of no use any more: it ended, it said that it
+    failed, or it was stopped.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        config: EngineConfig,
+        on_message: Callable[[FromEngine], Iterator[None] | None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self.lost: asyncio.Future[RidgelineError] = self._loop.create_future()
+        self._exited = asyncio.Event()
+        self._work: Iterator[None] | None = None         # the rest of the newest message
+        self._bad_frames = 0
+        self._sockets = SocketDir()
+        self._context = zmq.Context()
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._to_engine.setsockopt(zmq.SNDHWM, 0)        # as many as there are open requests; those are limited before
+        self._to_engine.bind(self._sockets.address("to-engine"))
+        self._from_engine = self._context.socket(zmq.PULL)
+        self._from_engine.bind(self._sockets.address("from-engine"))
+        self._fd: int = self._from_engine.FD
+        self._loop.add_reader(self._fd, self._read)
+        settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid()}
+        self._child = start_child(module, json.dumps(settings))
+        # Also when nobody calls stop(): at the latest when the interpreter ends.
+        self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
+        threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def send(self, frame: bytes) -> None:
+        try:
+            self._to_engine.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            pass                                         # the other end is gone; _watch says so in a moment
+
+    def lose(self, why: RidgelineError) -> None:
+        """The first reason counts. From now on nothing it says is heard; what it has said is taken in to the end."""
+        if not self.lost.done():
+            self.lost.set_result(why)
+            self._loop.remove_reader(self._fd)           # what nobody reads would wake the event loop for ever
+            for _ in self._work or ():
+                pass
+            self._on_lost()
+
+    async def show_stacks(self) -> None:
+        """Have the process write its stacks to the log. A stopped one is woken for it."""
+        self.lose(EngineDead("the engine's process hung"))
+        for number in (SHOW_STACKS, signal.SIGCONT):
+            self._child.send_signal(number)
+        await asyncio.sleep(_STACKS_SECONDS)
+
+    async def stop(self, gently: bool = False, at_once: bool = False) -> None:
+        """Returns when the process is gone and nothing of it is left."""
+        self.lose(EngineDead("the engine's process was stopped"))
+        if self._cleanup.alive:
+            if at_once:
+                self._child.kill()
+            elif gently:
+                self.send(TO_ENGINE.encode(Shutdown()))
+            else:
+                self._child.terminate()
+            for force in (self._child.terminate, self._child.kill):
+                try:
+                    await asyncio.wait_for(self._exited.wait(), _STOP_SECONDS)
+                    break
+                except TimeoutError:
+                    force()
+            await self._exited.wait()
+            self._loop.remove_reader(self._fd)
+            self._context.destroy(linger=0)
+            self._cleanup()
+
+    def _read(self) -> None:
+        """Take what has arrived. The descriptor signals changes only, so leave nothing unread without coming back."""
+        if self._from_engine.closed or self.lost.done():
+            return
+        until = time.monotonic() + _TURN_SECONDS
+        while self._take_next():
+            if self.lost.done():
+                return
+            if time.monotonic() >= until:
+                self._loop.call_soon(self._read)
+                return
+
+    def _take_next(self) -> bool:
+        """A piece of the message in hand, or the next message; False when there is none."""
+        if self._work is not None:
+            if next(self._work, self) is self:
+                self._work = None
+            return True
+        try:
+            frame = self._from_engine.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        try:
+            self._work = self._on_message(FROM_ENGINE.decode(frame))
+        except DecodeError as error:
+            self._bad_frames += 1
+            logger.warning("dropped a frame from the engine (%d so far): %s", self._bad_frames, error)
+        except Exception:                                # what comes behind it must be read all the same
+            logger.exception("a message from the engine could not be taken in")
+        return True
+
+    def _watch(self) -> None:
+        """In a thread: wait for the process's end."""
+        code = self._child.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._ended, code)
+        except RuntimeError:
+            pass                                         # the event loop is closed: nobody is left to be told
+
+    def _ended(self, code: int) -> None:
+        until = time.monotonic() + _LAST_WORDS_SECONDS   # its last words say more than its exit code
+        while not self._from_engine.closed and not self.lost.done() and time.monotonic() < until and self._take_next():
+            pass
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        self.lose(EngineDead(f"the engine's process {how}"))
+        self._exited.set()
+
+
+def _abandon(child: subprocess.Popen[bytes], sockets: SocketDir) -> None:
+    if child.poll() is None:
+        child.kill()
+        child.wait()
+    sockets.close()

@@ -1,0 +1,318 @@
+"""Does this grammar compile? Asked by the front end of every request that brings one, before the engine hears of it.
+
+The compiler runs in a process of its own (grammar/compile_worker) with limits on time and memory: what exceeds them
+is refused, and
+nobody else notices. Verdicts are remembered, so a grammar that is used again costs nothing here.
+
+That process comes behind whoever generates. So a grammar that was not through in time has perhaps had too little of the
+processors: then it is not the grammar that is refused, but the request, for now.
+
+Each new grammar is tried first, with a little of a processor's time, which is enough for nearly all. What was not through
+comes after all that have not been tried. While others generate, both get only a share of the processors, however many come, and
+those that take long the smaller one: they share caches and memory with whoever generates, where coming behind does not help.
+What would have to wait too long for its turn is refused, for now.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from ridgeline.errors import BadRequest, Overloaded, RequestError
+from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
+from ridgeline.grammar.grammar_cache import ByteLimitedCache
+from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
+from ridgeline.process.children import start_child
+from ridgeline.sampling_params import StructuredOutputs
+from ridgeline.text.tokenizer import Tokenizer
+
+COMPILE_SECONDS = 2.0                # what one grammar may take
+_START_SECONDS = 60.0                # what the process may take to be there: on a loaded machine, many times the usual half
+_VERDICT_BYTES = 8 * 2**20           # of grammars whose verdict is remembered
+_ENTRY_BYTES = 256
+_LATE_SECONDS = 0.4                  # after which no answer comes, whatever the reason
+_RETRY_SECONDS = 60.0                # how long a grammar that took too much is refused without a look
+TRY_SECONDS = 0.02                   # of a processor, that each is tried with, …
+_TRY_LIMIT = 0.3                     # … for so long at most, however little of a processor it got
+_PENDING_BYTES = 16 * 2**20          # of grammars that wait; how many requests may wait is the server's to bound, …
+_PENDING_ENTRY = 8 * 2**10           # … and this is the least that each counts for
+_PATIENCE_SECONDS = 30.0             # how long one waits, at most
+_TURN_SECONDS = 1.0                  # how long, at most, for what another one has taken, …
+_TRY_TURN_SECONDS = 0.2              # … and before it is tried
+SHARE = 0.015 * (os.cpu_count() or 1)                    # of a processor's time while others generate, for what takes long, …
+TRY_SHARE = 0.03 * (os.cpu_count() or 1)                 # … and for trying the new ones, …
+AT_ONCE = 0.1                        # … beyond so many seconds of it
+_LOOK_SECONDS = 0.05                 # how often one that waits for its turn looks whether others still generate
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> GrammarVocabulary:
+    """For a model whose logits have `vocab_size` ids. BadRequest where answers have no end."""
+    vocabulary = GrammarVocabulary.of(tokenizer.token_pieces(), tokenizer.special_ids, end_ids, vocab_size)
+    if not vocabulary.end_ids:
+        raise BadRequest("structured_outputs needs a model with an end token; this one has none")
+    return vocabulary
+
+
+class GrammarChecker:
+    """Safe to use from several threads; one grammar is compiled at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, backend: str = "auto", seconds: float = COMPILE_SECONDS) -> None:
+        self._tokenizer = tokenizer
+        self._backend = backend                          # which library compiles
+        self._seconds = seconds
+        self._verdicts: ByteLimitedCache[_Verdict] = ByteLimitedCache(_VERDICT_BYTES)
+        self._compiler: _Compiler | None = None
+        self._lock = threading.Lock()
+        self._pending = _Pending()
+        self._allowance = _Allowance(SHARE, AT_ONCE, _TURN_SECONDS)
+        self._try_allowance = _Allowance(TRY_SHARE, AT_ONCE, _TRY_TURN_SECONDS)
+        self._tries = ThreadPoolExecutor(1, thread_name_prefix="grammar-try")
+        self._turns = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
+
+    def check(self, asked: StructuredOutputs, seconds: float | None = None) -> None:
+        """BadRequest when it cannot be used. Waits for the compiler, unless the verdict is known."""
+        self._is_through(asked, self._seconds if seconds is None else seconds)
+
+    def _is_through(self, asked: StructuredOutputs, seconds: float, of_a_processor: float = 0.0) -> bool:
+        """False: so many of a processor's seconds were not enough. BadRequest when it cannot be used."""
+        if self._is_good(asked):
+            return True
+        with self._lock:
+            if self._is_good(asked):
+                return True
+            verdict = self._compile(asked, seconds, of_a_processor)
+            if verdict is None:
+                return False
+            self._verdicts.put(asked.key, verdict, _ENTRY_BYTES + 4 * len(asked.key) + len(verdict.refusal))
+        verdict.tell()
+        return True
+
+    def _is_good(self, asked: StructuredOutputs) -> bool:
+        """False: not known. BadRequest: known to be bad."""
+        verdict = self._verdicts.get(asked.key)
+        if verdict is None or verdict.until < time.monotonic():
+            return False
+        verdict.tell()
+        return True
+
+    def check_soon(
+        self, asked: StructuredOutputs, others_generate: Callable[[], bool] = lambda: False, ends: float | None = None
+    ) -> Future[None]:
+        """The same, elsewhere: for callers that must not wait. Overloaded when too much waits already, or it waits for too long.
+
+        `ends`, by time.monotonic(): nobody wants it later. Nor once the future is cancelled."""
+        outcome: Future[None] = Future()
+        if self._is_good(asked):
+            outcome.set_result(None)
+            return outcome
+        size = _PENDING_ENTRY + 4 * len(asked.key)
+        if not self._pending.add(size):
+            told = f"grammars of {_PENDING_BYTES >> 20} MiB are waiting to be compiled; try again later"
+            raise Overloaded(told, self._seconds)
+        outcome.add_done_callback(lambda _: self._pending.remove(size))
+        now = time.monotonic()
+        waiting = _Waiting(asked, outcome, min(now + _PATIENCE_SECONDS, ends or math.inf), others_generate)
+        self._pending.untried.add(waiting)
+        self._tries.submit(self._try, waiting)
+        return outcome
+
+    def _try(self, waiting: _Waiting) -> None:
+        waiting.begun = time.monotonic()
+        try:
+            self._wait_for_turn(waiting, self._try_allowance)
+            through = waiting.is_left or self._is_through(waiting.asked, min(_TRY_LIMIT, self._seconds), TRY_SECONDS)
+        except Exception as error:
+            waiting.end(error)
+            through = True
+        self._pending.untried.discard(waiting)
+        if through:
+            waiting.end()
+        else:
+            self._turns.submit(self._take_long, waiting)
+
+    def _take_long(self, waiting: _Waiting) -> None:
+        try:
+            while self._pending.untried and not waiting.is_left:
+                waiting.require_patience(0.0)
+                time.sleep(_LOOK_SECONDS)
+            self._wait_for_turn(waiting, self._allowance)
+            if not waiting.is_left:
+                # Who has waited for its turns has that much less.
+                left = self._seconds - (time.monotonic() - waiting.begun)
+                self.check(waiting.asked, max(left, self._seconds - _TURN_SECONDS - _TRY_TURN_SECONDS))
+        except Exception as error:
+            waiting.end(error)
+        else:
+            waiting.end()
+
+    def _wait_for_turn(self, waiting: _Waiting, allowance: _Allowance) -> None:
+        """Overloaded if that takes too long."""
+        waiting.require_patience(0.0)
+        while (turn := allowance.seconds_until_turn()) and waiting.others_generate() and not waiting.is_left:
+            waiting.require_patience(turn)
+            time.sleep(min(turn, _LOOK_SECONDS))
+
+    def _compile(self, asked: StructuredOutputs, seconds: float, of_a_processor: float = 0.0) -> _Verdict | None:
+        """None: it was only tried, and that was not enough."""
+        if self._compiler is None or not self._compiler.alive:
+            tokenizer = self._tokenizer
+            vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+            self._compiler = _Compiler(self._backend, vocabulary)
+        compiler = self._compiler
+        question = msgspec.msgpack.encode(Question(asked, seconds, of_a_processor))
+        try:
+            answer = msgspec.msgpack.decode(compiler.ask(question, seconds + _LATE_SECONDS), type=Answer)
+        except (TimeoutError, EOFError) as gone:
+            if self._compiler is not compiler:
+                raise RequestError("the front end is closing") from None
+            self._compiler = None
+            answer = Answer("busy" if isinstance(gone, TimeoutError) else "memory")
+        (self._try_allowance if of_a_processor else self._allowance).spend(answer.spent)
+        if of_a_processor and answer.verdict in ("late", "busy"):
+            return None
+        if answer.verdict == "busy":
+            raise Overloaded("the machine is too busy to compile a grammar; try again later", self._seconds)
+        if answer.verdict in ("good", "refused"):
+            return _Verdict(answer.reason)
+        reason = "takes too much memory to compile"
+        if answer.verdict == "late":
+            reason = f"takes more than {seconds:.2g} s to compile"
+        # The machine may be to blame: after a while it is worth another try.
+        refusal = f"structured_outputs.{asked.kind} {reason}; use a simpler grammar"
+        return _Verdict(refusal, time.monotonic() + _RETRY_SECONDS)
+
+    def close(self) -> None:
+        """End the process; it is started again when somebody asks."""
+        compiler, self._compiler = self._compiler, None
+        if compiler is not None:
+            compiler.end()
+
+
+class _Waiting:
+    """One that nobody knows yet, and who asked for it."""
+
+    def __init__(
+        self, asked: StructuredOutputs, outcome: Future[None], until: float, others_generate: Callable[[], bool]
+    ) -> None:
+        self.asked = asked
+        self.others_generate = others_generate
+        self.begun = 0.0                                 # when its turn to be tried came up, by time.monotonic()
+        self._outcome = outcome
+        self._until = until                              # by time.monotonic()
+
+    @property
+    def is_left(self) -> bool:
+        return self._outcome.cancelled()
+
+    def require_patience(self, seconds: float) -> None:
+        """Overloaded where so much longer is too long."""
+        if time.monotonic() + seconds > self._until:
+            raise Overloaded("too many new grammars are waiting to be compiled; try again later", max(1.0, seconds))
+
+    def end(self, error: Exception | None = None) -> None:
+        with suppress(InvalidStateError):                # it has ended, or was cancelled
+            if error is None:
+                self._outcome.set_result(None)
+            else:
+                self._outcome.set_exception(error)
+
+
+class _Pending:
+    """The grammars that wait."""
+
+    def __init__(self) -> None:
+        self.untried: set[_Waiting] = set()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> bool:
+        """False: there is no room."""
+        with self._lock:
+            if self._bytes and self._bytes + size > _PENDING_BYTES:
+                return False
+            self._bytes += size
+            return True
+
+    def remove(self, size: int) -> None:
+        with self._lock:
+            self._bytes -= size
+
+
+class _Allowance:
+    """Of the processors' time, for new grammars: a share, saved up to a little. What one grammar took beyond it delays the next,
+    but for no longer than a turn's time."""
+
+    def __init__(self, share: float, most: float, turn: float) -> None:
+        self._share, self._most, self._turn = share, most, turn
+        self._left, self._at = most, time.monotonic()
+
+    def seconds_until_turn(self) -> float:
+        now = time.monotonic()
+        self._left, self._at = min(self._most, self._left + self._share * (now - self._at)), now
+        return 0.0 if self._left >= 0 else -self._left / self._share
+
+    def spend(self, seconds: float) -> None:
+        self._left = max(self._left - seconds, -self._share * self._turn)
+
+
+class _Verdict(NamedTuple):
+    refusal: str                     # empty: it can be used
+    until: float = math.inf
+
+    def tell(self) -> None:
+        if self.refusal:
+            raise BadRequest(self.refusal)
+
+
+class _Compiler:
+    """The process (grammar/compile_worker), ready to be asked."""
+
+    def __init__(self, backend: str, vocabulary: GrammarVocabulary) -> None:
+        self._process = start_child(
+            "ridgeline.grammar.compile_worker", backend, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self.end = weakref.finalize(self, _end, self._process)
+        try:
+            self.ask(msgspec.msgpack.encode(vocabulary), _START_SECONDS)
+        except (TimeoutError, EOFError):
+            raise RequestError("the process that compiles grammars could not be started") from None
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, frame: bytes, seconds: float) -> bytes:
+        """TimeoutError or EOFError, and then the process is gone."""
+        source, target = self._process.stdout, self._process.stdin
+        assert source is not None and target is not None
+        deadline = time.monotonic() + seconds
+        answer, in_time = None, True
+        with suppress(OSError):                          # it is gone: no answer says so
+            write_frame(target, frame)
+            # An answer is short and written at once: when its first byte is there, the rest is.
+            in_time = bool(select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0])
+            answer = read_frame(source) if in_time else None
+        if answer is None:
+            self.end()
+            raise EOFError if in_time else TimeoutError
+        return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()

@@ -1,0 +1,181 @@
+"""The requests that are in the engine, seen from the front end: what comes of them, and how they go on in another engine.
+
+A request is open from the frame that brings it to the engine until its last answer has ended, or nobody wants it any more.
+All that has come of it is here, so an engine that is lost takes nothing along: the request goes to the next with the
+tokens that have arrived. What was handed on to readers is never handed on again. No processes, no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ridgeline.engine.client.answer_stream import AnswerStream
+from ridgeline.engine.client.processor import RequestState
+from ridgeline.engine.client.wait_estimate import LoadMeter
+from ridgeline.engine.ipc import TO_ENGINE, Abort, Add, Deltas
+from ridgeline.errors import BadRequest, RequestError, RidgelineError
+from ridgeline.messages import Request, TokenDelta
+from ridgeline.metrics import RequestTimes, ServingMetrics
+
+MAX_REPLAYS = 2                      # a request that came no further in so many engines may be what ends them
+_AT_ONCE = 64                        # deltas that are taken in before others may have a turn
+
+
+class OpenRequest:
+    """A request that is in the engine, or will be once there is one again."""
+
+    __slots__ = ("begun", "place", "replayed_at", "replays", "request", "request_id", "state", "stream", "times")
+
+    def __init__(
+        self, request_id: str, request: Request, state: RequestState, stream: AnswerStream, place: int, times: RequestTimes
+    ) -> None:
+        self.begun = False                               # a token has come
+        self.replays = 0                                 # engines it went to since it last came further …
+        self.replayed_at = 0                             # … than so many tokens
+        self.request_id = request_id
+        self.request = request
+        self.state = state
+        self.stream = stream
+        self.place = place
+        self.times = times
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(not answer.finished() for answer in self.state.output.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.state.output.outputs)
+
+    def again(self) -> Request:
+        """The request for another engine: it goes on from what has arrived here."""
+        if not self.begun:
+            return self.request
+        answers = self.state.output.outputs
+        return replace(
+            self.request, resumed={answer.index: answer.token_ids for answer in answers if not answer.finished()}
+        )
+
+
+class OpenRequests:
+    """All of them. `send` brings a frame to the engine; without one it does nothing, and replay() makes up for it."""
+
+    def __init__(self, load: LoadMeter, metrics: ServingMetrics, send: Callable[[bytes], None]) -> None:
+        self.by_wire_id: dict[str, OpenRequest] = {}     # wire ids are never used twice, whatever callers name theirs
+        self.wire_ids: dict[str, str] = {}               # ids that callers chose -> wire ids
+        self.num_aborted = 0                             # ended from this side
+        self._load = load
+        self._metrics = metrics
+        self._send = send
+
+    def __len__(self) -> int:
+        return len(self.by_wire_id)
+
+    def submit(
+        self, name: str | None, request: Request, frame: bytes, state: RequestState, stream: AnswerStream, arrived: float
+    ) -> None:
+        wire_id, output = request.request_id, state.output
+        times = output.metrics = self._metrics.sent(len(output.prompt_token_ids), len(output.outputs), arrived)
+        if not request.prefix_caching:
+            times.off = ("prefix caching",)
+        self.by_wire_id[wire_id] = OpenRequest(name or wire_id, request, state, stream, stream.add(wire_id, state), times)
+        self._load.queued(len(request.prompt_token_ids), request.params.n)
+        if name:
+            self.wire_ids[name] = wire_id
+            state.output.request_id = name
+        self._send(frame)
+
+    def forget(self, wire_id: str, tell_engine: bool) -> None:
+        opened = self.by_wire_id.pop(wire_id, None)
+        if opened is not None:
+            if self.wire_ids.get(opened.request_id) == wire_id:
+                del self.wire_ids[opened.request_id]
+            request = opened.request
+            self._load.left(len(request.prompt_token_ids), request.params.n, opened.begun, finished=not tell_engine)
+            if tell_engine:
+                self.num_aborted += 1
+                self._metrics.left(opened.times, opened.num_unfinished, opened.stream.error is not None)
+                self._send(TO_ENGINE.encode(Abort(wire_id)))
+
+    def abandon(self, wire_id: str) -> None:
+        """Nobody wants its answer any more."""
+        self.forget(wire_id, tell_engine=True)
+
+    def abort(self, request_id: str) -> None:
+        """End one prompt's answers where they are, with the finish reason "abort"; other prompts of its stream go on."""
+        wire_id = self.wire_ids.get(request_id, request_id)
+        opened = self.by_wire_id.get(wire_id)
+        if opened is None or opened.request_id != request_id:
+            return
+        self.abandon(wire_id)
+        output = opened.state.output
+        for answer in output.outputs:
+            if not answer.finished():
+                last = TokenDelta(wire_id, answer.index, [], finish_reason="abort", num_cached_tokens=output.num_cached_tokens)
+                opened.stream.push(opened.place, opened.state.take(last)[0])
+        opened.stream.finish(wire_id)
+
+    def refuse(self, wire_id: str, reason: str) -> None:
+        """The engine did not take it."""
+        if wire_id in self.by_wire_id:
+            self.by_wire_id[wire_id].stream.fail(BadRequest(reason))
+
+    def fail_all(self, error: RidgelineError) -> None:
+        for opened in list(self.by_wire_id.values()):
+            opened.stream.fail(error)
+
+    def replay(self, is_last: bool) -> None:
+        """Everything open goes to the new engine, in the order in which it came.
+
+        Into the last one that may be started goes nothing that may have ended the others: no token came of it in any.
+        """
+        for wire_id, opened in list(self.by_wire_id.items()):
+            tokens = opened.num_tokens
+            opened.replays = 1 if tokens > opened.replayed_at else opened.replays + 1
+            opened.replayed_at = tokens
+            if is_last and opened.replays > MAX_REPLAYS:
+                opened.stream.fail(RequestError(f"the engine failed {opened.replays} times with this request in it"))
+            elif wire_id in self.by_wire_id:             # else its stream failed with a part of it
+                self._send(TO_ENGINE.encode(Add(opened.again())))
+
+    def take(self, news: Deltas, ended: float) -> Iterator[None]:
+        """What a step brought, some answers at a time."""
+        opened = self.by_wire_id
+        for wire_id in news.started:
+            if wire_id in opened:
+                self._metrics.started(opened[wire_id].times, news.began)
+        for number, delta in enumerate(news.deltas, 1):
+            each = opened.get(delta.request_id)
+            if each is not None:                         # else it was aborted while this was on its way
+                try:
+                    self._take_delta(each, delta, ended)
+                except Exception as error:               # one request's fault must not cost others their tokens
+                    each.stream.fail(error)
+            if not number % _AT_ONCE:
+                yield
+
+    def _take_delta(self, opened: OpenRequest, delta: TokenDelta, ended: float) -> None:
+        state = opened.state
+        if state.output.outputs[delta.index].finished():
+            return                                       # a stop string has ended it here
+        if opened.replays:
+            delta.num_cached_tokens = state.output.num_cached_tokens     # that of the first time counts
+        if not opened.begun:
+            opened.begun = True
+            self._load.begun(len(opened.request.prompt_token_ids), opened.request.params.n)
+        try:
+            new, stop_here = state.take(delta)
+        except RidgelineError as error:
+            self._metrics.answered(opened.times, delta.index, "error")
+            opened.stream.fail(error)
+            return
+        self._metrics.took(opened.times, delta.index, len(new.token_ids), ended)
+        if new.finish_reason is not None:
+            self._metrics.answered(opened.times, delta.index, new.finish_reason)
+        if stop_here:
+            self._send(TO_ENGINE.encode(Abort(delta.request_id, delta.index)))
+        opened.stream.push(opened.place, new)
+        if state.output.finished:
+            self.forget(delta.request_id, tell_engine=False)
+            opened.stream.finish(delta.request_id)

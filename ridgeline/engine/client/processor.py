@@ -1,0 +1,262 @@
+"""Between people and the core: prompts become Requests of token ids, TokenDeltas become text.
+
+Used by LLM in the engine's own process and by AsyncLLM across a socket. No torch; nothing here waits or schedules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+
+from ridgeline.config import ModelOptions
+from ridgeline.engine.client.grammar_check import GrammarChecker
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
+from ridgeline.errors import BadRequest, ConfigError, ModelError, RequestError
+from ridgeline.messages import Logprobs, Request, TokenDelta
+from ridgeline.models.model_config import read_json
+from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
+from ridgeline.text.detokenizer import TextStream
+from ridgeline.text.tokenizer import Tokenizer
+
+MAX_PRIORITY = 2**31 - 1             # either way
+MAX_SALT_CHARACTERS = 1_024
+
+# generation_config.json's names -> ours
+_GENERATION_CONFIG = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
+_GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]             # only shown again in the output
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Mapping[str, Any] | Sequence[int]         # a mapping is a TextPrompt or a TokensPrompt
+
+
+class Frontend:
+    """Makes requests. `tokenizer` is None when the caller works on token ids only.
+
+    `sampling_defaults` are the fields of SamplingParams that the model's generation_config.json sets.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, sampling_defaults: Mapping[str, Any] | None = None, backend: str = "auto"
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.grammars = GrammarChecker(tokenizer, backend) if tokenizer is not None else None
+        self._numbers = itertools.count()
+
+    @classmethod
+    def load(cls, options: ModelOptions, model: Path) -> Frontend:
+        """With the tokenizer and the chat template that the options ask for; by default the model's own."""
+        defaults = sampling_defaults(model)
+        if options.skip_tokenizer_init:
+            return cls(None, defaults)
+        tokenizer = Tokenizer.load(Path(options.tokenizer) if options.tokenizer else model)
+        if options.chat_template:
+            try:
+                tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"chat_template {options.chat_template} cannot be read: {error}") from None
+        return cls(tokenizer, defaults, options.structured_outputs_backend)
+
+    def default_params(self) -> SamplingParams:
+        """For a request that brings none of its own."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def new_id(self) -> str:
+        return str(next(self._numbers))
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text, token ids) of a prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids`."""
+        if isinstance(prompt, Mapping):
+            given = {name for name in prompt if prompt[name] is not None}
+            if given - {"prompt", "prompt_token_ids", "cache_salt"} or not {"prompt", "prompt_token_ids"} & given:
+                known = "`prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
+                raise BadRequest(f"a prompt as a dict holds {known}; got {shown(sorted(map(str, prompt)))}")
+            text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is not None and not isinstance(text, str):
+                raise BadRequest(f"prompt must be a text, got {shown(text)}")
+            return (text, _token_ids(tokens)) if tokens is not None else self.prompt_tokens(text or "")
+        if isinstance(prompt, str):
+            if not prompt:
+                raise BadRequest("the prompt is empty; it needs at least one token")
+            return prompt, self._require_tokenizer("a text prompt").encode(prompt)
+        return None, _token_ids(prompt)
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
+        cache_salt: str = "",
+    ) -> tuple[Request, RequestState]:  # fmt: skip
+        """BadRequest for whatever is wrong with it, except what only the engine knows: its vocabulary and its room."""
+        if not isinstance(params, SamplingParams):
+            raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
+        text, tokens = self.prompt_tokens(prompt)
+        if params.truncate_prompt_tokens is not None:
+            tokens = tokens[-params.truncate_prompt_tokens :]
+        if isinstance(prompt, Mapping):
+            cache_salt = prompt.get("cache_salt") or cache_salt
+        if params.stop:
+            self._require_tokenizer("stop")
+        if params.structured_outputs is not None:
+            self._require_tokenizer("structured_outputs")
+            assert self.grammars is not None
+            self.grammars.check(params.structured_outputs)
+        request = Request(
+            request_id=request_id or self.new_id(),
+            prompt_token_ids=tokens,
+            params=params,
+            priority=_priority(priority),
+            cache_salt=_salt(cache_salt),
+            bad_words_token_ids=self._bad_words(params.bad_words),
+        )
+        return request, RequestState(request, text, self.tokenizer)
+
+    def chat_tokens(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **template: Any
+    ) -> list[int]:
+        """A conversation through the model's chat template; by default the model's next message begins."""
+        return self._require_tokenizer("chat").apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=add_generation_prompt, **template
+        )
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """A word reads differently at the start of a text and after a space; both are bad."""
+        if not words:
+            return []
+        tokenizer = self._require_tokenizer("bad_words")
+        variants = [space + word.lstrip() for word in words for space in ("", " ")]
+        encoded = [tokenizer.encode(variant, add_special_tokens=False) for variant in variants]
+        return [list(unique) for unique in dict.fromkeys(tuple(tokens) for tokens in encoded if tokens)]
+
+    def _require_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise BadRequest(f"{what} needs a tokenizer, and skip_tokenizer_init is set; give token ids instead")
+        return self.tokenizer
+
+
+def sampling_defaults(model: Path) -> dict[str, Any]:
+    """What the model's generation_config.json asks for, checked, by our names."""
+    file = model / "generation_config.json"
+    if not file.is_file():
+        return {}
+    written = read_json(file)
+    given = {ours: written[name] for name, ours in _GENERATION_CONFIG.items() if written.get(name) is not None}
+    try:
+        SamplingParams(**given)
+    except BadRequest as error:
+        raise ModelError(f"{file}: {error}") from None
+    return given
+
+
+def _token_ids(given: Any) -> list[int]:
+    if isinstance(given, np.ndarray):
+        given = given.tolist()
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise BadRequest(f"a prompt must be a text, a list of token ids or a dict of either; got {shown(given)}")
+    return plain_token_ids("prompt_token_ids", given)
+
+
+def _priority(given: Any) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or abs(given) > MAX_PRIORITY:
+        raise BadRequest(f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {shown(given)}")
+    return given
+
+
+def _salt(given: Any) -> str:
+    if not isinstance(given, str) or len(given) > MAX_SALT_CHARACTERS or not is_unicode(given):
+        raise BadRequest(f"cache_salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {shown(given)}")
+    return given
+
+
+class RequestState:
+    """One request's answers as they grow."""
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self._params = params
+        self._tokenizer = tokenizer
+        self._streams: list[TextStream] | None = None
+        if tokenizer is not None and params.detokenize:
+            self._streams = TextStream.for_answers(tokenizer, params)
+        answers = [
+            CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)
+        ]
+        self.output = RequestOutput(request.request_id, prompt, request.prompt_token_ids, answers)
+        if params.prompt_logprobs is not None and len(request.prompt_token_ids) == 1:
+            self.output.prompt_logprobs = [None]         # the first token follows nothing; the engine has none to tell
+
+    def take(self, delta: TokenDelta) -> tuple[AnswerDelta, bool]:
+        """(what is new, whether the core must be told to stop this answer: a stop string was found here).
+
+        An error of this answer alone is raised; the answer then has ended with finish_reason "error", and its
+        stop_reason says why.
+        """
+        answer = self.output.outputs[delta.index]
+        stream = self._streams[delta.index] if self._streams is not None else None
+        if delta.finish_reason == "error":
+            self._end(answer, "error", delta.error)
+            raise RequestError(delta.error)
+        if delta.index == 0:                             # the others find what the first has just computed
+            self.output.num_cached_tokens = delta.num_cached_tokens
+        if delta.hidden is not None:
+            self.output.hidden = delta.hidden
+        if delta.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None, *self._readable(delta.prompt_logprobs)]
+        token_ids, text, finish, reason = delta.token_ids, "", delta.finish_reason, delta.stop_reason
+        offsets: list[int] = []
+        stop_here = False
+        if stream is not None:
+            before = stream.num_tokens
+            text = stream.feed(token_ids, ends_with_stop_token=finish == "stop" and not delta.grammar_ended)
+            if finish and stream.stopped_by is None:
+                text += stream.finish()
+            token_ids = token_ids[: max(0, stream.num_tokens - before)]
+            offsets = stream.text_offsets[before:]
+            if stream.stopped_by is not None:
+                stop_here = finish is None
+                finish, reason = "stop", stream.stopped_by
+        new_logprobs = None
+        if answer.logprobs is not None:
+            new_logprobs = [at for chunk in delta.logprobs for at in self._readable(chunk)][: len(token_ids)]
+            answer.logprobs.extend(new_logprobs)
+            chosen = sum(at[token].logprob for at, token in zip(new_logprobs, token_ids, strict=True))
+            answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
+        answer.text += text
+        answer.token_ids.extend(token_ids)
+        answer.text_offsets.extend(offsets)
+        if finish is not None:
+            self._end(answer, finish, reason)
+        return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here
+
+    def _end(self, answer: CompletionOutput, finish: str | None, reason: int | str | None) -> None:
+        answer.finish_reason, answer.stop_reason = finish, reason
+        self.output.finished = all(each.finished() for each in self.output.outputs)
+
+    def _readable(self, logprobs: Logprobs) -> list[LogprobsAt]:
+        positions = []
+        for place, token in enumerate(logprobs.token_ids.tolist()):
+            at = {
+                int(top): Logprob(float(value), rank, self._word(int(top)))
+                for rank, (top, value) in enumerate(
+                    zip(logprobs.top_ids[place], logprobs.top_logprobs[place], strict=True), 1
+                )
+            }
+            at[token] = Logprob(float(logprobs.logprobs[place]), int(logprobs.ranks[place]), self._word(token))
+            positions.append(at)
+        return positions
+
+    def _word(self, token: int) -> str | None:
+        return self._tokenizer.token_text(token) if self._tokenizer is not None else None

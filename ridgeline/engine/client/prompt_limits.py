@@ -1,0 +1,80 @@
+"""How long a prompt and its answer may be, checked before work is spent on it, and which work is long enough to leave the event
+loop.
+
+Knows texts and counts; no tokenizer, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.engine.client.processor import Prompt
+from ridgeline.errors import PromptTooLong
+from ridgeline.sampling_params import SamplingParams
+
+LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    max_model_len: int
+    longest_piece: int               # bytes of the vocabulary's longest token; 0: there is no tokenizer
+
+    def check(self, prompt: Prompt) -> None:
+        """The engine checks lengths too; this spares it a frame of a million tokens."""
+        given = _given(prompt)
+        if isinstance(given, str):
+            self.check_text(given)
+        elif isinstance(given, Sized):
+            self.check_length(len(given))
+
+    def check_text(self, text: str) -> None:
+        """No token is longer than the vocabulary's longest: of more text than that there is no need to know its tokens."""
+        most = self.max_model_len * self.longest_piece
+        # Counted in characters first: those are no more than the bytes, and cost nothing to count.
+        if most and (len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most):
+            raise PromptTooLong(f"the prompt is too long: more than {most} bytes of text, which cannot fit; {self._context}")
+
+    def check_length(self, tokens: int) -> None:
+        if tokens >= self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt is too long: {tokens} tokens > {self.max_model_len - 1} maximum, which leaves one for the answer; "
+                + self._context
+            )
+
+    def check_answer(self, tokens: int, max_tokens: int | None, name: str) -> None:
+        """Whether so many tokens have room behind the prompt; `name`: of the field that asks for them."""
+        if max_tokens is not None and tokens + max_tokens > self.max_model_len:
+            raise PromptTooLong(
+                f"{name} is too large: {max_tokens} tokens beside the {tokens} of the prompt; {self._context}; leave it out "
+                f"for as many as there is room for ({self.max_model_len - tokens})"
+            )
+
+    @property
+    def _context(self) -> str:
+        """In OpenAI's words, which clients look for; those before it are Anthropic's, for the same reason."""
+        return f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
+
+
+def is_brief(messages: list[dict[str, Any]]) -> bool:
+    """Whether a conversation takes no time worth a thread: few messages, of little text each."""
+    values = [value for message in messages[:17] for value in message.values() if value is not None]
+    return len(messages) <= 16 and all(isinstance(each, str) for each in values) and sum(map(len, values)) < LONG_WORK
+
+
+def is_long(prompts: Sequence[Prompt], params: SamplingParams) -> bool:
+    """Whether to make these requests away from the event loop."""
+    given = sum(len(each) for each in map(_given, prompts) if isinstance(each, Sized))
+    # Every prompt has bad words to tokenise and stop strings to prepare, every answer its own search for those.
+    beside = sum(map(len, [*params.bad_words, *params.stop])) + params.n * (1 + len(params.stop))
+    return given + len(prompts) * beside >= LONG_WORK
+
+
+def _given(prompt: Prompt) -> Any:
+    """A prompt's text or token ids, of whatever type they are."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    tokens = prompt.get("prompt_token_ids")
+    return prompt.get("prompt") if tokens is None else tokens

@@ -1,0 +1,191 @@
+"""The life of the engine's process: started, looked after, started again when it dies or hangs, ended.
+
+What counts as hung and how often a start may follow are engine/client/watchdog's rules. Requests are not known here: whoever
+listens is told when an engine is there, when it is lost, and when what is open has to go to a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.config import EngineConfig
+from ridgeline.engine.client.engine_child import EngineChild
+from ridgeline.engine.client.watchdog import Pulse, Restarts, Supervision, loading_limit
+from ridgeline.engine.ipc import Alive, Deltas, Failed, FromEngine, Loading, Ready
+from ridgeline.errors import ConfigError, EngineDead, RidgelineError
+from ridgeline.process.log import get_logger
+
+logger = get_logger("async_llm")
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told, on the event loop."""
+
+    take: Callable[[FromEngine], Iterator[None] | None]  # whatever the engine says of anything but its own life
+    opened: Callable[[Ready], None]                      # an engine takes requests from now on
+    lost: Callable[[], None]                             # … and does so no more; perhaps said twice
+    replay: Callable[[bool], None]                       # a new one is there; True: the last that may be started
+    died: Callable[[RidgelineError], None]               # there will be no other
+    num_waiting: Callable[[], int]                       # requests that wait for an engine, for the log
+
+
+class Supervisor:
+    """`module` is what runs in the engine's process."""
+
+    def __init__(self, module: str, config: EngineConfig, rules: Supervision, listener: Listener) -> None:
+        self.module = module
+        self.rules = rules
+        self.process: EngineChild | None = None          # None: never started
+        self.pulse = Pulse(rules.silence)
+        self.is_up = False                               # the process is ready and not known to be gone
+        self.num_restarts = 0
+        self.on_loading: Callable[[int, int], None] = lambda done, total: None
+        self._config = config
+        self._listener = listener
+        self._supervising: asyncio.Task[None] | None = None
+        self._died: asyncio.Future[RidgelineError] | None = None
+
+    async def start(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        """Start an engine and wait until it is ready, and `meanwhile` is done. Whatever it raises, shutdown() must follow."""
+        loop = asyncio.get_running_loop()
+        self._died = loop.create_future()
+        began = time.monotonic()
+        process = self._launch()
+        await meanwhile()
+        lost = await self._loaded(process, None)
+        if lost is not None:
+            self.die(lost)
+        self.require_alive()
+        self._open(process)                              # last of all: from here on requests are taken
+        self._supervising = loop.create_task(self._supervise(process, loading_limit(time.monotonic() - began)))
+
+    @property
+    def is_alive(self) -> bool:
+        """Started, and neither dead nor shut down. It may be on its way back."""
+        return self._died is not None and not self._died.done()
+
+    @property
+    def state(self) -> str:
+        """ok: a step was finished lately, or there is nothing to do. Else stalled, restarting or dead."""
+        if self._died is not None and self._died.done():
+            return "dead"
+        if not self.is_up:
+            return "restarting"
+        return "stalled" if self.pulse.stopped else "ok"
+
+    async def died(self) -> RidgelineError:
+        """Waits until the engine is no more, and says why."""
+        if self._died is None:
+            raise EngineDead("the engine was not started")
+        return await asyncio.shield(self._died)
+
+    def require_alive(self) -> None:
+        if self._died is not None and self._died.done():
+            raise self._died.result()
+
+    def die(self, error: RidgelineError) -> None:
+        """The first reason counts."""
+        if self._died is not None and not self._died.done():
+            self._died.set_result(error)
+            self._listener.died(error)
+
+    def send(self, frame: bytes) -> None:
+        """Without an engine nothing is lost: what is open then is sent once there is one, in its state of that time."""
+        if self.is_up and self.process is not None:
+            self.process.send(frame)
+
+    async def shutdown(self) -> None:
+        self.die(EngineDead("the engine was shut down"))
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait([self._supervising])
+        if self.process is not None:
+            gently, self.is_up = self.is_up, False
+            await self.process.stop(gently)
+
+    # -- one engine ----------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> EngineChild:
+        self.process = EngineChild(self.module, self._config, self._take, self._lost)
+        return self.process
+
+    def _take(self, message: FromEngine) -> Iterator[None] | None:
+        process = self.process
+        assert process is not None                       # which is where the message came from
+        if isinstance(message, Deltas):
+            self.pulse.stepped()
+        elif isinstance(message, Alive):
+            self.pulse.turned(message.steps, message.busy)
+            return None
+        elif isinstance(message, Loading):
+            self.on_loading(message.done, message.total)
+            return None
+        elif isinstance(message, Failed):
+            process.lose(ConfigError(message.reason) if message.config else EngineDead(message.reason))
+            return None
+        elif isinstance(message, Ready) and not process.ready.done():
+            process.ready.set_result(message)
+        return self._listener.take(message)
+
+    async def _loaded(self, process: EngineChild, limit: float | None) -> RidgelineError | None:
+        """Wait until the process is ready, or say why it is not."""
+        assert self._died is not None
+        news: list[asyncio.Future[Any]] = [process.ready, process.lost, self._died]
+        await asyncio.wait(news, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if process.lost.done():
+            return process.lost.result()
+        return None if process.ready.done() else EngineDead(f"the engine was not ready after {limit:.0f} s")
+
+    def _open(self, process: EngineChild) -> None:
+        self.pulse = Pulse(self.rules.silence)
+        self.is_up = True
+        self._listener.opened(process.ready.result())
+
+    def _lost(self) -> None:
+        self.is_up = False                               # _supervise is woken by the same news, a moment later
+        self._listener.lost()
+
+    # -- one after another ---------------------------------------------------------------------------------------------
+
+    async def _supervise(self, process: EngineChild, limit: float) -> None:
+        """As long as engines may be started: put a new one in the place of one that is gone."""
+        restarts = Restarts(self.rules)
+        while True:
+            lost: RidgelineError | None = await self._until_lost(process)
+            self._lost()
+            while lost is not None:
+                delay = restarts.next_delay()
+                if delay is None:
+                    often = f", after {restarts.recent} restarts" if restarts.recent else ""
+                    self.die(type(lost)(f"{lost}{often}"))
+                    return
+                logger.error("%s; it is started again, %d requests wait for it", lost, self._listener.num_waiting())
+                await process.stop(at_once=True)
+                await asyncio.sleep(delay)
+                process = self._launch()
+                lost = await self._loaded(process, limit)
+            self.num_restarts += 1
+            self._open(process)
+            logger.info("the engine is back; %d requests go on", self._listener.num_waiting())
+            self._listener.replay(restarts.recent >= self.rules.max_restarts)
+
+    async def _until_lost(self, process: EngineChild) -> RidgelineError:
+        """Returns when the process is gone, or was given up because it says nothing."""
+        tick = min(1.0, max(0.05, self.rules.silence / 8))
+        while True:
+            began = time.monotonic()
+            await asyncio.wait([process.lost], timeout=tick)
+            if process.lost.done():
+                return process.lost.result()
+            if time.monotonic() - began > 2 * tick + 1:
+                self.pulse.beat()                        # we were held up ourselves: its news may wait to be read
+            elif self.pulse.stopped:
+                self._lost()
+                logger.error("the engine said nothing for %.1f s; its stacks follow", self.pulse.silent_for)
+                await process.show_stacks()
+                return EngineDead(f"the engine hung for {self.pulse.silent_for:.0f} s")

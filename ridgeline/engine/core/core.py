@@ -1,0 +1,309 @@
+"""The engine's core: one step at a time, and `_step` below is the whole engine in a few lines.
+
+It knows requests as token ids. Text, streams, HTTP and processes are outside; tensors are below the executor.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ridgeline.cache.manager import KVManager
+from ridgeline.config import EngineConfig
+from ridgeline.engine.client.grammar_check import vocabulary_of
+from ridgeline.engine.core.executor import Executor, LocalExecutor, make_executor
+from ridgeline.engine.core.grammars import Grammars
+from ridgeline.engine.core.oom_backoff import Thrift
+from ridgeline.errors import BadRequest, EngineDead, one_line
+from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
+from ridgeline.messages import Request, TokenDelta
+from ridgeline.process.log import get_logger
+from ridgeline.resolve import ResolvedConfig, resolve
+from ridgeline.roofline.step_cost import decoder_shape
+from ridgeline.roofline.steps import StepRecorder
+from ridgeline.runner.memory_errors import is_out_of_memory
+from ridgeline.runner.to_host import pinned_array
+from ridgeline.runner.worker import device_facts
+from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
+from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
+from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
+from ridgeline.sizes.hardware import data_sheet
+from ridgeline.sizes.op_costs import DTYPE_BYTES
+from ridgeline.text.tokenizer import Tokenizer
+
+logger = get_logger("engine")
+
+_GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a grammar before others get a turn
+_LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
+_BEYOND_RIDGE = 1.2                  # see _enough_rows; an 8B model on an H200: 208, 256 and 304 rows at once are within 3 %
+_STEP_SECONDS = 1e-3                 # of any step: launches, kernels' own times, sampling, the host
+_TOLD = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")      # nobody asked for so little: they should know
+_NO_MEMORY = "the device has no memory for this request, not even in the smallest steps"
+
+
+class EngineCore:
+    def __init__(self, config: ResolvedConfig, executor: Executor) -> None:
+        self.config = config
+        self.executor = executor
+        self.scheduler = make_scheduler(config)
+        self.grammars = make_grammars(config)
+        self.recorder = make_recorder(config, executor)
+        self._dead = ""                                  # why, once a step has failed
+        self._launching = False                          # the device is being told what to do
+        self._collects = True                            # garbage: unless this process wants none collected
+        self._thrift: Thrift | None = None               # while steps are smaller than they may be, for want of memory
+
+    @classmethod
+    def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
+        """Resolve, load, and be ready."""
+        config = resolve(options, device_facts(options))
+        for name, reason in config.reasons.items():
+            logger.log(logging.INFO if name in _TOLD else logging.DEBUG, "%s: %s", name, reason)
+        return cls(config, make_executor(config, progress))
+
+    def add(self, request: Request) -> None:
+        """Queue a request; BadRequest when it cannot run here."""
+        self._check_alive()
+        check_token_ids(request, self.config.model.vocab_size)
+        self.scheduler.add(request)
+        if request.params.structured_outputs is not None:
+            self.grammars.prepare(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Forget a request, or one of its answers. Unknown ids are no error: it may have finished meanwhile."""
+        found = self.scheduler.abort(request_id, index)
+        if index is None:
+            self.grammars.forget(request_id)
+        return found
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[TokenDelta]:
+        """One step. When it fails, scheduler and device no longer agree: the engine is dead, and says so from then on. Only one
+        that does not fit into memory is forgotten by both, and made smaller.
+
+        Garbage is collected between steps or while a long one is under way, never where it would stand between two launches.
+        """
+        self._check_alive()
+        self._collects = gc.isenabled()
+        gc.disable()
+        deltas: list[TokenDelta] = []
+        try:
+            try:
+                self._step(deltas)
+                return deltas
+            except Exception as error:
+                if not (self._launching and is_out_of_memory(error)):
+                    raise
+                reason = one_line(error)                 # the error itself holds on to all that was computed
+            self._start_over(reason, deltas)
+            return deltas
+        except BaseException as error:
+            self._dead = one_line(error)
+            raise
+        finally:
+            if self._collects:
+                gc.enable()
+
+    def _step(self, deltas: list[TokenDelta]) -> None:
+        """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
+        if self.grammars.num_pending:
+            self._take_grammars(deltas)
+        plan = self.scheduler.schedule()
+        if len(plan.rows):
+            self.recorder.planned(plan)
+            self._launching = True
+            self.executor.submit(plan)
+            if self.scheduler.num_constrained:
+                self._sample_constrained(deltas)
+            else:
+                self.executor.sample()
+            self._launching = False
+            if self._collects and plan.total_tokens >= _LONG_STEP:
+                gc.collect(1)                            # what prompts leave behind would hold up a short step otherwise
+            if self._thrift is not None:
+                self._spend(self._thrift)
+            if self.scheduler.num_in_flight <= self.config.depth:
+                return
+        elif not self.scheduler.num_in_flight:
+            self._take_grammars(deltas, _GRAMMAR_SECONDS)
+            if self._thrift is not None:
+                self._thrift.forget()                    # a prompt that is computed whole may have no room in small steps
+                self._spend(self._thrift)
+            return
+        deltas += self._take_in()
+
+    def _start_over(self, reason: str, deltas: list[TokenDelta]) -> None:
+        """The newest step did not fit into memory. Whoever runs begins again, with what is computed and cached already, in
+        smaller steps; answers are the same. Whoever does not fit into the smallest, twice, fails."""
+        self._launching = False
+        while self.scheduler.num_in_flight > 1:
+            deltas += self._take_in()
+        if not self.executor.start_over():
+            raise EngineDead(reason)
+        plan = self.recorder.dropped()
+        sequences = self.scheduler.start_over()
+        if self._thrift is None:
+            self._thrift = Thrift(self.scheduler.limits.max_step_tokens)
+        least = 1 if self.scheduler.limits.chunked_prefill else int(plan.num_tokens.max())
+        if self._thrift.ran_out(plan.total_tokens, least):
+            deltas += [self.scheduler.fail(each, _NO_MEMORY) for each in sequences]
+        self.scheduler.step_tokens = most = self._thrift.tokens
+        logger.warning("a step of %d tokens did not fit into memory; next, at most %d: %s", plan.total_tokens, most, reason)
+
+    def _spend(self, thrift: Thrift) -> None:
+        """Steps may grow again."""
+        if thrift.went_well():
+            self._thrift = None
+        self.scheduler.step_tokens = thrift.tokens
+
+    def _take_in(self, masks: bool = False) -> list[TokenDelta]:
+        """The oldest step in flight. `masks`: those of the newest, which has just followed it, are wanted next."""
+        result = self.executor.collect()
+        if self.grammars.has_masks:
+            wanted, num_sampled = self.scheduler.constrained() if masks else ([], 0)
+            self.grammars.masks.advance(self.scheduler.said(result), wanted, num_sampled)
+        deltas = self.scheduler.update(result)
+        self.recorder.took(result, self.scheduler.num_waiting, self.scheduler.has_work)
+        return deltas
+
+    def _sample_constrained(self, deltas: list[TokenDelta]) -> None:
+        """Sample the newest step, some of whose rows have a grammar: what they may say depends on what they said last.
+
+        So the steps before it are taken in first, and masks are filled while its forward pass runs.
+        """
+        self._launching = False
+        while (num_in_flight := self.scheduler.num_in_flight) > 1:
+            deltas += self._take_in(masks=num_in_flight == 2)
+        wanted, num_sampled = self.scheduler.constrained()
+        masks = self.grammars.masks.fill(wanted, num_sampled) if wanted else None
+        self._launching = True
+        self.executor.sample(masks)
+        deltas += self.scheduler.fail_constrained()
+
+    def _take_grammars(self, deltas: list[TokenDelta], wait_seconds: float = 0.0) -> None:
+        """Requests whose grammar is compiled may run from now on; those whose is none end here."""
+        for request, matchers, error in self.grammars.take(wait_seconds):
+            if error:
+                deltas += self.scheduler.fail_request(request, error)
+            else:
+                self.scheduler.set_matchers(request, matchers)
+
+    def prepare(self) -> bool:
+        """Use a moment without work to make later steps faster. False: nothing is left to do."""
+        return not self._dead and self.executor.prepare()
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDead(f"the engine has stopped: {self._dead}")
+
+    def close(self) -> None:
+        self.grammars.close()
+        self.executor.close()
+
+
+def make_scheduler(config: ResolvedConfig) -> Scheduler:
+    options = config.options
+    manager = KVManager(
+        config.groups,
+        config.num_blocks,
+        prefix_caching=config.prefix_caching,
+        contiguous_tokens=config.max_model_len if config.contiguous else None,
+    )
+    limits = SchedulerLimits(
+        max_rows=config.max_num_seqs,
+        max_step_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        chunked_prefill=options.scheduler.enable_chunked_prefill,
+        enough_rows=_enough_rows(config),
+    )
+    static = options.scheduler.batching == "static"
+    return Scheduler(
+        limits,
+        manager,
+        frozenset(config.model.eos_token_ids),
+        admission=StaticBatching() if static else ContinuousBatching(),
+        time_model=_time_model(config),
+        use_priorities=options.scheduler.scheduling_policy == "priority",
+        seed=options.model.seed,
+    )
+
+
+def _enough_rows(config: ResolvedConfig) -> int | None:
+    """Rows from which on more of them make none cheaper: products compute for longer than they read their weights, a little
+    beyond the ridge, where the two still take turns; and for longer than what every step costs, which counts in small models."""
+    sheet = data_sheet(config.device_name)
+    if sheet is None or config.dtype not in sheet.flops:
+        return None
+    weights = sum(count * outputs * inputs for count, outputs, inputs in config.model.matrices)
+    flops = 2 * weights / config.options.parallel.tensor_parallel_size
+    ridge = sheet.ridge(config.dtype) * DTYPE_BYTES[config.dtype] / 2
+    return math.ceil(max(_BEYOND_RIDGE * ridge, _STEP_SECONDS * sheet.rate(config.dtype) / flops))
+
+
+def _time_model(config: ResolvedConfig) -> StepTimeModel:
+    if not config.step_seconds:
+        return NoTimeModel()
+    model = config.model
+    return MeasuredStepTime(config.step_seconds, keys_like_a_token(
+        model.matrices, model.windows.count(None), model.num_heads, model.head_dim
+    ))
+
+
+def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
+    """Counts what one rank computes and moves. What products read of a weight, a model in this process alone knows; where ranks
+    share it, or nothing is computed, it is what its numbers take."""
+    ranks = config.options.parallel.tensor_parallel_size
+    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
+    reads = executor.runner.model.weight_reads if isinstance(executor, LocalExecutor) else None
+    return StepRecorder(shape.shard(ranks) if ranks > 1 else shape, config.dtype, reads)
+
+
+def make_grammars(config: ResolvedConfig, vocabulary: GrammarVocabulary | None = None) -> Grammars:
+    """For the tokenizer's vocabulary, unless another is given."""
+    on_gpu = config.device == "cuda"
+    return Grammars(
+        lambda: vocabulary or grammar_vocabulary(config),
+        config.options.model.structured_outputs_backend,
+        room=lambda shape, _: pinned_array(shape, on_gpu),
+    )
+
+
+def grammar_vocabulary(config: ResolvedConfig) -> GrammarVocabulary:
+    """Loads the tokenizer, which takes a moment: asked for in a thread, when the first grammar arrives."""
+    given = config.options.model.tokenizer
+    tokenizer = Tokenizer.load(Path(given) if given else config.model_path)
+    return vocabulary_of(tokenizer, config.model.vocab_size, frozenset(config.model.eos_token_ids))
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Every id that enters the model is checked: on the device a wrong one reads somebody else's memory."""
+    params = request.params
+    lists = {
+        "prompt_token_ids": request.prompt_token_ids,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or [],
+        "logit_bias": list(params.logit_bias or {}),
+        "bad_words": [token for word in request.bad_words_token_ids for token in word],
+        "resumed": [token for produced in (request.resumed or {}).values() for token in produced],
+    }
+    for name, tokens in lists.items():
+        if tokens and not _all_below(vocab_size, tokens):
+            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise BadRequest(f"{name} holds token id {wrong}; this model's ids go from 0 to {vocab_size - 1}")
+
+
+def _all_below(bound: int, tokens: list[int]) -> bool:
+    """As 0 <= min(tokens) and max(tokens) < bound, in half the time, which is on the way to the first token."""
+    try:
+        return int(np.frombuffer(array("I", tokens), np.uint32).max()) < bound
+    except OverflowError:                                # negative, or of more than 32 bits
+        return False

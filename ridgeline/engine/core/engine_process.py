@@ -1,0 +1,43 @@
+"""The engine core in a process of its own: `python -m ridgeline.engine.core.engine_process SETTINGS`.
+
+What it does first is ahead of its imports (ridgeline/process/head_start.py); the rest is engine/core/loop. When the
+front end is gone
+this process ends too, and takes the directory of their sockets with it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import signal
+import sys
+from pathlib import Path
+
+from ridgeline.process import head_start
+
+
+def main(settings: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the front end's to handle
+    faulthandler.enable()
+    given = json.loads(settings)
+    head_start.begin(gpu=given["options"].get("device") != "cpu")
+    from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
+    from ridgeline.engine.core.loop import run
+    from ridgeline.engine.ipc import SHOW_STACKS
+    from ridgeline.sampling_params import take_schemas_as_checked
+
+    head_start.imported()
+    faulthandler.register(SHOW_STACKS, all_threads=True) # works in the middle of a kernel or a lock, too
+    take_schemas_as_checked()                            # by the front end, which had to make text of them
+    link = FrontEndLink(Path(given["folder"]), given["parent"])
+    try:
+        code = run(given["options"], link)
+    except FrontEndGone:
+        link.abandon()
+        return 0
+    link.close()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

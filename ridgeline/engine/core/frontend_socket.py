@@ -1,0 +1,74 @@
+"""The engine's end of the sockets to its front end, and the knowledge whether that one lives.
+
+Knows frames and one process id; what the messages mean is engine/core/loop's. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import zmq
+
+from ridgeline.engine.ipc import FROM_ENGINE, TO_ENGINE, DecodeError, FromEngine, ToEngine
+from ridgeline.process.log import get_logger
+
+logger = get_logger("engine")
+
+_IDLE_MS = 500                       # how often an idle engine looks whether its front end is still there
+_FRAMES_PER_STEP = 1024              # a flood of requests must not keep the running ones from their next step
+
+
+class FrontEndGone(Exception):
+    pass
+
+
+class FrontEndLink:
+    """The two sockets to the front end, and the knowledge whether it lives."""
+
+    def __init__(self, folder: Path, parent: int) -> None:
+        self.bad_frames = 0
+        self._folder = folder
+        self._parent = parent
+        self._context = zmq.Context()
+        self._from_front = self._context.socket(zmq.PULL)
+        self._from_front.connect(f"ipc://{folder / 'to-engine'}")
+        self._to_front = self._context.socket(zmq.PUSH)
+        self._to_front.setsockopt(zmq.SNDTIMEO, _IDLE_MS)
+        self._to_front.connect(f"ipc://{folder / 'from-engine'}")
+
+    def check(self) -> None:
+        if os.getppid() != self._parent:
+            raise FrontEndGone
+
+    def send(self, message: FromEngine) -> None:
+        """Waits while the front end does not keep up, for as long as there is one."""
+        frame = FROM_ENGINE.encode(message)
+        while True:
+            try:
+                self._to_front.send(frame)
+                return
+            except zmq.Again:
+                self.check()
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        """What has arrived; with `wait`, as soon as something has or the idle time is over."""
+        messages: list[ToEngine] = []
+        timeout = _IDLE_MS if wait else 0
+        while len(messages) < _FRAMES_PER_STEP and self._from_front.poll(timeout):
+            timeout = 0
+            try:
+                messages.append(TO_ENGINE.decode(self._from_front.recv()))
+            except DecodeError as error:
+                self.bad_frames += 1
+                logger.warning("dropped a frame from the front end (%d so far): %s", self.bad_frames, error)
+        return messages
+
+    def close(self) -> None:
+        self._context.destroy(linger=2000)               # a last word still leaves
+
+    def abandon(self) -> None:
+        """There is nobody to talk to, and nobody else to clean up."""
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,223 @@
+"""The engine's grammars: compiled in a thread, so that steps go on, and kept for the next request with the same one.
+
+A request whose grammar is not there yet is unready, and the scheduler passes it over. The tokenizer, which nothing else in
+the engine needs, is loaded when the first grammar arrives, in the same thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ridgeline.errors import RidgelineError, one_line
+from ridgeline.grammar.background import thread_steps_back
+from ridgeline.grammar.grammar_cache import ByteLimitedCache
+from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
+from ridgeline.messages import Request
+from ridgeline.process.log import get_logger
+from ridgeline.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from ridgeline.grammar.interface import LibraryMatcher
+    from ridgeline.grammar.matcher import Masks, Matcher, Room
+    from ridgeline.grammar.xgrammar_backend import XGrammar
+
+CACHE_BYTES = 64 * 2**20
+ENOUGH = 4                           # answers at once for each time that a grammar is compiled, …
+COPIES_PER_THREAD = 4                # … up to so often for each thread that fills masks, …
+COPIES_SECONDS = 0.2                 # … and as takes no longer than this
+logger = get_logger("grammars")
+
+Outcome = tuple[Request, dict[int, "Matcher"], str]      # a matcher for each answer, or why there is none
+
+
+class Compiled:
+    """A grammar from which matchers are copied.
+
+    llguidance's copies share what they have learnt, and a lock on it: threads that fill the masks of one grammar's answers
+    would wait for each other. So a grammar with many answers at once is compiled again for every few of them, and new answers go
+    to the copy that has the fewest. Several copies for each thread, because a few masks take fifty times as long as the others,
+    and what stands behind them should be anybody's; one for each answer would learn too slowly.
+    """
+
+    def __init__(self, make: Callable[[], LibraryMatcher], most: int) -> None:
+        began = time.thread_time()
+        self._make = make
+        self._prototypes = [make()]
+        self._alive: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]
+        self._most = max(1, min(most, int(COPIES_SECONDS / max(time.thread_time() - began, 1e-6))))
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._prototypes)
+
+    @property
+    def first(self) -> LibraryMatcher:
+        return self._prototypes[0]
+
+    def has_room(self, answers: int) -> bool:
+        """So many more can begin without compiling it once more."""
+        return len(self) == self._most or sum(map(len, self._alive)) + answers <= ENOUGH * len(self)
+
+    def start(self, params: SamplingParams, end_ids: Sequence[int]) -> Matcher:
+        """A matcher for another answer."""
+        from ridgeline.grammar.matcher import Matcher
+
+        with self._lock:
+            if not self.has_room(1):
+                self._prototypes.append(self._make())
+                self._alive.append(weakref.WeakSet())
+            fewest = min(range(len(self)), key=lambda number: len(self._alive[number]))
+            made = Matcher(self._prototypes[fewest], params, end_ids)
+            self._alive[fewest].add(made)
+        return made
+
+
+class Grammars:
+    """`room` makes the buffers that masks are filled into."""
+
+    def __init__(
+        self, load_vocabulary: Callable[[], GrammarVocabulary], backend: str = "auto", room: Room = np.empty,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:  # fmt: skip
+        self.cache: ByteLimitedCache[Compiled] = ByteLimitedCache(cache_bytes)
+        self._name = backend
+        self._room = room
+        self._load_vocabulary = load_vocabulary
+        self._vocabulary: GrammarVocabulary | None = None
+        self._backend: LLTokenizer | XGrammar | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._num_pending = 0
+        self._waiting: dict[str, Request] = {}           # by their ids, those that the thread has not begun
+        self._lock = threading.Lock()                    # on these
+        self._arrived: list[Request] = []                # of them, those that the thread has not been given
+        self._masks: Masks | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Requests whose outcome has not been taken."""
+        return self._num_pending
+
+    def prepare(self, request: Request) -> None:
+        """Make matchers for its answers; they come with take(). Copies of what is there take microseconds: they are made at
+        once, so that requests that come together also begin together. Others are compiled from the next take() on: by then
+        everything that has arrived has been read, and who has left again is forgotten."""
+        self._num_pending += 1
+        compiled = self._compiled_for(request)
+        if compiled is not None:
+            self._outcomes.put((request, self._start(compiled, request), ""))
+            return
+        with self._lock:
+            self._waiting[request.request_id] = request
+        self._arrived.append(request)
+
+    def begin(self) -> None:
+        """With what has arrived, unless it has left."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=thread_steps_back)
+        for request in self._arrived:
+            if self._waiting.get(request.request_id) is request:
+                self._thread.submit(self._prepare_waiting, request)
+        self._arrived.clear()
+
+    def forget(self, request_id: str) -> None:
+        """Nobody wants it any more: it is not compiled, unless it has been begun."""
+        with self._lock:
+            if self._waiting.pop(request_id, None) is not None:
+                self._num_pending -= 1
+        self._arrived = [request for request in self._arrived if request.request_id != request_id]
+
+    def _prepare_waiting(self, request: Request) -> None:
+        with self._lock:
+            if self._waiting.get(request.request_id) is not request:     # forgotten, perhaps for another of its name
+                return
+            del self._waiting[request.request_id]
+        self._prepare(request)
+
+    def _compiled_for(self, request: Request) -> Compiled | None:
+        """What needs only to be copied for it."""
+        asked = request.params.structured_outputs
+        compiled = self.cache.get(asked.key) if asked is not None and self._backend is not None else None
+        if compiled is None or request.resumed or not compiled.has_room(request.params.n):
+            return None
+        return compiled
+
+    def _start(self, compiled: Compiled, request: Request) -> dict[int, Matcher]:
+        assert self._vocabulary is not None
+        end_ids = self._vocabulary.end_ids
+        return {index: compiled.start(request.params, end_ids) for index in range(request.params.n)}
+
+    def take(self, wait_seconds: float = 0.0) -> list[Outcome]:
+        """What is there; with a time to wait, as soon as something is."""
+        if self._arrived:
+            self.begin()
+        outcomes: list[Outcome] = []
+        while self._num_pending:
+            try:
+                outcomes.append(self._outcomes.get(timeout=wait_seconds) if wait_seconds else self._outcomes.get_nowait())
+            except queue.Empty:
+                break
+            wait_seconds = 0.0
+            self._num_pending -= 1
+        return outcomes
+
+    @property
+    def has_masks(self) -> bool:
+        """Some have been filled."""
+        return self._masks is not None
+
+    @property
+    def masks(self) -> Masks:
+        """Where masks are filled; asked for only once there are matchers."""
+        if self._masks is None:
+            from ridgeline.grammar.matcher import Masks
+
+            assert self._vocabulary is not None
+            self._masks = Masks(len(self._vocabulary.pieces), room=self._room)
+        return self._masks
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._masks is not None:
+            self._masks.close()
+
+    def _prepare(self, request: Request) -> None:
+        try:
+            self._outcomes.put((request, self._matchers(request), ""))
+        except Exception as error:
+            if not isinstance(error, RidgelineError):
+                logger.exception("the grammar of request %s failed", request.request_id)
+            self._outcomes.put((request, {}, one_line(error)))
+
+    def _matchers(self, request: Request) -> dict[int, Matcher]:
+        asked = request.params.structured_outputs
+        assert asked is not None
+        # The library takes a tenth of a second to import: that is spent here, and only where grammars are used.
+        from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_backend
+        from ridgeline.grammar.matcher import num_threads
+
+        if self._vocabulary is None or self._backend is None:
+            self._vocabulary = self._load_vocabulary()
+            self._backend = make_backend(self._name, self._vocabulary)
+        backend, compiled = self._backend, self.cache.get(asked.key)
+        if compiled is None:
+            alone = self._name == "xgrammar" or num_threads() == 1       # whose matchers share no lock; or nobody waits for it
+            most = 1 if alone else COPIES_PER_THREAD * num_threads()
+            compiled = Compiled(lambda: compile_grammar(backend, asked), most)
+        matchers = self._start(compiled, request)
+        for index, matcher in matchers.items():
+            for token in (request.resumed or {}).get(index, []):
+                matcher.accept(token)
+        self.cache.put(asked.key, compiled, len(compiled) * compiled_bytes(asked, compiled.first))
+        return matchers

@@ -1,0 +1,63 @@
+"""Techniques left out, and taken in again, while the engine runs: so that one live server can be compared with itself.
+
+Only exact ones, whose answers are the same on and off, and only those the engine was started with: their memory is there.
+Which techniques exist is ridgeline/techniques'; who may switch is the front end's to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.stats import active_techniques
+from ridgeline.errors import BadRequest
+from ridgeline.messages import TokenDelta
+from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
+
+
+class Switches:
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._depth = core.config.depth
+        self._started_with = active_techniques(core.config)
+        self._off: set[str] = set()
+        self._setters: dict[str, Callable[[bool], list[TokenDelta]]] = {
+            "prefix caching": self._set_prefix_caching,
+            "continuous batching": self._set_continuous_batching,
+            "overlap": self._set_overlap,
+        }
+
+    @property
+    def active(self) -> list[str]:
+        """Names of the techniques that are on now."""
+        return [name for name in self._started_with if name not in self._off]
+
+    def set(self, name: str, on: bool) -> list[TokenDelta]:
+        """Switch one; what steps in flight brought, where they had to be taken in first. BadRequest: it cannot be."""
+        if name not in self._setters:
+            raise BadRequest(f"{name!r} cannot be switched on a running engine; {', '.join(self._setters)} can")
+        if name not in self._started_with:
+            raise BadRequest(f"{name} cannot be switched: the engine was started without it")
+        if on == (name not in self._off):
+            return []
+        (self._off.discard if on else self._off.add)(name)
+        return self._setters[name](on)
+
+    def _set_prefix_caching(self, on: bool) -> list[TokenDelta]:
+        """Off, nobody finds anything; what is computed meanwhile is found again when it is back on."""
+        self._core.scheduler.finds_prefixes = on
+        return []
+
+    def _set_continuous_batching(self, on: bool) -> list[TokenDelta]:
+        """Off, those that run are the batch that has to end before the next one starts."""
+        self._core.scheduler.admission = ContinuousBatching() if on else StaticBatching()
+        return []
+
+    def _set_overlap(self, on: bool) -> list[TokenDelta]:
+        """Off, no step is in flight while another is planned."""
+        core, deltas = self._core, list[TokenDelta]()
+        while core.scheduler.num_in_flight:
+            deltas += core.scheduler.update(core.executor.collect())
+        core.config = replace(core.config, depth=self._depth if on else 0)
+        return deltas

@@ -1,0 +1,187 @@
+"""The engine's loop, in the process that engine/core/engine_process begins: load, say Ready, then step while there is work.
+
+Between steps it takes what the front end has sent. Text and clients are the front end's business (engine/client/async_llm).
+Frames that cannot be decoded are counted and dropped.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ridgeline.config import EngineConfig
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
+from ridgeline.engine.core.gc_policy import look_at_the_old, spare_the_old
+from ridgeline.engine.core.live_switches import Switches
+from ridgeline.engine.core.profile import LiveProfile
+from ridgeline.engine.core.stats import StatsKeeper, active_techniques
+from ridgeline.engine.ipc import (
+    Abort,
+    Add,
+    Alive,
+    Deltas,
+    Failed,
+    ForgetPrefixes,
+    Loading,
+    PrefixesForgotten,
+    Profile,
+    Profiled,
+    Ready,
+    Refused,
+    Shutdown,
+    Stats,
+    Switch,
+    Switched,
+)
+from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
+from ridgeline.messages import TokenDelta
+from ridgeline.process.log import get_logger
+
+logger = get_logger("engine")
+
+_ALIVE_SECONDS = 0.4                 # with nothing else to tell, at least so often the front end hears that the loop turns
+_LOADING_SECONDS = 0.1               # between two reports of progress
+
+
+class EngineLoop:
+    def __init__(self, core: EngineCore, link: FrontEndLink) -> None:
+        self._core = core
+        self._link = link
+        self._told = self._fullness()                    # what the front end knows of how full we are
+        self._spoke = time.monotonic()
+        self._stats = StatsKeeper(core)
+        self._switches: Switches | None = None           # nobody has switched anything yet
+        self._profile: LiveProfile | None = None         # under way
+
+    def run(self) -> None:
+        """Until the front end says Shutdown."""
+        core, link, stats = self._core, self._link, self._stats
+        while True:
+            link.check()
+            busy = core.has_work or core.prepare() or stats.prepare(time.monotonic())
+            if not core.has_work:
+                stats.idle()
+            messages = link.receive(wait=not busy)
+            for message in messages:
+                if isinstance(message, Shutdown):
+                    return
+                self._obey(message)
+            if not busy and not messages:
+                look_at_the_old()
+            began = time.monotonic()
+            deltas: list[TokenDelta] = []
+            started: list[str] = []
+            if core.has_work:
+                step = core.step if self._profile is None else self._profile.step
+                deltas, started = step(), core.scheduler.started
+                stats.stepped(began, time.monotonic())
+            self._tell(deltas, began, started)
+            if self._profile is not None and self._profile.is_over:
+                self._link.send(self._profile.finish())
+                self._profile = None
+            now = time.monotonic()
+            if stats.due(now):
+                link.send(Stats(stats.report(now)))
+
+    def _obey(self, message: Add | Abort | ForgetPrefixes | Switch | Profile) -> None:
+        if isinstance(message, Abort):
+            self._core.abort(message.request_id, message.index)
+            return
+        if isinstance(message, ForgetPrefixes):
+            self._link.send(PrefixesForgotten(self._core.scheduler.manager.forget_prefixes()))
+            return
+        if isinstance(message, Switch):
+            self._switch(message)
+            return
+        if isinstance(message, Profile):
+            if self._profile is not None:
+                self._link.send(Profiled("", {}, refused="a profile is under way; try again when it has ended"))
+            else:
+                self._profile = LiveProfile(self._core, message.steps)
+            return
+        try:
+            self._core.add(message.request)
+        except RequestError as error:
+            self._link.send(Refused(message.request.request_id, str(error)))
+        except Exception:                                # one request's fault must not end the others
+            logger.exception("request %s could not be added", message.request.request_id)
+            self._link.send(Refused(message.request.request_id, "the engine could not take this request"))
+
+    def _switch(self, message: Switch) -> None:
+        if self._switches is None:
+            self._switches = Switches(self._core)
+        refused, began = "", time.monotonic()
+        try:
+            deltas = self._switches.set(message.technique, message.on)
+            if deltas:
+                self._tell(deltas, began, [])
+        except RequestError as error:
+            refused = str(error)
+        self._link.send(Switched(message.technique, self._switches.active, refused))
+
+    def _tell(self, deltas: list[TokenDelta], began: float, started: list[str]) -> None:
+        """One message per step, and one when only the fullness changed (after an abort, say)."""
+        fullness = self._fullness()
+        now = time.monotonic()
+        if deltas or started or fullness != self._told:
+            self._told = fullness
+            self._spoke = now
+            self._link.send(Deltas(deltas, *fullness, began, now, started))
+        elif now - self._spoke > _ALIVE_SECONDS:
+            self._spoke = now
+            self._link.send(Alive(self._core.scheduler.counters.steps, self._core.has_work))
+
+    def _fullness(self) -> tuple[int, int]:
+        scheduler = self._core.scheduler
+        return scheduler.num_running, scheduler.manager.num_free
+
+
+def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
+    """The core, ready to step, with news of its loading to the front end."""
+    started = reported = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal reported
+        link.check()
+        if time.monotonic() - reported > _LOADING_SECONDS or done >= total:
+            reported = time.monotonic()
+            link.send(Loading(done, total))
+
+    core = EngineCore.start(EngineConfig.of(**options), progress)
+    config = core.config
+    ready = Ready(
+        model=str(config.model_path),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=config.model.vocab_size,
+        dtype=config.dtype,
+        device=config.device,
+        num_blocks=core.scheduler.manager.num_free,
+        block_size=config.options.cache.block_size,
+        seconds=time.monotonic() - started,
+        kv_dtype=config.kv_dtype,
+        techniques=active_techniques(config),
+    )
+    spare_the_old()
+    link.send(ready)
+    return core
+
+
+def run(options: dict[str, object], link: FrontEndLink) -> int:
+    """Load and serve; the exit code. 1: a fault. 2: it cannot start with these options."""
+    core = None
+    try:
+        core = load(options, link)
+        EngineLoop(core, link).run()
+        return 0
+    except FrontEndGone:
+        raise
+    except Exception as error:
+        if not isinstance(error, RidgelineError):
+            logger.exception("the engine failed")
+        refused = core is None and isinstance(error, (ConfigError, ModelError))
+        link.send(Failed(one_line(error), config=refused))
+        return 2 if refused else 1
+    finally:
+        if core is not None:
+            core.close()

@@ -1,0 +1,109 @@
+"""A process that compiles grammars to see whether they can be: `python -m ridgeline.grammar.compile_worker BACKEND`.
+
+It reads frames from standard input and answers each on standard output: first the vocabulary, then Questions. It ends with its
+input. Each grammar is compiled in a copy of this process, with limits on its time and memory: what exceeds them ends the copy,
+and the next one need not wait until libraries are imported and the vocabulary is prepared again.
+
+It comes behind whoever generates, for the processors' time.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ridgeline.errors import BadRequest
+from ridgeline.grammar.background import process_steps_back
+from ridgeline.grammar.compiler import compile_grammar, make_backend
+from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
+from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from ridgeline.grammar.xgrammar_backend import XGrammar
+
+MEMORY_BYTES = 2**30                 # beyond what the vocabulary takes
+FAIR_SHARE = 0.25                    # of the time that a grammar may take, on a processor: less is not its own fault
+
+
+def serve(name: str, vocabulary: GrammarVocabulary) -> None:
+    """Serve until the input ends."""
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    backend = make_backend(name, vocabulary)
+    _limit_memory()
+    gc.freeze()                                          # or the copies would copy what they only look at
+    # Threads of numerical libraries do nothing here, and a copy has no use for them.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    write_frame(target, b"ready")
+    while (frame := read_frame(source)) is not None:
+        question = msgspec.msgpack.decode(frame, type=Question)
+        write_frame(target, msgspec.msgpack.encode(_in_a_copy(backend, question)))
+
+
+def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
+    source, target = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            # Without a handler these signals end the copy, also inside a library.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, max(question.seconds, 1e-6))
+            signal.setitimer(signal.ITIMER_PROF, question.of_a_processor)
+            with os.fdopen(target, "wb") as pipe:
+                pipe.write(msgspec.msgpack.encode(_compile(backend, question)))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(target)
+    with os.fdopen(source, "rb") as pipe:
+        written = pipe.read()
+    _, status, used = os.wait4(child, 0)
+    spent = used.ru_utime + used.ru_stime
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        return Answer("late" if spent >= FAIR_SHARE * question.seconds else "busy", spent=spent)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return Answer("late", spent=spent)
+    if status:
+        return Answer("memory", spent=spent)             # the libraries end the process that they run out of it in
+    answer = msgspec.msgpack.decode(written, type=Answer)
+    answer.spent = spent
+    return answer
+
+
+def _compile(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
+    try:
+        compile_grammar(backend, question.asked)
+    except BadRequest as error:
+        return Answer("refused", str(error))
+    except MemoryError:
+        return Answer("memory")
+    return Answer("good")
+
+
+def _limit_memory() -> None:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        taken = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, taken + MEMORY_BYTES))
+
+
+def main() -> int:
+    process_steps_back()
+    frame = read_frame(sys.stdin.buffer)
+    if frame is not None:
+        serve(sys.argv[1], msgspec.msgpack.decode(frame, type=GrammarVocabulary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

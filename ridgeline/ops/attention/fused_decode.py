@@ -1,0 +1,171 @@
+"""A decode step's attention from the projection on: norm of q and k, rotation, K and V into the cache, attention.
+
+The definition is the two ops it replaces, in their order, for any batch. Where every row has one query the kernel of
+decode attention does all of it (kernel_decode.py); otherwise the two ops run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.attention.paged_attention import (
+    AttentionWork,
+    AttentionWorkspace,
+    FreshTokens,
+    KVFormat,
+    SharedPrefix,
+    make_workspace,
+    paged_attention,
+    paged_attention_triton,
+    workspace_floats,
+)
+from ridgeline.ops.attention.qkv_write import rotary_write
+from ridgeline.ops.attention.split_kv import DeviceShares
+from ridgeline.ops.launch import multiprocessors
+from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
+from ridgeline.sizes.op_costs import DECODE_ATTENTION_CASES, decode_attention_cost
+
+# ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decode_attention_reference(
+    qkv: Tensor,                     # [T, (H + 2 KH) D]
+    positions: Tensor,               # [T]: row of cos_sin
+    slots: Tensor,                   # [T]: block * block_size + offset; padding is in block 0
+    cos_sin: Tensor,                 # [max_position, 2, rotary_dim / 2]
+    k_cache: Tensor,                 # [blocks, block_size, KH, D], maybe a strided view
+    v_cache: Tensor,
+    block_table: Tensor,             # int32 [R, B]
+    query_start: Tensor,             # int32 [R + 1]: prefix sums of queries per row
+    kv_len: Tensor,                  # int32 [R]: positions per row, this step's included
+    *,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    q_norm: Tensor | None = None,    # [D]: weights of the norm on each head
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+    query_start_host: list[int] | None = None,
+    kv_len_host: list[int] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    table_rows: Tensor | None = None,
+    work: AttentionWork | None = None,
+    prefix: SharedPrefix | None = None,
+    shares: DeviceShares | None = None,
+    kv_format: KVFormat | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    workspace: AttentionWorkspace | None = None,
+) -> Tensor:
+    """What the queries see [T, H, D]; K and V are in the cache, but those of padding, which nobody reads, need not be."""
+    q = rotary_write(
+        qkv, positions, slots, cos_sin, k_cache, v_cache, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
+        eps=eps, norm_offset=norm_offset, kv_format=kv_format, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    return paged_attention(
+        q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
+        kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows, work=work,
+        prefix=prefix, shares=shares, kv_format=kv_format, k_scale=k_scale, v_scale=v_scale, workspace=workspace,
+    )  # fmt: skip
+
+
+# ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WIDEST_HEAD = 256                    # of the attention kernels
+FEWEST_ROWS = 4                      # that gain by it, measured between the linears of a layer
+
+
+def decode_attention_triton(
+    qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_table: Tensor, query_start: Tensor, kv_len: Tensor, *, heads: int, kv_heads: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, norm_offset: float = 0.0,
+    work: AttentionWork | None = None, prefix: SharedPrefix | None = None, **attention: Any,
+) -> Tensor:  # fmt: skip
+    tokens, rows = qkv.shape[0], kv_len.shape[0]
+    if work is None and tokens == rows:
+        work = AttentionWork(rows, 0)                    # callers say more of steps with longer rows
+    if work is None or not _one_query_each(work, tokens, prefix) or k_cache.shape[-1] > WIDEST_HEAD:
+        return decode_attention_reference(
+            qkv, positions, slots, cos_sin, k_cache, v_cache, block_table, query_start, kv_len, heads=heads,
+            kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset, work=work, prefix=prefix,
+            **attention,
+        )  # fmt: skip
+    return paged_attention_triton(
+        qkv.view(tokens, heads + 2 * kv_heads, -1), k_cache, v_cache, block_table, query_start, kv_len, work=work,
+        fresh=FreshTokens(positions, slots, cos_sin, q_norm, k_norm, eps, norm_offset), **attention,
+    )  # fmt: skip
+
+
+def joined(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> bool:
+    """Whether one kernel for it all is possible, and pays: every row has one query.
+
+    Not for the fewest rows: launched while the projection still runs, their few programs would crowd on whichever
+    multiprocessors are free first. Not with a shared prefix, whose kernel would have to rotate the queries once more for
+    each of its programs. And not in deterministic mode, where a result may not depend on what else is in the batch:
+    beside a prompt the two ops run, whose norm adds up in another order.
+    """
+    return tokens >= FEWEST_ROWS and _one_query_each(work, tokens, prefix)
+
+
+def _one_query_each(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> bool:
+    return work.num_decodes == tokens and prefix is None and not work.deterministic
+
+
+def _triton_supports(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in TRITON_DTYPES
+
+
+# ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str,
+    *, rows: tuple[tuple[int, int], ...], rotary_dim: int, norm: bool, **sizes: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Those of attention, but the newest position of every row is still to be written: its slot holds NaN."""
+    (q, k_cache, v_cache, table, *lengths), kwargs = paged_attention.inputs(generator, dtype, device, rows=rows, **sizes)
+    heads, head_dim = q.shape[1:]
+    kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
+    longest = max(length for _, length in rows)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    angles = torch.rand(longest + 1, rotary_dim // 2, generator=generator) * 100
+    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(device, torch.promote_types(dtype, torch.float32))
+    positions = torch.tensor([max(length - 1, 0) for _, length in rows])
+    place = torch.arange(len(rows)) if "table_rows" not in kwargs else kwargs["table_rows"].cpu().long()
+    live = torch.tensor([length > 0 for _, length in rows])
+    blocks = torch.where(live, table.cpu().long()[place, positions // block_size], 0)
+    slots = blocks * block_size + positions % block_size
+    for cache in (k_cache, v_cache):
+        cache[blocks.to(device), (positions % block_size).to(device)] = torch.nan
+    qkv = random(len(rows), (heads + 2 * kv_heads) * head_dim)
+    floats = workspace_floats(
+        len(rows), heads, kv_heads, head_dim, multiprocessors=multiprocessors(qkv.device), prefix_tiles=len(rows)
+    )
+    workspace = make_workspace(floats, len(rows), kv_heads, qkv.device)
+    kwargs |= {"heads": heads, "kv_heads": kv_heads, "workspace": workspace}
+    if norm:
+        kwargs |= {"q_norm": random(head_dim), "k_norm": random(head_dim), "eps": 1e-6, "norm_offset": 1.0}
+    return (qkv, positions.to(device), slots.to(device), cos_sin, k_cache, v_cache, table, *lengths), kwargs
+
+
+decode_attention = Op(
+    "decode_attention",
+    decode_attention_reference,
+    kernels=[Implementation("triton", decode_attention_triton, _triton_supports)],
+    cases=DECODE_ATTENTION_CASES,
+    cost=decode_attention_cost,
+    inputs=_inputs,
+    # Attention's own, four times over in absolute terms: the definition rounds queries and keys after the norm and again
+    # after the rotation, each time by half a unit, and a score below 10 carries that into the exponent.
+    tolerance={
+        name: Tolerance(each.relative, 4 * each.absolute) for name, each in paged_attention.tolerance.items()
+    },
+)

@@ -1,0 +1,213 @@
+"""A few rows times a weight matrix as in gemm_small.py, with the weight coming through a ring in shared memory.
+
+As in gemv_ring.py, a program asks for as much of the weight as its ring has room for before it waits for the kernel before
+it. The tensor cores multiply out of the ring, the weight on the left side; the copy engine brings the rows of x. Tiles, parts
+of the inputs and their addition are gemm_small.py's.
+
+Written in Gluon, which the interpreter does not know; there, and on devices without that matrix unit or with less shared
+memory, gemm_small.py multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.hopper import (
+    HAS_GLUON,
+    TensorDescriptor,
+    async_copy,
+    copy,
+    fence_async_shared,
+    fetch,
+    gl,
+    group_barrier,
+    is_hopper,
+    mbarrier,
+    wait_for_kernel_before,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.linear.gemm_small import arrivals
+from ridgeline.ops.linear.gemv import GATES, activated
+from ridgeline.ops.linear.select import RingGemmPlan, ring_gemm_plan, split_inputs
+from ridgeline.ops.registry import gluon_kernel, triton
+
+
+@gluon_kernel()
+def _copy_weight(  # type: ignore[no-untyped-def]
+    weight_ptr, ring, slot, unit, units, chunks, first, outputs, step, weight_stride, line, place, GATE: gl.constexpr
+):  # fmt: skip
+    """Ask for a block of the weights, with a gate for its partner's too; nothing but zeros behind the last one."""
+    HALVES: gl.constexpr = 1 if GATE == 0 else 2
+    output = (gl.program_id(0) + unit // chunks * gl.num_programs(0)) * step
+    source = weight_ptr + output.to(gl.int64) * weight_stride + (first + unit % chunks * ring.shape[2])
+    there = ((line < gl.minimum(outputs - output, step)) & (unit < units))[:, None]
+    copy(ring.index(HALVES * slot), source + place, mask=there, eviction_policy="evict_first")
+    if GATE != 0:
+        source += outputs.to(gl.int64) * weight_stride
+        copy(ring.index(HALVES * slot + 1), source + place, mask=there, eviction_policy="evict_first")
+    async_copy.commit_group()
+
+
+@gluon_kernel()
+def _fetch_x(x_tiles, x_ring, filled, slot, unit, units, chunks, first):  # type: ignore[no-untyped-def]
+    column = first + unit % chunks * x_ring.shape[2]
+    mbarrier.expect(filled.index(slot), x_tiles.block_type.nbytes, pred=unit < units)
+    fetch(x_tiles, [0, column], filled.index(slot), x_ring.index(slot), pred=unit < units)
+
+
+@gluon_kernel(do_not_specialize=["rows", "outputs", "tiles", "step", "splits"])
+def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
+    x_tiles, weight_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+    rows, inputs, outputs, tiles, step, splits, weight_stride, part_inputs,
+    BLOCK_ROWS: gl.constexpr, BLOCK_OUTPUTS: gl.constexpr, BLOCK_INPUTS: gl.constexpr, STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Program (first tile, split); tiles are dealt out in turn, and the ring goes on from one to the next.
+
+    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part.
+    """
+    HALVES: gl.constexpr = 1 if GATE == 0 else 2
+    SIZE: gl.constexpr = BLOCK_OUTPUTS * BLOCK_ROWS
+    ACROSS: gl.constexpr = BLOCK_INPUTS // 8 if BLOCK_INPUTS < 256 else 32
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 16])
+    dtype: gl.constexpr = weight_ptr.dtype.element_ty
+    program = gl.program_id(0)
+    split = gl.program_id(1)
+    first = split * part_inputs
+    chunks = (gl.minimum(first + part_inputs, inputs) - first) // BLOCK_INPUTS
+    units = (tiles - program + gl.num_programs(0) - 1) // gl.num_programs(0) * chunks
+    line = gl.arange(0, BLOCK_OUTPUTS, gl.SliceLayout(1, copied))
+    place = line[:, None] * weight_stride + gl.arange(0, BLOCK_INPUTS, gl.SliceLayout(0, copied))[None, :]
+    ring = gl.allocate_shared_memory(dtype, [HALVES * STAGES, BLOCK_OUTPUTS, BLOCK_INPUTS], x_tiles.layout)
+    x_ring = gl.allocate_shared_memory(dtype, [X_STAGES, BLOCK_ROWS, BLOCK_INPUTS], x_tiles.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES - 1):
+        _copy_weight(
+            weight_ptr, ring, stage, stage, units, chunks, first, outputs, step, weight_stride, line, place, GATE
+        )  # fmt: skip
+    for stage in gl.static_range(X_STAGES):
+        mbarrier.init(filled.index(stage), count=1)
+    wait_for_kernel_before(DEPENDENT)
+    for stage in gl.static_range(X_STAGES - 1):
+        _fetch_x(x_tiles, x_ring, filled, stage, stage, units, chunks, first)
+    row = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, layout))[None, :]
+    place_of_output = gl.arange(0, BLOCK_OUTPUTS, gl.SliceLayout(1, layout))[:, None]
+    slot = 0
+    free = STAGES - 1
+    x_slot = 0
+    x_free = X_STAGES - 1
+    phase = 0
+    for begin in range(0, units, chunks):
+        sums = gl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], gl.float32, layout)
+        other = sums
+        for unit in range(begin, begin + chunks):
+            async_copy.wait_group(STAGES - 2)
+            mbarrier.wait(filled.index(x_slot), phase)
+            if GATE == 0:
+                sums = warpgroup_mma_wait(0, deps=(sums,))
+            else:
+                sums, other = warpgroup_mma_wait(0, deps=(sums, other))
+            fence_async_shared()
+            group_barrier()                              # everybody's copies are there, and the unit before is multiplied
+            x = x_ring.index(x_slot).permute((1, 0))
+            if GATE == 0:
+                sums = warpgroup_mma(ring.index(slot), x, sums, is_async=True)
+                sums = warpgroup_mma_wait(1, deps=(sums,))
+            else:
+                sums = warpgroup_mma(ring.index(2 * slot), x, sums, is_async=True)
+                other = warpgroup_mma(ring.index(2 * slot + 1), x, other, is_async=True)
+                sums, other = warpgroup_mma_wait(2, deps=(sums, other))
+            _copy_weight(
+                weight_ptr, ring, free, unit + (STAGES - 1), units, chunks, first, outputs, step, weight_stride, line,
+                place, GATE,
+            )  # fmt: skip
+            _fetch_x(x_tiles, x_ring, filled, x_free, unit + (X_STAGES - 1), units, chunks, first)
+            free = slot
+            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+            x_free = x_slot
+            phase = gl.where(x_slot == X_STAGES - 1, phase ^ 1, phase)
+            x_slot = gl.where(x_slot == X_STAGES - 1, 0, x_slot + 1)
+        if GATE == 0:
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+        else:
+            sums, other = warpgroup_mma_wait(0, deps=(sums, other))
+        tile = program + begin // chunks * gl.num_programs(0)
+        written_rows = rows
+        if splits > 1:
+            at = place_of_output * BLOCK_ROWS + row
+            parts = part_ptr + tile * (splits * HALVES * SIZE)
+            mine = parts + split * (HALVES * SIZE)
+            gl.store(mine + at, sums)
+            if GATE != 0:
+                gl.store(mine + SIZE + at, other)
+            group_barrier()                              # every thread's part is written before the arrival is
+            arrived = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
+            # Whoever is last adds all parts; the others have nothing to add and nothing to write.
+            terms = gl.where(arrived == splits - 1, splits, 0)
+            sums = gl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], gl.float32, layout)
+            other = sums
+            for term in range(terms):
+                sums += gl.load(parts + term * (HALVES * SIZE) + at, cache_modifier=".cg")
+                if GATE != 0:
+                    other += gl.load(parts + term * (HALVES * SIZE) + SIZE + at, cache_modifier=".cg")
+            if terms > 0:
+                gl.store(arrived_ptr + tile, 0)
+            written_rows = gl.where(terms > 0, rows, 0)
+        output = tile * step + place_of_output
+        end = gl.minimum((tile + 1) * step, outputs)
+        if BIAS:
+            sums += gl.load(bias_ptr + output, mask=output < end, other=0.0).to(gl.float32)
+        if GATE != 0:
+            if BIAS:
+                other += gl.load(bias_ptr + outputs + output, mask=output < end, other=0.0).to(gl.float32)
+            sums = activated(sums, GATE) * other
+        wanted = (output < end) & (row < written_rows)
+        gl.store(out_ptr + row.to(gl.int64) * outputs + output, sums.to(out_ptr.dtype.element_ty), mask=wanted)
+    async_copy.wait_group(0)
+
+
+RESERVED = 1280                      # bytes of shared memory that a program needs beside its rings: barriers, and the driver's
+
+
+@functools.cache
+def ring_gemm_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> RingGemmPlan | None:
+    """The plan where this kernel is to multiply; None: gemm_small.py's."""
+    plan = ring_gemm_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
+    if plan is None:
+        return None
+    return plan if plan.programs * (plan.shared_bytes(gated) + RESERVED) <= shared_memory(device) else None
+
+
+def tile_layout() -> Any:
+    """How tiles of 16 bit numbers lie in shared memory: as the copy engine writes and the tensor cores read them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def ring_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: RingGemmPlan, *, gate: str | None = None) -> Tensor:
+    """x [rows, inputs] -> [rows, outputs]. 16 bit numbers; the rows of x and the weight at multiples of 16 bytes."""
+    rows, inputs = x.shape
+    outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    tiles, part_inputs = triton.cdiv(outputs, plan.step), split_inputs(inputs, plan.splits)
+    splits = triton.cdiv(inputs, part_inputs)            # fewer than asked for where the last ones would be empty
+    size = tiles * splits * (1 if gate is None else 2) * plan.block_outputs * plan.block_rows if splits > 1 else 0
+    parts = torch.empty(size, dtype=torch.float32, device=x.device)
+    x_tiles = TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [plan.block_rows, plan.block_inputs], tile_layout()
+    )  # fmt: skip
+    programs = min(tiles, max(1, plan.programs * multiprocessors(x.device) // splits))
+    _ring_gemm_kernel[programs, splits](
+        x_tiles, weight, weight if bias is None else bias, out, parts, arrivals(x.device),
+        rows, inputs, outputs, tiles, plan.step, splits, weight.stride(0), part_inputs,
+        BLOCK_ROWS=plan.block_rows, BLOCK_OUTPUTS=plan.block_outputs, BLOCK_INPUTS=plan.block_inputs, STAGES=plan.stages,
+        X_STAGES=plan.x_stages, GATE=GATES[gate], BIAS=bias is not None, WARPS=plan.warps,
+        num_warps=plan.warps, **dependent_launch(x.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,308 @@
+"""81 to 128 rows times a weight matrix: the ring of weights is full before the rows are there.
+
+A program stays on its multiprocessor. One warp asks for weights and waits for nobody: what its ring has room for is on its
+way while the kernel before this one still runs. Another warp waits for that kernel and asks for rows; two groups of four warps
+multiply 64 rows each by the same weights. Tiles are wide in outputs, since every tile reads all rows again. Where they are too
+few, inputs are split: every program of a tile writes its part, and when all are there adds up its share of the outputs, always
+in the same order.
+
+Written in Gluon, which the interpreter does not know; there, and on other devices, the library multiplies. What was measured,
+and what lost: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.hopper import (
+    HAS_GLUON,
+    TensorDescriptor,
+    fetch,
+    gl,
+    group_barrier,
+    is_hopper,
+    mbarrier,
+    ring_barriers,
+    viewed,
+    wait_for_kernel_before,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.linear.gemv import GATES, activated
+from ridgeline.ops.linear.select_wide import WidePlan, wide_plan
+from ridgeline.ops.registry import gluon_kernel, triton
+
+if HAS_GLUON:
+
+    @triton.constexpr_function
+    def _line_layout(width):  # type: ignore[no-untyped-def]
+        """Of 64 rows: as the product leaves its sums, but with eight neighbours of a row in one lane."""
+        registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 1 << bit] for bit in range(5, width.bit_length() - 1)]
+        lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+        return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
+
+BLOCK_INPUTS = 64                    # 128 bytes of a row: the pattern in which tensor cores read shared memory
+# Neighbouring blocks of the same weight rows are asked for together: one at a time, the product behind the norm takes 5 % longer;
+# four at a time, 14 %: too many of a ring of five wait for each other, it seems.
+RUN = 2
+BOX = 32                             # weight rows that one instruction of the copy engine brings; with a gate 16 pairs
+MOST_TILES = 128                     # with split inputs: two counters each, for every number of splits
+REGISTERS = 168                      # of each of 384 threads, before those that only ask give most of theirs away
+SCRATCH, PART_SCRATCH = 5 * 1024, 1024   # shared memory beside the rings: barriers, and for lanes to exchange whole results
+
+
+# ── the warps that fetch ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@gluon_kernel()
+def _runs(item, blocks, SPLITS: gl.constexpr, RUN: gl.constexpr):  # type: ignore[no-untyped-def]
+    """How many runs of blocks an item has. Parts of a tile have runs in turn: what they read together lies together."""
+    return (gl.cdiv(blocks, RUN) - item % SPLITS + SPLITS - 1) // SPLITS
+
+
+@gluon_kernel()
+def _fetch_weights(  # type: ignore[no-untyped-def]
+    weight, ring, full, empty, items, blocks,
+    PAIRS: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, PLACES: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, RUN: gl.constexpr,
+):  # fmt: skip
+    """One warp: weights of all items. With PAIRS a box has BOX / 2 gates and their partners."""
+    cube: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    count = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        tile = item // SPLITS
+        for number in range(_runs(item, blocks, SPLITS, RUN)):
+            block = (number * SPLITS + item % SPLITS) * RUN
+            for part in gl.static_range(RUN):
+                slot = (count + part) % STAGES
+                mbarrier.wait(empty.index(slot), (((count + part) // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), STEP * 64 * 2)
+            for box in gl.static_range(STEP // BOX):
+                for part in gl.static_range(RUN):
+                    slot = (count + part) % STAGES
+                    place = ring.index(slot * PLACES + box)
+                    column = (block + part) * 64
+                    if PAIRS:
+                        target = viewed(place, weight.dtype, [2, BOX // 2, 64], cube)
+                        fetch(weight, [0, tile * (STEP // 2) + box * (BOX // 2), column], full.index(slot), target)
+                    else:
+                        fetch(weight, [tile * STEP + box * BOX, column], full.index(slot), place)
+            count += RUN
+
+
+@gluon_kernel()
+def _fetch_rows(  # type: ignore[no-untyped-def]
+    x, ring, full, empty, items, blocks, SPLITS: gl.constexpr, STAGES: gl.constexpr, RUN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """One warp: the rows' inputs of all items, once the kernel before this one has written them."""
+    wait_for_kernel_before(DEPENDENT)
+    count = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        for number in range(_runs(item, blocks, SPLITS, RUN)):
+            block = (number * SPLITS + item % SPLITS) * RUN
+            for part in gl.static_range(RUN):
+                slot = (count + part) % STAGES
+                mbarrier.wait(empty.index(slot), (((count + part) // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), 2 * 64 * 64 * 2)
+                for half in gl.static_range(2):
+                    fetch(x, [half * 64, (block + part) * 64], full.index(slot), ring.index(slot * 2 + half))
+            count += RUN
+
+
+# ── the warps that compute ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@gluon_kernel()
+def _write(  # type: ignore[no-untyped-def]
+    sums, bias_ptr, out_ptr, tile, rows, outputs,
+    FIRST: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """A tile's results of one group. Lanes exchange what they hold until each has eight neighbours of a row: whole sectors
+    are written."""
+    HALVES: gl.constexpr = 1 if GATE == 0 else 2
+    WIDTH: gl.constexpr = sums.shape[1] // HALVES
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    place = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    output = tile * (STEP // HALVES) + place
+    live = (place < STEP // HALVES) & (output < outputs)
+    if GATE == 0:
+        result = sums
+    else:
+        gates, partners = sums.reshape([64, 2 * WIDTH // BOX, 2, BOX // 2]).permute([0, 1, 3, 2]).split()
+        result = gl.convert_layout(gates.reshape([64, WIDTH]), layout)
+        other = gl.convert_layout(partners.reshape([64, WIDTH]), layout)
+    if BIAS:
+        result += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
+    if GATE != 0:
+        if BIAS:
+            other += gl.load(bias_ptr + outputs + output, mask=live, other=0.0).to(gl.float32)[None, :]
+        result = activated(result, GATE) * other
+    lines: gl.constexpr = _line_layout(WIDTH)
+    row = FIRST + gl.arange(0, 64, gl.SliceLayout(1, lines))
+    place = gl.arange(0, WIDTH, gl.SliceLayout(0, lines))
+    output = tile * (STEP // HALVES) + place
+    wanted = (row < rows)[:, None] & ((place < STEP // HALVES) & (output < outputs))[None, :]
+    target = out_ptr + row[:, None] * outputs + output[None, :]          # 128 rows: 32 bits are enough
+    gl.store(target, gl.convert_layout(result.to(out_ptr.dtype.element_ty), lines), mask=wanted)
+
+
+@gluon_kernel()
+def _add_parts(  # type: ignore[no-untyped-def]
+    sums, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, split, rows, outputs,
+    FIRST: gl.constexpr, STEP: gl.constexpr, SPLITS: gl.constexpr, MOST_TILES: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """The same where inputs are split: the part is written, the others are waited for, and a share of the outputs added up.
+
+    All programs run at once, so waiting is safe. A part lies in memory as [outputs / 8, rows, 8]: the lanes' values side by
+    side. Counters go on from launch to launch.
+    """
+    TILE: gl.constexpr = sums.shape[1]
+    SHARE: gl.constexpr = TILE // SPLITS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0])
+    parts = part_ptr + ((tile * 2 + FIRST // 64) * SPLITS).to(gl.int64) * (64 * TILE)
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    column = gl.arange(0, TILE, gl.SliceLayout(0, layout))
+    gl.store(parts + split * (64 * TILE) + (column // 8 * 512 + column % 8)[None, :] + row[:, None] * 8, sums)
+    group_barrier()                                      # every thread's part is written before the arrival is
+    counter = arrived_ptr + (SPLITS * MOST_TILES + tile) * 2 + FIRST // 64
+    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    all_there = (before & -SPLITS) + SPLITS
+    seen = before + 1
+    while seen - all_there < 0:
+        seen = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    group_barrier()
+    row = gl.arange(0, 64, gl.SliceLayout(1, wide))
+    column = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(0, wide))
+    source = parts + (column // 8 * 512 + column % 8)[None, :] + row[:, None] * 8
+    total = gl.load(source, cache_modifier=".cg")
+    for other in gl.static_range(1, SPLITS):
+        total += gl.load(source + other * (64 * TILE), cache_modifier=".cg")
+    output = tile * STEP + column
+    live = (column < STEP) & (output < outputs)
+    if BIAS:
+        total += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
+    target = out_ptr + (FIRST + row)[:, None] * outputs + output[None, :]
+    gl.store(target, total.to(out_ptr.dtype.element_ty), mask=(FIRST + row < rows)[:, None] & live[None, :])
+
+
+@gluon_kernel()
+def _multiply(  # type: ignore[no-untyped-def]
+    ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
+    FIRST: gl.constexpr, TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr,
+    BIAS: gl.constexpr,
+):  # fmt: skip
+    """Four warps: rows FIRST to FIRST + 64 of every item."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    weights = viewed(ring, ring.dtype, [STAGES, TILE, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    count = 0
+    sums = gl.zeros([64, TILE], gl.float32, layout)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        for block in range(_runs(item, blocks, SPLITS, RUN) * RUN):
+            slot = count % STAGES
+            row_slot = count % ROW_STAGES
+            mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+            mbarrier.wait(row_full.index(row_slot), (count // ROW_STAGES) & 1)
+            left = row_ring.index(row_slot * 2 + FIRST // 64)
+            right = weights.index(slot).permute([1, 0])
+            running = warpgroup_mma(left, right, sums, use_acc=block > 0, is_async=True)
+            # To wait at once frees the blocks a turn earlier; the other group keeps the tensor cores busy meanwhile.
+            sums = warpgroup_mma_wait(0, deps=[running])
+            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(row_empty.index(row_slot), count=1)
+            count += 1
+        if SPLITS > 1:
+            _add_parts(
+                sums, bias_ptr, out_ptr, part_ptr, arrived_ptr, item // SPLITS, item % SPLITS, rows, outputs, FIRST, STEP,
+                SPLITS, MOST_TILES, BIAS,
+            )  # fmt: skip
+        else:
+            _write(sums, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, BOX, GATE, BIAS)
+
+
+# ── the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@gluon_kernel(do_not_specialize=["items", "blocks", "rows"])
+def wide_gemm_kernel(  # type: ignore[no-untyped-def]
+    x, weight, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
+    TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """x [rows, inputs] and weight [outputs, inputs] or [2, outputs, inputs] are descriptors of the copy engine, which fills
+    in zeros beyond them. An item is one part of one tile; with split inputs every program has one at most. What lies in the
+    ring beyond STEP is nobody's, and so are its sums."""
+    flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES * (TILE // BOX), BOX, 64], flat)
+    row_ring = gl.allocate_shared_memory(x.dtype, [ROW_STAGES * 2, 64, 64], flat)
+    full, empty = ring_barriers(STAGES, 2)
+    row_full, row_empty = ring_barriers(ROW_STAGES, 2)
+    gl.warp_specialize([
+        (_multiply, (
+            ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows,
+            outputs, 0, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS,
+        )),
+        (_multiply, (
+            ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows,
+            outputs, 64, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS,
+        )),
+        (_fetch_weights, (
+            weight, ring, full, empty, items, blocks, GATE != 0, STEP, BOX, TILE // BOX, SPLITS, STAGES, RUN,
+        )),
+        (_fetch_rows, (x, row_ring, row_full, row_empty, items, blocks, SPLITS, ROW_STAGES, RUN, DEPENDENT)),
+    ], [4, 1, 1], [232, 40, 40])  # fmt: skip
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Counters of the splits that have arrived, ever. One stream at a time may use them."""
+    return torch.zeros(2 * 9 * MOST_TILES, dtype=torch.int32, device=device)
+
+
+def prepare(device: torch.device) -> None:
+    """Before the first graph is recorded: what is made while recording belongs to that graph."""
+    if HAS_GLUON and is_hopper(device):
+        _arrivals(device)
+
+
+@functools.cache
+def wide_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> WidePlan | None:
+    """The plan where this kernel is to multiply. With split inputs all programs must run at once."""
+    plan = wide_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
+    if plan is None or plan.shared_bytes() + (SCRATCH if plan.splits == 1 else PART_SCRATCH) > shared_memory(device):
+        return None
+    return plan if plan.splits == 1 or -(-outputs // plan.step) * plan.splits <= multiprocessors(device) else None
+
+
+def wide_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: WidePlan, *, gate: str | None = None) -> Tensor:
+    """x [rows, inputs] -> [rows, outputs]"""
+    rows, inputs = x.shape
+    outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(outputs, plan.step if gate is None else plan.step // 2)
+    parts = arrived = out
+    if plan.splits > 1:
+        parts = torch.empty(tiles * plan.splits * 128 * plan.tile, dtype=torch.float32, device=x.device)
+        arrived = _arrivals(x.device)
+    flat, cube = gl.NVMMASharedLayout(128, 16, rank=2), gl.NVMMASharedLayout(128, 16, rank=3)
+    if gate is None:
+        described = TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [BOX, BLOCK_INPUTS], flat)
+    else:
+        strides = [outputs * inputs, inputs, 1]
+        described = TensorDescriptor(weight, [2, outputs, inputs], strides, [2, BOX // 2, BLOCK_INPUTS], cube)
+    items = tiles * plan.splits
+    wide_gemm_kernel[min(items, multiprocessors(x.device)),](
+        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [64, BLOCK_INPUTS], flat), described,
+        out if bias is None else bias, out, parts, arrived, items, triton.cdiv(inputs, BLOCK_INPUTS), rows, outputs,
+        TILE=plan.tile, STEP=plan.step, BOX=BOX, SPLITS=plan.splits, STAGES=plan.stages, ROW_STAGES=plan.row_stages, RUN=RUN,
+        MOST_TILES=MOST_TILES, GATE=GATES[gate], BIAS=bias is not None, num_warps=4, maxnreg=REGISTERS,
+        **dependent_launch(x.device),
+    )  # fmt: skip
+    return out

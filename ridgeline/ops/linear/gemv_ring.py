@@ -1,0 +1,133 @@
+"""One row times a weight matrix as in gemv.py, with the weight coming through a ring in shared memory.
+
+What a kernel has asked for before it waits for the one before it is what the memory works on meanwhile: between two
+products and, above all, while attention computes. Registers hold 64 KiB of a multiprocessor's weights on their way, shared
+memory three times that. Every thread copies what it will multiply itself, so that nobody waits for anybody but its own
+copies. The sums are gemv.py's, in the same order.
+
+Written in Gluon, which the interpreter does not know; there, and on devices with less shared memory, gemv.py multiplies.
+Prefetching into the second level cache instead, by this kernel or by those before it, was measured and loses: what has been
+prefetched is hardly faster to read than the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.hopper import HAS_GLUON, async_copy, copy, gl, wait_for_kernel_before
+from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.linear.gemv import activated, one_row
+from ridgeline.ops.linear.select import RingPlan, ring_plan
+from ridgeline.ops.registry import gluon_kernel, triton
+
+
+@gluon_kernel()
+def _copy_rows(  # type: ignore[no-untyped-def]
+    weight_ptr, ring, slot, block, outputs, weight_stride, row, filled, place, GATE: gl.constexpr
+):  # fmt: skip
+    """Ask for a block of the weight's rows, with a gate for their partners too; nothing behind the last one."""
+    HALVES: gl.constexpr = 1 if GATE == 0 else 2
+    source = weight_ptr + block.to(gl.int64) * weight_stride
+    there = (block + row < outputs)[:, None] & filled[None, :]
+    copy(ring.index(HALVES * slot), source + place, mask=there, eviction_policy="evict_first")
+    if GATE != 0:
+        source += outputs.to(gl.int64) * weight_stride
+        copy(ring.index(HALVES * slot + 1), source + place, mask=there, eviction_policy="evict_first")
+    async_copy.commit_group()
+
+
+@gluon_kernel(do_not_specialize=["outputs"])
+def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, new_residual_ptr,
+    inputs, outputs, weight_stride, eps, norm_offset,
+    BLOCK: gl.constexpr, BLOCK_INPUTS: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, NORM: gl.constexpr,
+    RESIDUAL: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Blocks of outputs are dealt out to the programs in turn. With a gate, weight row `outputs + i` is i's partner.
+
+    EVEN: rows fill BLOCK_INPUTS. Where they do not, what lies behind them in the ring is zero and stays so.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
+    HALVES: gl.constexpr = 1 if GATE == 0 else 2
+    dtype: gl.constexpr = weight_ptr.dtype.element_ty
+    program = gl.program_id(0)
+    column = gl.arange(0, BLOCK_INPUTS, gl.SliceLayout(0, layout))
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    filled = column < inputs
+    place = row[:, None] * weight_stride + column[None, :]
+    step = gl.num_programs(0) * BLOCK
+    first = program * BLOCK
+    ring = gl.allocate_shared_memory(
+        dtype, [HALVES * STAGES, BLOCK, BLOCK_INPUTS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )  # fmt: skip
+    if not EVEN:
+        for stage in gl.static_range(HALVES * STAGES):
+            ring.index(stage).store(gl.full([BLOCK, BLOCK_INPUTS], 0, dtype, layout))
+    for stage in gl.static_range(STAGES - 1):
+        _copy_rows(weight_ptr, ring, stage, first + stage * step, outputs, weight_stride, row, filled, place, GATE)
+    if NORM:
+        scale = gl.load(norm_ptr + column, mask=filled, other=0.0).to(gl.float32) + norm_offset
+    wait_for_kernel_before(DEPENDENT)
+    x = gl.load(x_ptr + column, mask=filled, other=0.0).to(gl.float32)
+    if RESIDUAL:
+        x += gl.load(residual_ptr + column, mask=filled, other=0.0).to(gl.float32)
+        # Rounded to the tensor's dtype: the norm is that of the residual which later layers will read.
+        rounded = x.to(new_residual_ptr.dtype.element_ty)
+        gl.store(new_residual_ptr + column, rounded, mask=column + program * BLOCK_INPUTS < inputs)
+        x = rounded.to(gl.float32)
+    factor = 1.0
+    if NORM:
+        factor = gl.rsqrt(gl.sum(x * x, axis=0) / inputs + eps)
+        x = x * scale
+    slot = 0
+    free = STAGES - 1
+    for block in range(first, outputs, step):
+        following = block + (STAGES - 1) * step
+        _copy_rows(weight_ptr, ring, free, following, outputs, weight_stride, row, filled, place, GATE)
+        async_copy.wait_group(STAGES - 1)
+        output = block + row
+        weight = ring.index(HALVES * slot).load(layout)
+        sums = gl.sum(weight.to(gl.float32) * x[None, :], axis=1) * factor
+        if BIAS:
+            sums += gl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(gl.float32)
+        if GATE != 0:
+            up = ring.index(HALVES * slot + 1).load(layout)
+            other = gl.sum(up.to(gl.float32) * x[None, :], axis=1) * factor
+            if BIAS:
+                other += gl.load(bias_ptr + outputs + output, mask=output < outputs, other=0.0).to(gl.float32)
+            sums = activated(sums, GATE) * other
+        gl.store(out_ptr + output, sums.to(out_ptr.dtype.element_ty), mask=output < outputs)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+        free = gl.where(free == STAGES - 1, 0, free + 1)
+    async_copy.wait_group(0)
+
+
+RESERVED = 2048                      # bytes of shared memory that a program needs beside its ring: for sums, and the driver's
+
+
+@functools.cache
+def ring_for(outputs: int, inputs: int, gated: bool, device: torch.device) -> RingPlan | None:
+    """The plan where this kernel is to multiply; None: gemv.py's."""
+    plan = ring_plan(outputs, inputs, gated) if HAS_GLUON and device.type == "cuda" else None
+    if plan is None:
+        return None
+    needed = plan.shared_bytes(triton.next_power_of_2(inputs), gated) + plan.programs * RESERVED
+    return plan if needed <= shared_memory(device) else None
+
+
+def ring_gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: RingPlan, *, norm: Tensor | None = None, eps: float = 0.0,
+    norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one). 16 bit numbers, the weight contiguous."""
+    out, new_residual, arguments, constants = one_row(x, weight, bias, norm, eps, norm_offset, residual, gate)
+    block_inputs = triton.next_power_of_2(x.shape[1])
+    programs = min(triton.cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
+    _ring_gemv_kernel[(programs,)](
+        *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, STAGES=plan.stages, EVEN=block_inputs == x.shape[1],
+        WARPS=plan.warps, num_warps=plan.warps, **constants, **dependent_launch(x.device),
+    )  # fmt: skip
+    return out, new_residual

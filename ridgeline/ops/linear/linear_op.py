@@ -1,0 +1,225 @@
+"""The product with a weight matrix as it is stored, [outputs, inputs], alone and between its neighbours.
+
+Packed and quantised weights are quant/'s business. The kernels are in gemv_ring.py and gemv.py (one row), gemm_ring.py and
+gemm_small.py (a few), gemm_wide.py (81 to 128) and gemm_gated.py (many, with a gate); select.py and select_wide.py say which
+of them, or the library, multiplies how many rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.ops import native
+from ridgeline.ops.activation import gated_activation, gated_activation_reference
+from ridgeline.ops.launch import shared_memory
+from ridgeline.ops.linear.gemm_gated import gated_gemm, suits
+from ridgeline.ops.linear.gemm_ring import ring_gemm, ring_gemm_for
+from ridgeline.ops.linear.gemm_small import small_gemm
+from ridgeline.ops.linear.gemm_wide import wide_for, wide_gemm
+from ridgeline.ops.linear.gemv import gemv
+from ridgeline.ops.linear.gemv_ring import ring_for, ring_gemv
+from ridgeline.ops.linear.select import MOST_ROWS, GemmPlan, GemvPlan, Plan, plan
+from ridgeline.ops.linear.select_wide import FEWEST_WIDE_ROWS, MOST_WIDE_ROWS, WidePlan
+from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
+from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
+from ridgeline.sizes.op_costs import LINEAR_CASES, NORMED_LINEAR_CASES, linear_cost, normed_linear_cost
+
+# ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, inputs], weight [outputs, inputs], bias [outputs] -> x weight^T + bias, [T, outputs]"""
+    return F.linear(x, weight, bias)
+
+
+def normed_linear_reference(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
+    *, norm_offset: float = 0.0, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(the product with rms_norm(x + residual), x + residual); with a gate, its gated activation. x [T, inputs].
+
+    Without a residual x is the whole stream. The rounding of the norm, before the product, is not part of the definition.
+    """
+    normed, stream = rms_norm_reference(
+        x, norm, eps, residual=torch.zeros_like(x) if residual is None else residual, weight_offset=norm_offset
+    )
+    out = linear_reference(normed, weight, bias)
+    return (out if gate is None else gated_activation_reference(out, gate)), stream
+
+
+# ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _aligned(x: Tensor, weight: Tensor) -> bool:
+    """The copy engine wants rows at multiples of 16 bytes; so do loads of 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.is_contiguous()
+
+
+def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan:
+    rows, inputs = x.shape
+    if rows > MOST_ROWS or rows == 0 or not _aligned(x, weight):
+        return None
+    chosen = plan(rows, weight.shape[0] // 2 if gated else weight.shape[0], inputs, gated)
+    if isinstance(chosen, GemmPlan) and chosen.shared_bytes(gated) > shared_memory(x.device):
+        return None                                      # a smaller GPU than the one it was measured on
+    return chosen
+
+
+def _one_row(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: GemvPlan, gate: str | None = None, **norm: Any
+) -> tuple[Tensor, Tensor]:
+    ring = ring_for(*_shape(weight, gate), gate is not None, x.device) if weight.data_ptr() % 16 == 0 else None
+    if ring is None:
+        return gemv(x, weight, bias, chosen, gate=gate, **norm)
+    return ring_gemv(x, weight, bias, ring, gate=gate, **norm)
+
+
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: GemmPlan, gate: str | None = None) -> Tensor:
+    shape = _shape(weight, gate)
+    ring = ring_gemm_for(len(x), *shape, gate is not None, x.device) if weight.data_ptr() % 16 == 0 else None
+    if ring is None:
+        return small_gemm(x, weight, bias, chosen, gate=gate)
+    return ring_gemm(x, weight, bias, ring, gate=gate)
+
+
+def _wide(x: Tensor, weight: Tensor, gate: str | None = None) -> WidePlan | None:
+    """Where tiles wide in outputs multiply: 81 to 128 rows."""
+    if not FEWEST_WIDE_ROWS <= len(x) <= MOST_WIDE_ROWS or not _aligned(x, weight) or weight.data_ptr() % 16:
+        return None
+    return wide_for(len(x), *_shape(weight, gate), gate is not None, x.device)
+
+
+def _shape(weight: Tensor, gate: str | None) -> tuple[int, int]:
+    """(outputs, inputs)"""
+    return weight.shape[0] if gate is None else weight.shape[0] // 2, weight.shape[1]
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    wide = _wide(x, weight)
+    if wide is not None:
+        return wide_gemm(x, weight, bias, wide)
+    chosen = _plan(x, weight, gated=False)
+    if chosen is None:
+        return F.linear(x, weight, bias)
+    if isinstance(chosen, GemvPlan):
+        return _one_row(x, weight, bias, chosen)[0]
+    return _few_rows(x, weight, bias, chosen)
+
+
+def normed_linear_triton(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
+    *, norm_offset: float = 0.0, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chosen = _plan(x, weight, gate is not None) if x.dtype in NARROW else None
+    if isinstance(chosen, GemvPlan):
+        return _one_row(
+            x, weight, bias, chosen, gate, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual
+        )
+    if residual is None:
+        normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x
+    else:
+        normed, stream = rms_norm(x, norm, eps, residual=residual, weight_offset=norm_offset)
+    if gate is None:
+        return linear(normed, weight, bias), stream
+    wide = _wide(normed, weight, gate) if x.dtype in NARROW else None
+    if wide is not None:
+        return wide_gemm(normed, weight, bias, wide, gate=gate), stream
+    if isinstance(chosen, GemmPlan):
+        return _few_rows(normed, weight, bias, chosen, gate), stream
+    if x.dtype in NARROW and suits(normed, weight, bias):
+        return gated_gemm(normed, weight, gate), stream
+    return gated_activation(linear(normed, weight, bias), gate), stream
+
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def _narrow(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in NARROW
+
+
+def _on_a_gpu(site: Site) -> bool:
+    return site.device == "cuda"
+
+
+# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """One row is nothing but reading the weight, which needs no library; several are torch's."""
+    if x.shape[0] != 1 or x.stride(1) != 1 or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    outputs, inputs = weight.shape
+    out = torch.empty((1, outputs), dtype=x.dtype)
+    native.library().ridgeline_linear_row(
+        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), inputs, outputs
+    )
+    return out
+
+
+# ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, inputs: int, outputs: int, bias: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    weight = random(outputs, inputs) * inputs**-0.5
+    return (random(tokens, inputs), weight.to(dtype), random(outputs) if bias else None), {}
+
+
+linear = Op(
+    "linear",
+    linear_reference,
+    kernels=[
+        Implementation("triton", linear_triton, _narrow),
+        Implementation("native", linear_native, native.supports),
+    ],
+    cases=LINEAR_CASES,
+    cost=lambda *, bias, element_bytes, **sizes: linear_cost(
+        weight_bytes=element_bytes, element_bytes=element_bytes, **sizes
+    ),
+    inputs=_inputs,
+    # A sum of up to 1,536 products with a standard deviation of 1: its rounding grows with the root of the length.
+    tolerance={
+        "float32": Tolerance(1e-6, 5e-6),
+        "bfloat16": Tolerance(2**-7, 2**-7),
+        "float16": Tolerance(2**-10, 2**-10),
+    },
+)
+
+
+def _normed_inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str,
+    *, tokens: int, inputs: int, outputs: int, residual: bool, bias: bool, gate: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    rows = outputs if gate is None else 2 * outputs
+    weight = (random(rows, inputs) * inputs**-0.5).to(dtype)
+    stream = random(tokens, inputs) if residual else None
+    args = (random(tokens, inputs), stream, random(inputs), 1e-5, weight, random(rows) if bias else None)
+    return args, {"gate": gate, "norm_offset": 1.0 if bias else 0.0}
+
+
+normed_linear = Op(
+    "normed_linear",
+    normed_linear_reference,
+    kernels=[Implementation("triton", normed_linear_triton, _on_a_gpu)],
+    cases=NORMED_LINEAR_CASES,
+    cost=normed_linear_cost,
+    inputs=_normed_inputs,
+    # The norm of a rounded sum, a product as above, and with a gate the product of two such.
+    tolerance={
+        "float32": Tolerance(4e-6, 2e-5),
+        "bfloat16": Tolerance(2**-6, 2**-5),
+        "float16": Tolerance(2**-9, 2**-8),
+    },
+)

@@ -1,0 +1,241 @@
+"""Which kernel multiplies how many rows by which matrix: a rule in plain Python, for 16 bit numbers.
+
+Derived from sweeps on an H200 over the matrices of an 8B model, checked on those of 1B to 70B models. What they say:
+one row is fastest in programs that stay and walk over the matrix, the more of it on its way the better: that is what the
+memory works on while a kernel waits for the one before it. That holds up to 32 rows, and without a gate from 48 to 64, for
+matrices that take long enough to read. Up to 64 rows tiles of 64 outputs win, cut so that every multiprocessor gets the same
+share in one round; beyond that all tiles together read x so often that the library's kernels, whose neighbours share a copy
+of x, are ahead, unless a gated activation can be had with the product. From 81 to 128 rows select_wide.py comes first.
+
+Measured and slower, at 128 rows: split inputs whose parts the norm behind the product adds up. The product is as fast as the
+library's (4 parts in tiles of 128 outputs; 8 in tiles of 256 are slower), but the norm takes 2 us longer.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+MULTIPROCESSORS = 132                # of the device the rule is for; others are served well enough by its shares
+
+
+@dataclass(frozen=True, slots=True)
+class GemvPlan:
+    """One row: ops/linear/gemv.py."""
+
+    block: int                       # weight rows that a program multiplies at a time; pairs of rows with a gate
+    warps: int
+    programs: int                    # per multiprocessor; each walks over several blocks
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """One row: ops/linear/gemv_ring.py."""
+
+    block: int                       # weight rows, or pairs of rows with a gate, that come and are multiplied at a time
+    warps: int
+    programs: int                    # per multiprocessor
+    stages: int                      # blocks that a program has room for
+
+    def shared_bytes(self, padded_inputs: int, gated: bool) -> int:
+        """What the blocks of 16 bit numbers of all programs take of a multiprocessor's shared memory."""
+        return self.programs * self.stages * self.block * padded_inputs * (4 if gated else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPlan:
+    """A few rows: ops/linear/gemm_small.py."""
+
+    block_rows: int                  # rows of x in a tile
+    block_outputs: int               # of each half, with a gate
+    block_inputs: int
+    warps: int
+    stages: int                      # blocks of inputs that are on their way at a time
+    splits: int = 1                  # of the inputs
+    step: int = 0                    # outputs from a tile to the next, fewer than it has room for; 0: as many
+
+    def shared_bytes(self, gated: bool) -> int:
+        """What the blocks of 16 bit numbers on their way take of a multiprocessor's shared memory."""
+        width = self.block_rows + self.block_outputs * (2 if gated else 1)
+        return width * self.block_inputs * 2 * self.stages
+
+
+@dataclass(frozen=True, slots=True)
+class RingGemmPlan:
+    """A few rows: ops/linear/gemm_ring.py."""
+
+    block_rows: int                  # rows of x, all in one tile
+    block_outputs: int               # of each half, with a gate
+    block_inputs: int
+    warps: int
+    stages: int                      # blocks of weights that a program has room for
+    x_stages: int                    # blocks of x
+    programs: int                    # per multiprocessor
+    splits: int                      # of the inputs
+    step: int                        # outputs from a tile to the next, at most as many as it has room for
+
+    def shared_bytes(self, gated: bool) -> int:
+        """What the blocks of 16 bit numbers of a program take."""
+        width = self.x_stages * self.block_rows + self.stages * self.block_outputs * (2 if gated else 1)
+        return width * self.block_inputs * 2
+
+
+Plan = GemvPlan | GemmPlan | None    # None: the library
+
+MOST_ROWS = 128
+MOST_PLAIN_ROWS = 64                 # without a gate
+MOST_GEMV_INPUTS = 16384             # that a program holds in registers
+FEWEST_OUTPUTS, FEWEST_INPUTS = 64, 256
+FEWEST_SPLIT_INPUTS = 512
+HEAD_OUTPUTS = 256 * MULTIPROCESSORS # and more: many rounds of tiles in any case
+SPLIT_UNIT = 256                     # parts begin at its multiples, whatever the block of inputs
+
+
+@functools.cache
+def plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Plan:
+    """With a gate, `outputs` counts the pairs."""
+    if rows < 1 or inputs % 16 or inputs < FEWEST_INPUTS or outputs < FEWEST_OUTPUTS:
+        return None
+    if rows == 1 and inputs <= MOST_GEMV_INPUTS:
+        return _gemv_plan(inputs, gated)
+    if rows > (MOST_ROWS if gated else MOST_PLAIN_ROWS):
+        return None
+    return _gated_plan(rows, outputs) if gated else _plain_plan(rows, outputs, inputs)
+
+
+def _gemv_plan(inputs: int, gated: bool) -> GemvPlan:
+    """32 to 64 weights in flight per thread, and 16 to 64 warps on a multiprocessor."""
+    if gated:
+        warps = 4 if inputs <= 4096 else 8 if inputs <= 8192 else 16
+        return GemvPlan(1, warps, 16 if warps == 4 else 32 // warps)
+    warps = 4 if inputs <= 2048 else 8 if inputs <= 4096 else 16
+    return GemvPlan(4 if inputs <= 2048 else 2, warps, min(4, 32 // warps))
+
+
+# By the inputs, rounded up to a power of two, and whether there is a gate: 192 KiB of a multiprocessor's shared memory, about
+# the most that fits beside what else its programs need. With two thirds of it a step of an 8B model took 12 % longer, with
+# half 18 %; two programs of six stages instead of three of four, 1.5 %. Not measured: 16384 with a gate.
+_RINGS = {
+    (4096, False): RingPlan(2, 8, 3, 4), (4096, True): RingPlan(1, 4, 3, 4),
+    (8192, False): RingPlan(1, 8, 2, 6), (8192, True): RingPlan(1, 8, 2, 3),
+    (16384, False): RingPlan(1, 16, 2, 3), (16384, True): RingPlan(1, 16, 1, 3),
+}  # fmt: skip
+
+
+# Smaller matrices gain nothing: the 33 MB of a 1B model's largest are read in 8 us, and its step took 0.743 ms without rings and
+# 0.805 with them at one row, 0.888 and 0.905 at two, 1.117 and 1.159 at 32. With 2,560 inputs (a 4B model) they gain 9 % at one
+# row, 5 % at four, 2 % at 64.
+FEWEST_RING_INPUTS, FEWEST_RING_OUTPUTS = 2560, 2560
+
+
+def _worth_a_ring(outputs: int, inputs: int) -> bool:
+    return inputs >= FEWEST_RING_INPUTS and outputs >= FEWEST_RING_OUTPUTS
+
+
+@functools.cache
+def ring_plan(outputs: int, inputs: int, gated: bool = False) -> RingPlan | None:
+    """For one row that `plan` has given a GemvPlan, on devices with the shared memory for it; None: that plan stands."""
+    if not _worth_a_ring(outputs, inputs):
+        return None
+    return _RINGS.get((1 << (inputs - 1).bit_length(), gated))
+
+
+# By the rows of x in a tile and whether there is a gate: outputs (pairs, with a gate), inputs, warps, programs per
+# multiprocessor, blocks of weights and blocks of x. About as many blocks of x as of weights: it is asked for after the wait, and
+# what there is of the weight by then is multiplied only as fast as x comes.
+_RING_GEMMS = {
+    (8, False): (64, 256, 4, 1, 6, 6), (8, True): (64, 128, 4, 2, 3, 4),
+    (16, False): (64, 256, 4, 1, 5, 6), (16, True): (64, 128, 4, 2, 3, 4),
+    (32, False): (64, 256, 4, 1, 4, 5), (32, True): (128, 128, 8, 1, 3, 4),
+    (64, False): (64, 128, 4, 1, 7, 7),
+}  # fmt: skip
+# With a gate, where those tiles would be less than three quarters full: the ring then holds what is not there.
+_NARROW_RING_GEMMS = {8: (64, 128, 4, 1, 6, 8), 16: (64, 128, 4, 1, 6, 6), 32: (64, 128, 4, 1, 5, 6)}
+# At 40 rows gemm_small.py is as fast or up to 3 % faster in five of six models; at 48 and 64 the ring is, by 0.3 to 3 %, in all.
+FEWEST_RING_ROWS_OF_64 = 48
+
+
+@functools.cache
+def ring_gemm_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> RingGemmPlan | None:
+    """For rows that `plan` has given a GemmPlan, on devices with the shared memory for it; None: that plan stands."""
+    block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 0)
+    shape = _RING_GEMMS.get((block_rows, gated))
+    if shape is None or 32 < rows < FEWEST_RING_ROWS_OF_64 or not _worth_a_ring(outputs, inputs) or outputs >= HEAD_OUTPUTS:
+        return None
+    splits = 1 if gated else even_splits(outputs, inputs)
+    step = _ring_step(shape, outputs, splits)
+    if gated and 4 * step < 3 * shape[0]:
+        shape = _NARROW_RING_GEMMS[block_rows]
+        step = _ring_step(shape, outputs, splits)
+    block_outputs, block_inputs, warps, programs, stages, x_stages = shape
+    if inputs % block_inputs:
+        return None
+    return RingGemmPlan(block_rows, block_outputs, block_inputs, warps, stages, x_stages, programs, splits, step)
+
+
+def _ring_step(shape: tuple[int, ...], outputs: int, splits: int) -> int:
+    return _even_step(outputs, shape[0], shape[3] * MULTIPROCESSORS // splits)
+
+
+def _block_rows(rows: int) -> int:
+    return next(size for size in (16, 32, 64, 128) if rows <= size)
+
+
+def _gated_plan(rows: int, outputs: int) -> GemmPlan | None:
+    block_rows = _block_rows(rows)
+    if block_rows == 128:
+        step = _even_step(outputs, 128, MULTIPROCESSORS)
+        # Narrow tiles read x too often.
+        return GemmPlan(128, 128, 64, 8, 4, step=step) if step >= 96 else None
+    block_inputs, stages = {16: (128, 3), 32: (64, 5), 64: (64, 4)}[block_rows]
+    step = _even_step(outputs, 64, 2 * MULTIPROCESSORS)
+    if step < 48:                    # too few outputs for two tiles per multiprocessor: one, with twice the depth
+        step, stages = _even_step(outputs, 64, MULTIPROCESSORS), 2 * stages
+    return GemmPlan(block_rows, 64, block_inputs, 4, stages, step=step)
+
+
+def _plain_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:
+    block_rows = _block_rows(rows)
+    if outputs >= HEAD_OUTPUTS:
+        block_inputs, stages = {16: (128, 3), 32: (128, 3), 64: (64, 4)}[block_rows]
+        return GemmPlan(block_rows, 128, block_inputs, 4, stages)
+    block_inputs, stages = {16: (256, 5), 32: (256, 4), 64: (128, 6)}[block_rows]
+    splits = even_splits(outputs, inputs)
+    return GemmPlan(
+        block_rows, 64, block_inputs, 4, stages, splits, _even_step(outputs, 64, MULTIPROCESSORS // splits)
+    )
+
+
+def even_splits(outputs: int, inputs: int) -> int:
+    """So many that tiles of about 64 outputs give every multiprocessor one; a matter of the matrix, not of the rows."""
+    splits = 1
+    while (
+        splits < 8
+        and _even_step(outputs, 64, MULTIPROCESSORS // splits) < 40
+        and inputs // (2 * splits) >= FEWEST_SPLIT_INPUTS
+    ):
+        splits *= 2
+    return splits
+
+
+def _even_step(outputs: int, block: int, slots: int) -> int:
+    """Outputs per tile such that the last round of tiles is as full as the others: a multiple of 8, at most `block`."""
+    rounds = -(-outputs // (block * slots))
+    share = -(-outputs // (rounds * slots))
+    return min(block, -(-share // 8) * 8)
+
+
+def split_inputs(inputs: int, splits: int) -> int:
+    """Inputs of each part but the last."""
+    return -(-inputs // (splits * SPLIT_UNIT)) * SPLIT_UNIT
+
+
+def invariant_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:
+    """For gemm_invariant.py: the parts depend on the matrix alone, the tile on the rows as well."""
+    splits = even_splits(outputs, inputs)
+    if rows <= MOST_PLAIN_ROWS:
+        few = _plain_plan(rows, outputs, inputs)
+        return few if few.splits == splits else GemmPlan(few.block_rows, 64, 64, 4, 4, splits)
+    if rows <= MOST_ROWS:
+        return GemmPlan(128, 128, 64, 8, 6, splits)
+    return GemmPlan(128, 128 if splits > 1 else 256, 64, 8, 4, splits)

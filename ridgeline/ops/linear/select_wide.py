@@ -1,0 +1,58 @@
+"""Which products of 81 to 128 rows gemm_wide.py makes, and in which tiles: a rule in plain Python, for 16 bit numbers.
+
+Derived on an H200 from the matrices of an 8B model in chains of layers, checked on those of 1B and 70B models. Tiles of nearly
+128 pairs with a gate read the rows half as often as tiles of 128 outputs do: 4 to 6 % faster than before. So do tiles of 256
+outputs where there are rounds of them (a head), by 1 to 4 %, unless the last round is half empty. Tiles of 128 outputs with
+split inputs are 1 to 2 % ahead where inputs are many and every multiprocessor is busy (the product behind the gate). Everything
+else is the library's: q, k and v would be a fifth slower. With 80 rows both take the same time; with more than 128 the library
+is faster.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ridgeline.ops.linear.select import MULTIPROCESSORS
+
+FEWEST_WIDE_ROWS, MOST_WIDE_ROWS = 81, 128
+FEWEST_INPUTS = 2048
+FEWEST_PAIRS = 96                    # of a tile: narrower ones read the rows too often
+FULL = 0.92                          # at least, of the last round and those before it
+LONG = 3                             # with split inputs: times as many inputs as outputs
+
+
+@dataclass(frozen=True, slots=True)
+class WidePlan:
+    tile: int                        # weight rows that a tile has room for
+    step: int                        # that it has: outputs, or with a gate both halves of its pairs
+    splits: int                      # of the inputs: a power of two
+    stages: int                      # blocks of weights that a program has room for
+    row_stages: int                  # blocks of rows
+
+    def shared_bytes(self) -> int:
+        """What the blocks of 64 inputs take."""
+        return (self.stages * self.tile + self.row_stages * 128) * 64 * 2
+
+
+@functools.cache
+def wide_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> WidePlan | None:
+    """With a gate, `outputs` counts the pairs. None: somebody else's."""
+    if not FEWEST_WIDE_ROWS <= rows <= MOST_WIDE_ROWS or inputs < FEWEST_INPUTS or inputs % 8:
+        return None
+    if gated:
+        rounds = -(-outputs // (128 * MULTIPROCESSORS))
+        pairs = -(-outputs // (rounds * MULTIPROCESSORS * 16)) * 16
+        return WidePlan(256, 2 * pairs, 1, 4, 5) if pairs >= FEWEST_PAIRS else None
+    if outputs >= 256 * MULTIPROCESSORS:
+        return WidePlan(256, 256, 1, 4, 5) if _fullness(-(-outputs // 256)) >= FULL else None
+    for splits in (2, 4):
+        programs = -(-outputs // 128) * splits
+        if programs <= MULTIPROCESSORS and _fullness(programs) >= FULL and inputs >= LONG * outputs:
+            return WidePlan(128, 128, splits, 7, 7)
+    return None
+
+
+def _fullness(programs: int) -> float:
+    rounds = -(-programs // MULTIPROCESSORS)
+    return programs / (rounds * MULTIPROCESSORS)

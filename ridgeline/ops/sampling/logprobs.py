@@ -1,0 +1,208 @@
+"""Log-probabilities of chosen tokens, their ranks, and the k best alternatives.
+
+Order everywhere: larger logit first, and among equal ones the lowest id first. Sampling is another file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
+from ridgeline.ops.sampling.sample_kernels import ordered_key, ordered_value
+from ridgeline.sizes.op_costs import LOGPROBS_CASES, logprobs_cost
+
+CHUNK_ELEMENTS = 1 << 21             # logits handled at once: a long prompt must not need memory by the gigabyte
+
+# ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def logprobs_reference(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits [S, V], tokens [S] -> logprobs [S], ranks [S] (1 = first), top_ids [S, k], top_logprobs [S, k]."""
+    rows, vocab = logits.shape
+    chunk = max(1, CHUNK_ELEMENTS // vocab)
+    parts = [
+        _chunk_logprobs(logits[start : start + chunk], tokens[start : start + chunk], min(top_k, vocab))
+        for start in range(0, max(rows, 1), chunk)
+    ]
+    logprobs, ranks, top_ids, top_logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, ranks, top_ids, top_logprobs
+
+
+def _chunk_logprobs(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    all_logprobs = logits.log_softmax(dim=-1)
+    index = tokens.long().unsqueeze(1)
+    chosen = logits.gather(1, index)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    # Ranks compare logits: two of them may round to the same log-probability.
+    before = (logits > chosen) | ((logits == chosen) & (ids < index))
+    top_ids = _top_ids(logits, top_k)
+    return (
+        all_logprobs.gather(1, index).squeeze(1),
+        before.sum(dim=1) + 1,
+        top_ids,
+        all_logprobs.gather(1, top_ids),
+    )
+
+
+def _top_ids(logits: Tensor, top_k: int) -> Tensor:
+    """Ids of the k largest logits in order. torch.topk leaves open which of several equal ones it takes."""
+    if top_k == 0 or logits.shape[0] == 0:
+        return torch.empty(logits.shape[0], top_k, dtype=torch.int64, device=logits.device)
+    infinity = float("inf")
+    logits = logits.nan_to_num(nan=-infinity, posinf=infinity, neginf=-infinity)     # topk calls NaN the largest
+    values, ids = logits.topk(min(top_k + 1, logits.shape[1]), dim=-1)
+    ids = ids[:, :top_k]
+    open_rows = (values[:, top_k - 1] == values[:, -1]).nonzero()[:, 0] if values.shape[1] > top_k else ()
+    if len(open_rows):                                   # rare: the last place is open between equal logits
+        ids[open_rows] = _first_largest(logits[open_rows], values[open_rows, -1:], top_k)
+    ids = ids.sort(dim=1).values
+    order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)
+
+
+def _first_largest(logits: Tensor, smallest: Tensor, top_k: int) -> Tensor:
+    """Ids of everything above `smallest`, filled up to k with the lowest ids of what equals it."""
+    larger, equal = logits > smallest, logits == smallest
+    room = top_k - larger.sum(dim=1, keepdim=True)
+    taken = larger | (equal & (equal.cumsum(dim=1) <= room))
+    return taken.nonzero()[:, 1].view(-1, top_k)
+
+
+# ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TILE = 8192                          # ids per program
+GROUP = 64                           # ids whose largest is kept: the k best are found among those
+NOTHING = -0x80000000                # below the key of -inf
+
+
+@triton_kernel()
+def _scan_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, stride, vocab, tokens_ptr, group_best_ptr, tile_best_ptr, tile_sum_ptr, tile_before_ptr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    """One program: of one tile of one row the groups' largest keys, the sum of exponentials, and how many logits come
+    before the token's."""
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    logits_ptr += row * stride
+    groups: tl.constexpr = TILE // GROUP
+    group = tile * groups + tl.arange(0, groups)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    key = tl.where(ids < vocab, ordered_key(tl.where(x == x, x, float("-inf"))), NOTHING)
+    tl.store(group_best_ptr + row * (tl.num_programs(0) * groups) + group, tl.max(key, axis=1))
+    best = tl.max(tl.max(x, axis=1), axis=0)
+    origin = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.sum(tl.sum(tl.exp(x - origin), axis=1), axis=0)
+    token = tl.load(tokens_ptr + row)
+    chosen = tl.load(logits_ptr + token).to(tl.float32)
+    before = (x > chosen) | ((x == chosen) & (ids < token) & (ids < vocab))
+    place = row * tl.num_programs(0) + tile
+    tl.store(tile_best_ptr + place, best)
+    tl.store(tile_sum_ptr + place, total)
+    tl.store(tile_before_ptr + place, tl.sum(tl.sum(before.to(tl.int32), axis=1), axis=0))
+
+
+@triton_kernel(do_not_specialize=["top_k"])
+def _logprobs_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, stride, vocab, tokens_ptr, group_best_ptr, tile_best_ptr, tile_sum_ptr, tile_before_ptr,
+    logprobs_ptr, ranks_ptr, top_ids_ptr, top_logprobs_ptr, top_k,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NOTHING: tl.constexpr,
+    TILES_ROUND: tl.constexpr, GROUPS_ROUND: tl.constexpr,
+):  # fmt: skip
+    """One program per row. The next best id is in the first of the groups with the largest key; then that group's key
+    is the largest of what it has left."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    tile = tl.arange(0, TILES_ROUND)
+    place = row * TILES + tile
+    tile_best = tl.load(tile_best_ptr + place, mask=tile < TILES, other=float("-inf"))
+    best = tl.max(tile_best, axis=0)
+    share = tl.where(tile_best == float("-inf"), 0.0, tl.exp(tile_best - best))
+    total = tl.log(tl.sum(tl.load(tile_sum_ptr + place, mask=tile < TILES, other=0.0) * share, axis=0))
+    token = tl.load(tokens_ptr + row)
+    tl.store(logprobs_ptr + row, tl.load(logits_ptr + token).to(tl.float32) - best - total)
+    rank = tl.sum(tl.load(tile_before_ptr + place, mask=tile < TILES, other=0), axis=0) + 1
+    tl.store(ranks_ptr + row, rank.to(tl.int64))
+
+    group = tl.arange(0, GROUPS_ROUND)
+    group_best = tl.load(group_best_ptr + row * GROUPS + group, mask=group < GROUPS, other=NOTHING)
+    last_key = tl.full([], 0x7FFFFFFF, tl.int32)
+    last_id = tl.full([], -1, tl.int32)
+    for number in range(top_k):
+        largest = tl.max(group_best, axis=0)
+        which = tl.min(tl.where(group_best == largest, group, GROUPS_ROUND), axis=0)
+        ids = which * GROUP + tl.arange(0, GROUP)
+        x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+        key = ordered_key(tl.where(x == x, x, float("-inf")))
+        left = (ids < vocab) & ((key < last_key) | ((key == last_key) & (ids > last_id)))
+        last_id = tl.min(tl.where(left & (key == largest), ids, 0x7FFFFFFF), axis=0)
+        last_key = largest
+        left = left & ((key < last_key) | (ids > last_id))
+        group_best = tl.where(group == which, tl.max(tl.where(left, key, NOTHING), axis=0), group_best)
+        tl.store(top_ids_ptr + row * top_k + number, last_id.to(tl.int64))
+        tl.store(top_logprobs_ptr + row * top_k + number, ordered_value(last_key) - best - total)
+
+
+def logprobs_triton(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Without waiting for the device."""
+    rows, vocab = logits.shape
+    top_k = min(top_k, vocab)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    logprobs, ranks = empty(torch.float32, rows), empty(torch.int64, rows)
+    top_ids, top_logprobs = empty(torch.int64, rows, top_k), empty(torch.float32, rows, top_k)
+    if rows == 0:
+        return logprobs, ranks, top_ids, top_logprobs
+    tile = min(TILE, max(GROUP, triton.next_power_of_2(vocab)))
+    tiles = triton.cdiv(vocab, tile)
+    groups = tiles * (tile // GROUP)
+    found = (
+        empty(torch.int32, rows, groups), empty(torch.float32, rows, tiles), empty(torch.float32, rows, tiles),
+        empty(torch.int32, rows, tiles),
+    )  # fmt: skip
+    _scan_kernel[(tiles, rows)](
+        logits, logits.stride(0), vocab, tokens, *found, TILE=tile, GROUP=GROUP, NOTHING=NOTHING, num_warps=8
+    )
+    _logprobs_kernel[(rows,)](
+        logits, logits.stride(0), vocab, tokens, *found, logprobs, ranks, top_ids, top_logprobs, top_k,
+        TILES=tiles, GROUPS=groups, GROUP=GROUP, NOTHING=NOTHING, TILES_ROUND=triton.next_power_of_2(tiles),
+        GROUPS_ROUND=triton.next_power_of_2(groups), num_warps=4,
+    )  # fmt: skip
+    return logprobs, ranks, top_ids, top_logprobs
+
+
+def _triton_supports(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in TRITON_DTYPES
+
+
+# ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, rows: int, vocab: int, top_k: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # Quarters: many logits are equal, so that the order among equals is tested too.
+    logits = torch.randn(rows, vocab, generator=generator).mul_(12).round_().div_(4).to(device, dtype)
+    tokens = torch.randint(vocab, (rows,), generator=generator).to(device)
+    return (logits, tokens, top_k), {}
+
+
+logprobs = Op(
+    "logprobs",
+    logprobs_reference,
+    kernels=[Implementation("triton", logprobs_triton, _triton_supports)],
+    cases=LOGPROBS_CASES,
+    cost=logprobs_cost,
+    inputs=_inputs,
+    # A sum of 49,152 exponentials in float32, and the rounding of log-probabilities around 20.
+    tolerance={"float32": Tolerance(1e-6, 4e-6)},
+)

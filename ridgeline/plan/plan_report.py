@@ -1,0 +1,311 @@
+"""A plan as plain data, and as text for people. The same numbers in both; `plan_page.py` draws them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.plan.capacity import Capacity, textbook
+from ridgeline.plan.operation import (
+    MOST_LOAD,
+    Answer,
+    Point,
+    Slo,
+    Traffic,
+    best_point,
+    by_ranks,
+    compute_limited_batch,
+    devices_for,
+    saturation_batch,
+    table,
+)
+from ridgeline.plan.precision import support
+from ridgeline.plan.prediction import MOST_ROWS, Setup, proposal_seconds, step_parts
+from ridgeline.plan.search import OBJECTIVES, Objective, best, candidates, effects, measured_loss, pareto, quality
+from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
+from ridgeline.sizes import ledger
+from ridgeline.sizes.ledger import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a plan is to say."""
+
+    setup: Setup
+    traffic: Traffic
+    most_ranks: int = 8
+    utilization: float = 0.9
+    price: float | None = None       # dollars per device and hour
+    slo: Slo | None = None
+    rate: float | None = None        # requests/s
+    parameters: float | None = None  # rounded, for the textbook's arithmetic
+    hit_rate: float = 0.5            # of the technique "prefix hits" …
+    drafts: int = 4                  # … and of "drafts"
+    acceptance: float = 0.7
+    objective: Objective | None = None
+    given: tuple[int | None, int | None] = (None, None)  # tokens in and out that were asked for; None: an objective's own
+    kl: dict[str, float] | None = None                   # measured by `ridgeline eval`, by format; "kv-fp8" is the cache's
+
+
+def answer(question: Question) -> dict[str, Any]:
+    """Everything, as JSON can hold it. Seconds and bytes."""
+    setup, traffic = question.setup, question.traffic
+    capacity = Capacity.of(setup, traffic.context, question.utilization)
+    largest = min(capacity.largest_batch(MOST_ROWS), MOST_ROWS)
+    book = textbook(setup, traffic.context, question.parameters)
+    told: dict[str, Any] = {
+        "model": setup.model.name, "parameters": setup.model.parameters, "active_parameters": setup.model.active_parameters,
+        "not_run": setup.model.not_run, "device": setup.device.name, "ranks": setup.ranks,
+        "kv_heads": setup.model.config.num_kv_heads,
+        "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
+        "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
+        "formats": support(setup.device), "lossy": setup.lossy,
+        "fits": capacity.fits, "ledger": capacity.parts(largest or 1), "usable": capacity.memory.room,
+        "kv_bytes_per_token": capacity.kv_bytes_per_token, "largest_batch": capacity.largest_batch(),
+        "longest_context": capacity.longest_context(), "compute_limited_batch": compute_limited_batch(setup),
+        "textbook": {"weights": book.weights, "kv_per_request": book.kv_per_request, "batch": book.batch,
+                     "tok_s": book.tok_s, "parameters": question.parameters or setup.model.parameters},
+    }  # fmt: skip
+    if capacity.fits:
+        points = table(setup, traffic, largest)
+        told["batches"] = [_point(point, question.price) for point in points]
+        told["saturation_batch"] = saturation_batch(points)
+        told["step_parts"] = {str(batch): _parts(setup, batch, traffic) for batch in dict.fromkeys((1, largest))}
+    told["by_ranks"] = [
+        {"ranks": one.setup.ranks, "one": _point(one, question.price), "many": _point(many, question.price)}
+        for one, many in by_ranks(setup, traffic, question.most_ranks, question.utilization)
+    ]
+    told["techniques"] = [
+        {"technique": effect.technique, "here": effect.here, "exact": effect.exact, "tpot": _finite(effect.tpot),
+         "tok_s": _finite(effect.tok_s), "ttft": _finite(effect.ttft), "largest_batch": effect.batch}
+        for effect in effects(
+            setup, traffic, hit_rate=question.hit_rate, drafts=question.drafts, acceptance=question.acceptance,
+            draft_model=setup.draft_model, utilization=question.utilization,
+        )
+    ]  # fmt: skip
+    if question.slo is not None:
+        point = best_point(setup, traffic, question.slo, question.utilization)
+        told["within_slo"] = _point(point, question.price) if point is not None else None
+    if question.rate is not None:
+        answers = devices_for(
+            setup, traffic, question.slo or Slo(), question.rate, question.most_ranks, question.utilization
+        )
+        told["deployments"] = [_answer(each, question.price) for each in answers]
+    return told
+
+
+def objectives(question: Question) -> dict[str, Any]:
+    """The best setup for each objective, or for the one that was asked for."""
+    asked = [question.objective] if question.objective else list(OBJECTIVES.values())
+    found: dict[str, Any] = {}
+    for objective in asked:
+        (given_in, given_out), own = question.given, objective.traffic
+        traffic = Traffic(given_in or own.tokens_in, given_out or own.tokens_out, question.traffic.hit_rate)
+        points = candidates(question.setup, traffic, question.most_ranks, objective.lossy, question.utilization)
+        point = best(points, objective)
+        found[objective.name] = {
+            "what": objective.what, "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out,
+            "hit_rate": traffic.hit_rate, "best": _point(point, question.price) if point else None,
+        }  # fmt: skip
+    return found
+
+
+def fronts(question: Question) -> dict[str, Any]:
+    """Every candidate, and which of them nothing beats: in latency, and in quality."""
+    points = candidates(question.setup, question.traffic, question.most_ranks, True, question.utilization)
+    losses: dict[int, float | None] = {
+        id(point): -quality(point.setup) if question.kl is None else measured_loss(point.setup, question.kl)
+        for point in points
+    }
+    latency = {id(point) for point in pareto(points, lambda point: point.tpot)}
+    judged = [point for point in points if losses[id(point)] is not None]
+    lossless = {id(point) for point in pareto(judged, lambda point: losses[id(point)] or 0.0)}
+    return {
+        "quality_is": "KL" if question.kl is not None else "dB",
+        "points": [
+            _point(point, question.price) | {
+                "quality": None if (lost := losses[id(point)]) is None else lost if question.kl is not None else -lost,
+                "best_latency": id(point) in latency, "best_quality": id(point) in lossless,
+            }
+            for point in points
+        ],
+    }  # fmt: skip
+
+
+def _point(point: Point, price: float | None) -> dict[str, Any]:
+    return {
+        "label": point.setup.label, "ranks": point.setup.ranks, "weights": point.setup.weights, "kv": point.setup.kv,
+        "batch": point.batch, "ttft": point.ttft, "tpot": point.tpot, "prefill": point.prefill, "tok_s": point.tok_s,
+        "tok_s_device": point.tok_s_device, "requests_s": point.requests_s, "lossy": point.setup.lossy,
+        "dollars_per_million": point.dollars_per_million(price) if price is not None else None,
+    }  # fmt: skip
+
+
+def _answer(found: Answer, price: float | None) -> dict[str, Any]:
+    return {
+        "devices": found.devices, "replicas": found.replicas, "rate": found.rate, "load": found.load,
+        "point": _point(found.point, price),
+        "dollars_per_hour": price * found.devices if price is not None else None,
+    }
+
+
+def _parts(setup: Setup, batch: int, traffic: Traffic) -> dict[str, float]:
+    """Of a decode step, seconds by part; with drafts, of their verification and of proposing them."""
+    rows = decode_rows(batch, traffic.mean_context, setup.drafts)
+    steps = gather(setup.shape, [count_rows(setup.shape, rows)], setup.model)
+    found = {name: float(seconds[0]) / setup.derate for name, seconds in step_parts(setup, steps).items()}
+    return found | {"proposals": proposal_seconds(setup, batch, traffic.mean_context)}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def text(told: dict[str, Any]) -> str:
+    lines = [
+        f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['ranks']} × {told['device']}: "
+        f"weights in {told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
+        f"{told['dtype'] if told['kv'] == 'auto' else told['kv']}"
+        + (f", derated to {told['derate']:.0%}" if told["derate"] < 1 else ""),
+        f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"
+        + (f", {told['hit_rate']:.0%} of the prompt cached" if told["hit_rate"] else ""),
+        *_uneven(told),
+        *([f"{told['not_run']}: planned, as kernels like ours would run it; this engine does not yet"] * bool(told["not_run"])),
+        "",
+        *_memory(told),
+        "",
+    ]
+    if "batches" in told:
+        lines += [*_batches(told["batches"]), "", *_step(told["step_parts"]), ""]
+    lines += [*_ranks(told["by_ranks"]), "", *_techniques(told["techniques"])]
+    if "within_slo" in told:
+        within = told["within_slo"]
+        most = "one request alone is too slow for the SLO, or does not fit" if within is None else (
+            f"within the SLO: {within['requests_s']:.2f} requests/s with {_one_line(within)}"
+        )
+        lines += ["", most]
+    if "deployments" in told:
+        lines += ["", *_deployments(told["deployments"])]
+    for name, found in told.get("objectives", {}).items():
+        lengths = f"({found['tokens_in']:,} tokens in, {found['tokens_out']:,} out)"
+        lines += ["", f"{name}: {found['what']} {lengths}", f"  {_one_line(found['best'])}"]
+    emulated = [f"{name} ({how})" for name, how in told["formats"].items() if how != "native"]
+    native = [name for name, how in told["formats"].items() if how == "native"]
+    lines += ["", f"native on {told['device']}: {', '.join(native)}; {'; '.join(emulated)}"]
+    return "\n".join(lines)
+
+
+def _uneven(told: dict[str, Any]) -> list[str]:
+    heads, ranks = told["kv_heads"], told["ranks"]
+    if ranks >= heads or heads % ranks == 0:
+        return []
+    even = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+    return [f"{heads} KV heads do not divide evenly among {ranks}: a rank has up to {-(-heads // ranks)} of them, and the others "
+            f"wait for it, so it is slower than planned; {even} do"]  # fmt: skip
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request{'s' if count != 1 else ''}"
+
+
+def _rate(tok_s: float) -> str:
+    """Tokens per second; slow ones with their digits."""
+    return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.2g}"
+
+
+def _active(told: dict[str, Any]) -> str:
+    active = told["active_parameters"]
+    return f" ({active / 1e9:.2f} G of them for a token)" if active != told["parameters"] else ""
+
+
+def _memory(told: dict[str, Any]) -> list[str]:
+    head = "fits" if told["fits"] else "DOES NOT FIT"
+    rows = _requests(min(told["largest_batch"], MOST_ROWS) or 1)
+    lines = [f"{head}: GiB of one device with {rows}, {told['usable'] / GIB:.1f} of them usable"]
+    parts = [part for part in (*ledger.PARTS, *told["ledger"]) if part in told["ledger"]]
+    for part in dict.fromkeys(parts):
+        lines.append(f"  {part:<12}{told['ledger'][part] / GIB:>9.2f}")
+    lines.append(f"  {'left':<12}{(told['usable'] - sum(told['ledger'].values())) / GIB:>9.2f}")
+    book, context = told["textbook"], told["tokens_in"] + told["tokens_out"]
+    lines += [
+        f"KV {told['kv_bytes_per_token'] / 1024:,.1f} KiB a token; {_requests(told['largest_batch'])} of {context:,} tokens "
+        f"fit, or one of {told['longest_context']:,}",
+        f"batch limited by memory at {told['largest_batch']:,}, by compute (ridge) at {told['compute_limited_batch']:,}"
+        + (f"; 90 % of the throughput at {told['saturation_batch']:,}" if "saturation_batch" in told else ""),
+        f"textbook (weights and KV alone, {book['parameters'] / 1e9:.4g} G parameters): {_rate(book['tok_s'])} tok/s at batch 1 "
+        f"by bandwidth, {_requests(book['batch'])} by memory",
+    ]
+    return lines
+
+
+def _batches(points: Sequence[dict[str, Any]]) -> list[str]:
+    priced = points[0]["dollars_per_million"] is not None
+    alone = f"a prompt alone takes {points[0]['prefill'] * 1e3:,.1f} ms"
+    head = f"{'batch':>6}{'TTFT ms':>10}{'TPOT ms':>10}{'tok/s':>11}{'per device':>12}{'requests/s':>12}"
+    lines = [alone, head + (f"{'$/M tokens':>12}" if priced else "")]
+    for point in points:
+        line = f"{point['batch']:>6}{point['ttft'] * 1e3:>10.1f}{point['tpot'] * 1e3:>10.2f}{_rate(point['tok_s']):>11}"
+        line += f"{_rate(point['tok_s_device']):>12}{point['requests_s']:>12.2f}"
+        lines.append(line + (f"{point['dollars_per_million']:>12.3f}" if priced else ""))
+    return lines
+
+
+def _step(parts: dict[str, dict[str, float]]) -> list[str]:
+    lines = []
+    for batch, found in parts.items():
+        total = sum(found.values())
+        shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in found.items() if seconds > 0.005 * total)
+        lines.append(f"decode step at batch {batch}: {total * 1e3:.2f} ms: {shares}")
+    return lines
+
+
+def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return ["it fits on none of the numbers of devices that were looked at"]
+    lines = [f"{'ranks':>6}{'TPOT ms at 1':>14}{'largest batch':>15}{'tok/s':>11}{'per device':>12}"]
+    for row in rows:
+        one, many = row["one"], row["many"]
+        lines.append(f"{row['ranks']:>6}{one['tpot'] * 1e3:>14.2f}{many['batch']:>15,}{_rate(many['tok_s']):>11}"
+                     f"{_rate(many['tok_s_device']):>12}")  # fmt: skip
+    fastest = min(rows, key=lambda row: row["one"]["tpot"])["ranks"]
+    cheapest = max(rows, key=lambda row: row["many"]["tok_s_device"])["ranks"]
+    return [*lines, f"best tensor parallelism: {fastest} for latency, {cheapest} for throughput per device"]
+
+
+def _techniques(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return ["no technique alone makes it fit"]
+    lines = [f"{'technique':<20}{'TTFT':>7}{'TPOT':>7}{'tok/s':>7}{'batch':>8}  exact  in this engine"]
+    for row in rows:
+        factors = "".join(f"{'fits':>7}" if row[name] is None else f"{row[name]:>6.2f}×" for name in ("ttft", "tpot", "tok_s"))
+        lines.append(f"{row['technique']:<20}{factors}{row['largest_batch']:>8,}  {'yes' if row['exact'] else 'no':<5}  "
+                     f"{'yes' if row['here'] else 'not yet'}")  # fmt: skip
+    return lines
+
+
+def _deployments(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return ["no number of devices meets the SLO: even one request alone takes longer; narrower formats or a faster "
+                "device would"]
+    lines = []
+    for row in rows:
+        point, price = row["point"], row["dollars_per_hour"]
+        devices = f"{row['devices']} device{'s' if row['devices'] > 1 else ''}"
+        lines.append(f"{row['rate']:g} requests/s need {devices}: {row['replicas']} × {point['label']}, at most "
+                     f"{_requests(point['batch'])} each, TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms; "
+                     f"loaded with {row['load']:.0%} of what they can, at most {MOST_LOAD:.0%}"
+                     + (f", ${price:,.2f} an hour" if price is not None else ""))  # fmt: skip
+    return lines
+
+
+def _one_line(point: dict[str, Any] | None) -> str:
+    if point is None:
+        return "nothing meets it"
+    cost = f", ${point['dollars_per_million']:.3f} per million tokens" if point["dollars_per_million"] is not None else ""
+    return (f"{point['label']}, batch {point['batch']}: {_rate(point['tok_s_device'])} tok/s per device, "
+            f"TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms{cost}")  # fmt: skip

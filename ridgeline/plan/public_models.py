@@ -1,0 +1,281 @@
+"""Public models by name: what their config.json says, as far as size and speed depend on it. Facts, no weights.
+
+Mixtures of experts (`experts.py`) and latent attention (`latent.py`) have more than our dense decoder can say: they are
+planned, as that decoder with the part exchanged; the engine itself does not run such models yet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import ConfigError, ModelError
+from ridgeline.models.gguf import GGUFFile
+from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
+from ridgeline.plan.experts import Experts, read_experts
+from ridgeline.plan.latent import Latent, read_latent
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    name: str
+    config: ModelConfig              # of a mixture, the decoder with a single expert
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def not_run(self) -> str:
+        """Why this engine does not run it; empty: it does."""
+        reasons = ["a mixture of experts"] * (self.experts is not None) + ["latent attention"] * (self.latent is not None)
+        return " and ".join(reasons)
+
+    @property
+    def _matrices(self) -> tuple[int, int]:
+        """Elements of the layers' matrices: of attention, and of one MLP of width 1 in one layer."""
+        config = self.config
+        (count, qkv, hidden), (_, _, queries), *_ = config.matrices
+        attention = count * (qkv * hidden + hidden * queries)
+        if self.latent is not None:
+            norms = self.latent.query_rank + self.latent.kv_rank
+            attention = count * (self.latent.parameters(hidden, config.num_heads) - norms)
+        return attention, 3 * hidden
+
+    @property
+    def linear_parameters(self) -> int:
+        """Elements of the layers' matrices, all experts included."""
+        attention, each = self._matrices
+        config = self.config
+        if self.experts is None:
+            return attention + config.num_layers * each * config.intermediate_size
+        return attention + each * self.experts.stored(config.num_layers) + self._routers
+
+    @property
+    def _routers(self) -> int:
+        if self.experts is None:
+            return 0
+        return (self.config.num_layers - self.experts.dense_layers) * self.config.hidden_size * self.experts.count
+
+    @property
+    def _expert_biases(self) -> int:
+        """Of one expert in each layer that has any; `ModelConfig` counts one."""
+        config = self.config
+        mixed = config.num_layers - self.experts.dense_layers if self.experts is not None else 0
+        return mixed * (2 * config.intermediate_size + config.hidden_size) * config.mlp_bias
+
+    @property
+    def parameters(self) -> int:
+        config = self.config
+        layers = sum(count * outputs * inputs for count, outputs, inputs in config.matrices[:-1])
+        beside = config.num_parameters - layers          # embedding, head, norms, biases
+        if self.latent is not None:
+            beside += config.num_layers * (self.latent.query_rank + self.latent.kv_rank)
+        return beside + self.linear_parameters + (self.experts.count - 1 if self.experts is not None else 0) * self._expert_biases
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token has to do with: of a mixture, the experts that it visits."""
+        if self.experts is None:
+            return self.parameters
+        layers, (_, each) = self.config.num_layers, self._matrices
+        unused = each * (self.experts.stored(layers) - self.experts.active(layers))
+        return self.parameters - unused - (self.experts.count - self.experts.used) * self._expert_biases
+
+    @property
+    def on_every_rank(self) -> int:
+        """Parameters that tensor parallelism does not divide, beside norms: what compresses, and what chooses experts."""
+        down = self.latent.down(self.config.hidden_size) if self.latent is not None else 0
+        return self.config.num_layers * down + self._routers
+
+    @property
+    def kv_elements(self) -> int:
+        """Of one token in the cache, all layers together."""
+        config = self.config
+        if self.latent is not None:
+            return config.num_layers * self.latent.width
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim
+
+    @property
+    def kv_scaled(self) -> int:
+        """Elements that share a scale in a narrow cache: one token's head, or its whole latent."""
+        return self.latent.width if self.latent is not None else self.config.head_dim
+
+
+def _config(architecture: str, kind: str, sizes: tuple[int, ...], vocab: int, context: int, **more: Any
+            ) -> dict[str, Any]:  # fmt: skip
+    """`sizes`: hidden, intermediate, layers, heads, KV heads."""
+    hidden, intermediate, layers, heads, kv_heads = sizes
+    return {
+        "architectures": [f"{architecture}ForCausalLM"], "model_type": kind, "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "max_position_embeddings": context, "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 0, **more,
+    }  # fmt: skip
+
+
+def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    return _config("Llama", "llama", sizes, 128256, 131072, **more)
+
+
+def _mistral(sizes: tuple[int, ...], vocab: int, context: int, **more: Any) -> dict[str, Any]:
+    return _config("Mistral", "mistral", sizes, vocab, context, sliding_window=None, **more)
+
+
+def _mixtral(sizes: tuple[int, ...], vocab: int, context: int) -> dict[str, Any]:
+    return _config("Mixtral", "mixtral", sizes, vocab, context, sliding_window=None, num_local_experts=8, num_experts_per_tok=2)
+
+
+def _qwen3(*sizes: int, tied: bool = False) -> dict[str, Any]:
+    return _config("Qwen3", "qwen3", sizes, 151936, 40960, head_dim=128, tie_word_embeddings=tied)
+
+
+def _qwen3_moe(*sizes: int, expert: int) -> dict[str, Any]:
+    return _config("Qwen3Moe", "qwen3_moe", sizes, 151936, 40960, head_dim=128, num_experts=128, num_experts_per_tok=8,
+                   moe_intermediate_size=expert)  # fmt: skip
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return _config("GptOss", "gpt_oss", (2880, 2880, layers, 64, 8), 201088, 131072, head_dim=64, num_local_experts=experts,
+                   num_experts_per_tok=4, sliding_window=128, layer_types=kinds, attention_bias=True)  # fmt: skip
+
+
+def _deepseek(version: str, sizes: tuple[int, ...], vocab: int, **more: Any) -> dict[str, Any]:
+    latent = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return _config(f"Deepseek{version}", f"deepseek_{version.lower()}", sizes, vocab, 163840, **latent | more)
+
+
+def _qwen2(*sizes: int, vocab: int = 152064, tied: bool = False) -> dict[str, Any]:
+    return _config("Qwen2", "qwen2", sizes, vocab, 131072, tie_word_embeddings=tied)
+
+
+def _gemma2(*sizes: int, head_dim: int, scalar: int) -> dict[str, Any]:
+    return _config(
+        "Gemma2", "gemma2", sizes, 256000, 8192, head_dim=head_dim, query_pre_attn_scalar=scalar, sliding_window=4096,
+        tie_word_embeddings=True, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+    )  # fmt: skip
+
+
+def _gemma3(*sizes: int, head_dim: int, scalar: int, window: int = 1024, context: int = 131072) -> dict[str, Any]:
+    return _config(
+        "Gemma3", "gemma3_text", sizes, 262208 if context > 40000 else 262144, context, head_dim=head_dim,
+        query_pre_attn_scalar=scalar, sliding_window=window, sliding_window_pattern=6, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+_DEEPSEEK_V3 = _deepseek("V3", (7168, 18432, 61, 128, 128), 129280, n_routed_experts=256, n_shared_experts=1,
+                         num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3)  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, head_dim=128, tie_word_embeddings=True),
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": _llama(8192, 28672, 80, 64, 8),
+    "llama-3.3-70b": _llama(8192, 28672, 80, 64, 8),
+    "llama-3.1-405b": _llama(16384, 53248, 126, 128, 8),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 48, 32, 4, expert=768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 94, 64, 4, expert=1536),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151936, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4),
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8),
+    "mistral-7b": _mistral((4096, 14336, 32, 32, 8), 32768, 32768),
+    "mistral-nemo-12b": _mistral((5120, 14336, 40, 32, 8), 131072, 131072, head_dim=128),
+    "mistral-small-24b": _mistral((5120, 32768, 40, 32, 8), 131072, 32768, head_dim=128),
+    "mistral-large-123b": _mistral((12288, 28672, 88, 96, 8), 32768, 131072),
+    "mixtral-8x7b": _mixtral((4096, 14336, 32, 32, 8), 32000, 32768),
+    "mixtral-8x22b": _mixtral((6144, 16384, 56, 48, 8), 32768, 65536),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "deepseek-v2-lite": _deepseek("V2", (2048, 10944, 27, 16, 16), 102400, q_lora_rank=None, n_routed_experts=64,
+                                  n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1),
+    "deepseek-v2": _deepseek("V2", (5120, 12288, 60, 128, 128), 102400, n_routed_experts=160, n_shared_experts=2,
+                             num_experts_per_tok=6, moe_intermediate_size=1536, first_k_dense_replace=1),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-r1": _DEEPSEEK_V3,
+    "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4, head_dim=256, scalar=256),
+    "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8, head_dim=256, scalar=256),
+    "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, head_dim=128, scalar=144),
+    "gemma-3-1b": _gemma3(1152, 6912, 26, 4, 1, head_dim=256, scalar=256, window=512, context=32768),
+    "gemma-3-4b": _gemma3(2560, 10240, 34, 8, 4, head_dim=256, scalar=256),
+    "gemma-3-12b": _gemma3(3840, 15360, 48, 16, 8, head_dim=256, scalar=256),
+    "gemma-3-27b": _gemma3(5376, 21504, 62, 32, 16, head_dim=128, scalar=168),
+    "phi-4-14b": _config("Phi3", "phi3", (5120, 17920, 40, 40, 10), 100352, 16384),
+    "smollm2-135m": _config("Llama", "llama", (576, 1536, 30, 9, 3), 49152, 8192, tie_word_embeddings=True),
+}  # fmt: skip
+# Architectures that are planned and not run, as the dense ones that they are but for experts and latent.
+_AS_DENSE = {
+    "MixtralForCausalLM": "Mistral", "Qwen2MoeForCausalLM": "Qwen2", "Qwen3MoeForCausalLM": "Qwen3",
+    "GptOssForCausalLM": "Mistral", "DeepseekV2ForCausalLM": "Llama", "DeepseekV3ForCausalLM": "Llama",
+}  # fmt: skip
+
+
+def find_model(name: str) -> PlannedModel:
+    """A name of the table, a config.json, a directory with one, or a .gguf file."""
+    path = Path(name)
+    if path.is_file() and path.suffix == ".json":
+        return _from_json(path.resolve().parent.name or path.stem, read_json(path), str(path))
+    if (path / "config.json").is_file():
+        return _from_json(path.resolve().name, read_json(path / "config.json"), str(path / "config.json"))
+    if path.exists():
+        return PlannedModel(path.name, load_model_config(path))
+    wanted = _plain(name)
+    for known, raw in CONFIGS.items():
+        if wanted == _plain(known):
+            return _from_json(known, raw)
+    close = difflib.get_close_matches(name.lower(), CONFIGS, 3, 0.4) or list(CONFIGS)
+    raise ConfigError(f"{name} is neither a config.json, a model directory or file, nor one of the names: "
+                      f"{', '.join(close)} …")
+
+
+def packed_format(name: str) -> str | None:
+    """Of a .gguf file, the format that its matrices are nearest to; None where they are wide, or it is no such file."""
+    path = Path(name)
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    with GGUFFile(path) as file:
+        matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+        bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(1, sum(math.prod(tensor.shape) for tensor in matrices))
+    return "int4" if bits < 6.5 else "int8" if bits < 12 else None
+
+
+def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
+    """As the engine reads it; experts and latent attention apart. Formats are chosen here, and no size depends on them."""
+    raw, where = {**raw, "quantization_config": None}, where or name
+    experts, latent = read_experts(raw, where), read_latent(raw, where)
+    if experts is None and latent is None:
+        return PlannedModel(name, hf_model_config(raw, {}, where=where))
+    architecture = (raw.get("architectures") or [""])[0]
+    if architecture not in _AS_DENSE:
+        raise ModelError(f"{where}: architecture {architecture!r} is not described; of mixtures and latent attention known are "
+                         f"{', '.join(_AS_DENSE)}")  # fmt: skip
+    # How positions are stretched changes no size, and the families differ in what they take there.
+    raw |= {"architectures": [f"{_AS_DENSE[architecture]}ForCausalLM"], "rope_scaling": None, "rope_parameters": None}
+    if experts is not None:
+        raw["intermediate_size"] = experts.width
+    if architecture.startswith("GptOss"):
+        raw["mlp_bias"] = True
+    if latent is not None:
+        raw |= {"head_dim": latent.value, "num_key_value_heads": raw.get("num_attention_heads")}
+    return PlannedModel(name, hf_model_config(raw, {}, where=where), experts, latent)
+
+
+def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:
+    """Is this the name that a server has for the model? `known_as`: the one that its operator gave it. Names of the table may
+    have words around them (Meta-Llama-3.1-8B-Instruct-FP8); of those that fit, the longest counts."""
+    if known_as:
+        return served == known_as
+    fits = [name for name in CONFIGS if _plain(name) in _plain(served)]
+    found = _plain(max(fits, key=lambda name: len(_plain(name)))) if fits else _plain(served)
+    return found == _plain(model.name)
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.lower().rpartition("/")[2] if character.isalnum()).removesuffix("instruct")

@@ -1,0 +1,206 @@
+"""The steps that a workload becomes, and what each of them has to read and to compute: numbers of the cost model, as arrays.
+
+A workload is (tokens in, tokens out) of each request, all there from the start. It is planned as our scheduler plans:
+decodes first, then prompts under the token budget; decode steps are filled up to a recorded shape. Counting is done once;
+`prediction.py` turns the counts into seconds, for any device, at once for all steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ridgeline.plan.latent import FEW_QUERIES
+from ridgeline.plan.public_models import PlannedModel
+from ridgeline.roofline.step_cost import LINEARS, DecoderShape, StepCounts, cost_of
+from ridgeline.sizes.batch_levelling import Level
+from ridgeline.sizes.graph_shapes import decode_sizes
+from ridgeline.sizes.op_costs import Attended
+
+Lengths = Sequence[tuple[int, int]]          # tokens in and out, of every request
+PRODUCTS = (*LINEARS, "head")
+_SMALL = ("embedding", "norms", "rotary_write", "activation", "sample")
+# In the time that a multiprocessor takes for one of attention's exponentials (16 a cycle) its matrix units could do so many
+# FLOPs (989 TFLOP/s are 4,270 a cycle and multiprocessor): with narrow heads softmax takes longer than the products.
+_EXPONENTIAL_FLOPS = 267
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    new: int                         # tokens computed in this step
+    kv: int                          # KV length, these included
+    logits: int = 1                  # of the last of them
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Arrays over steps; of the products also over PRODUCTS."""
+
+    tokens: np.ndarray               # computed, padding included
+    rows: np.ndarray                 # requests
+    layers: int
+    product_bytes: np.ndarray        # [n, products]: weights and what goes in and out
+    product_flops: np.ndarray
+    product_calls: np.ndarray
+    attention_bytes: np.ndarray
+    attention_flops: np.ndarray      # exponentials among them, at what they cost
+    attention_calls: np.ndarray
+    small_bytes: np.ndarray          # of norms, rotation, activation, embedding and sampling
+    launches: np.ndarray             # kernels, where none are recorded
+    admitted: np.ndarray             # requests that begin …
+    admitted_tokens: np.ndarray      # … the tokens of their prompts …
+    cached_tokens: np.ndarray        # … and those of them that the prefix cache has
+    collectives: np.ndarray
+    collective_bytes: np.ndarray
+    ranks: int = 1
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def count_rows(shape: DecoderShape, rows: Sequence[Row], shared: int = 0, padded_to: int = 0) -> StepCounts:
+    """As diagnose.cost.step_counts, for a thousand rows at once. `padded_to`: tokens of the recorded shape."""
+    new = np.fromiter((row.new for row in rows), np.int64, len(rows))
+    kv = np.fromiter((row.kv for row in rows), np.int64, len(rows))
+    logits = np.fromiter((row.logits for row in rows), np.int64, len(rows))
+    goes_on = logits > 0
+    tokens, num_logits = int(new.sum()), int(logits.sum())
+    padding = max(0, padded_to - tokens)
+    return StepCounts(
+        tokens + padding, num_logits + padding, num_logits + padding,
+        _attended(new, kv, None, shape.block_size),
+        _attended(new, kv, shape.window, shape.block_size) if shape.window_layers else Attended(),
+        _attended(logits[goes_on], kv[goes_on], shape.window if shape.last_windowed else None, shape.block_size),
+        shared, _attended(new[few := new <= FEW_QUERIES], kv[few], None, shape.block_size).pairs,
+    )  # fmt: skip
+
+
+def _attended(new: np.ndarray, kv: np.ndarray, window: int | None, block_size: int) -> Attended:
+    first = kv - new                                     # keys before the first query
+    pairs = new * first + new * (new + 1) // 2
+    keys = kv
+    if window is not None:
+        cut = np.maximum(kv - window, 0)                 # queries that do not see everything before them, at most `new`
+        over = np.minimum(cut, new)
+        lost = over * cut - over * (over - 1) // 2
+        pairs = pairs - lost
+        keys = np.minimum(kv, window + new - 1)
+    blocks = (kv - 1) // block_size - (kv - keys) // block_size + 1
+    return Attended(len(kv), int(new.sum()), int(pairs.sum()), int(keys.sum()), int(blocks.sum()))
+
+
+def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedModel | None = None) -> Steps:
+    """The costs of many steps, side by side; `model`: where it has what the dense decoder of `shape` has not."""
+    listed = list(counts)
+    costs = [cost_of(shape, each) for each in listed]
+    # An exponential for each pair and head, whatever else attention computes there.
+    exponentials = np.array([cost.ops["attention"].flops for cost in costs], float)
+    exponentials *= _EXPONENTIAL_FLOPS / (4 * shape.head_dim + 5)
+    for special in (model.experts, model.latent) if model is not None else ():
+        if special is not None:
+            costs = [special.cost(cost, shape, each) for cost, each in zip(costs, listed, strict=True)]
+
+    def each(name: str, field: str) -> list[float]:
+        return [getattr(cost.ops[name], field) for cost in costs]
+
+    def products(field: str) -> np.ndarray:
+        return np.array([each(name, field) for name in PRODUCTS], float).T.reshape(len(costs), len(PRODUCTS))
+
+    return Steps(
+        tokens=np.array([count.tokens for count in listed], float),
+        rows=np.array([count.rows for count in listed], float), layers=shape.layers,
+        product_bytes=products("bytes"), product_flops=products("flops"), product_calls=products("calls"),
+        attention_bytes=np.array(each("attention", "bytes"), float),
+        attention_flops=np.array(each("attention", "flops"), float) + exponentials,
+        attention_calls=np.array(each("attention", "calls"), float),
+        small_bytes=np.array([sum(cost.ops[name].bytes for name in _SMALL) for cost in costs], float),
+        launches=np.array([cost.total.calls + cost.collectives for cost in costs], float),
+        admitted=np.array([count.admitted for count in listed], float),
+        admitted_tokens=np.array([count.admitted_tokens for count in listed], float),
+        cached_tokens=np.array([count.cached_tokens for count in listed], float),
+        collectives=np.array([cost.collectives for cost in costs], float),
+        collective_bytes=np.array([cost.collective_bytes for cost in costs], float),
+        ranks=shape.ranks,
+    )  # fmt: skip
+
+
+def decode_rows(batch: int, context: int, drafts: int = 0) -> list[Row]:
+    """A step of that many requests, each with so many tokens in its cache; verifying drafts, all of them have logits."""
+    return [Row(1 + drafts, context + 1 + drafts, 1 + drafts)] * batch
+
+
+def workload_counts(
+    shape: DecoderShape, asked: Lengths, budget: int, max_rows: int, shared: int = 0, graphs: bool = True,
+    level: int | None = None,
+) -> list[StepCounts]:
+    """Every step of a workload whose prompts begin with `shared` tokens in common, computed by the first request alone. `level`:
+    rows that run at once, see sizes/batch_levelling.py."""
+    return workload_spans(shape, asked, budget, max_rows, shared, graphs, level)[0]
+
+
+def workload_spans(
+    shape: DecoderShape, asked: Lengths, budget: int, max_rows: int, shared: int = 0, graphs: bool = True,
+    level: int | None = None,
+) -> tuple[list[StepCounts], list[tuple[int, int]]]:
+    """The same, and of every request the steps of its first token and of its last."""
+    sequences = [
+        _Sequence(shared if shared and place else 0, tokens_in, tokens_out)
+        for place, (tokens_in, tokens_out) in enumerate(asked)
+    ]
+    waiting = deque(sequences)
+    running: list[_Sequence] = []
+    sizes = decode_sizes(max_rows)
+    levelled = Level(level) if level else None
+    found: list[StepCounts] = []
+    while waiting or running:
+        room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
+        behind = sum(max(0, sequence.prompt - sequence.kv) for sequence in running)
+        before, cached = len(running), 0
+        places = max_rows - before if levelled is None else levelled.places(before, len(waiting))
+        while waiting and len(running) - before < places and room > behind:
+            running.append(waiting.popleft())
+            behind += running[-1].prompt - running[-1].kv
+            cached += running[-1].kv
+        admitted = running[before:]
+        if admitted and levelled is not None:
+            levelled.begun(len(running), full=False)
+        rows, decoding = [], True
+        for sequence in running:
+            decodes = sequence.kv >= sequence.prompt
+            count = 1 if decodes else min(room, sequence.prompt - sequence.kv)
+            if count == 0:
+                continue
+            room -= 0 if decodes else count
+            decoding &= decodes
+            sequence.kv += count
+            done = sequence.kv >= sequence.prompt
+            rows.append(Row(count, sequence.kv, int(done)))
+            sequence.answer -= done
+            if done:
+                sequence.note(len(found))
+        running = [sequence for sequence in running if sequence.answer > 0]
+        padded = next((size for size in sizes if size >= len(rows)), 0) if graphs and decoding else 0
+        once = (len(rows) - 1) * shared if len(rows) > 1 else 0
+        counts = count_rows(shape, rows, once, padded)
+        new_tokens = sum(sequence.prompt for sequence in admitted)
+        if admitted:
+            counts = replace(counts, admitted=len(admitted), admitted_tokens=new_tokens, cached_tokens=cached)
+        found.append(counts)
+    return found, [(sequence.first, sequence.last) for sequence in sequences]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    kv: int                          # tokens in the cache
+    prompt: int
+    answer: int                      # tokens still to produce
+    first: int = -1                  # step of its first token …
+    last: int = -1                   # … and of its last
+
+    def note(self, step: int) -> None:
+        """A token of it comes in this step."""
+        self.first = step if self.first < 0 else self.first
+        self.last = step

@@ -1,0 +1,57 @@
+"""How this program starts processes of its own: with its own modules, and without its secrets.
+
+A child finds modules where this process does, but never in the current directory, where anybody may have left a file
+called torch.py. It is told only the settings that libraries below us read; API keys and tokens stay here. It has a
+session of its own: Ctrl-C in the terminal reaches this process alone, which then ends its children in order.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ridgeline.process.head_start import byte_code_environment
+
+_NAMES = frozenset(
+    "PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR TERM NO_COLOR VIRTUAL_ENV CC CXX LD_LIBRARY_PATH LD_PRELOAD "
+    "PYTHONHASHSEED PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PYTHONWARNINGS PYTHONUTF8 "
+    "PYTHONIOENCODING PYTHONFAULTHANDLER HF_HUB_OFFLINE TRANSFORMERS_OFFLINE".split()
+)
+_PREFIXES = tuple(
+    "LC_ XDG_ RIDGELINE_ OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ MALLOC_ CUDA_ NVIDIA_ NCCL_ GLOO_ TORCH_ TORCHINDUCTOR_ "
+    "PYTORCH_ TRITON_".split()
+)
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def start_child(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None, **popen: Any
+) -> subprocess.Popen[bytes]:
+    """`python -m module arguments…`; `environment` replaces what a child is told by default."""
+    told = child_environment() if environment is None else environment
+    if "PYTHONPYCACHEPREFIX" not in told:
+        told = {**told, **byte_code_environment()}
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} | popen
+    return subprocess.Popen(command, env={**told, "PYTHONPATH": os.pathsep.join(module_path())}, **options)
+
+
+def child_environment() -> dict[str, str]:
+    """Of this process's environment, what a child may know."""
+    return {name: value for name, value in os.environ.items() if _may_know(name)}
+
+
+def _may_know(name: str) -> bool:
+    return name in _NAMES or (name.startswith(_PREFIXES) and not any(word in name for word in _SECRETS))
+
+
+def module_path() -> list[str]:
+    """Where this process finds modules, without the current directory. This package's own place comes last: it may be
+    the current directory, and then nothing there hides an installed module."""
+    here = Path.cwd()
+    found = [path for path in sys.path if path and Path(path).resolve() != here]
+    return [*found, str(Path(__file__).resolve().parents[2])]

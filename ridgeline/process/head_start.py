@@ -1,0 +1,130 @@
+"""What a process of the engine does in its first lines, so that the imports behind them take less time.
+
+    head_start.begin(gpu=True)       # before anything else imports torch
+    import ...
+    head_start.imported()
+
+Importing is one thread of Python, so what it need not do is taken from it:
+
+    compiling torch's sources        which every start does where their byte code is not kept: in images that were made
+                                     without it and tell Python not to write it, or where this user may not write. There
+                                     it is kept in the cache directory (`byte_code_folder`), for our processes alone
+    the driver                       makes its context of the first GPU beside the imports, in a thread
+    Triton's library                 400 MB, of which a hash is part of every name in its cache: made in another thread
+    binding every function           of libraries with a hundred thousand of them: each is bound when it is called
+    looking for other backends       in what every installed package says of itself
+    collecting garbage               imports make none; what they made is not looked at again (gc.freeze)
+
+For processes of our own: in somebody else's, modules are imported as they like. No torch here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+from pathlib import Path
+
+from ridgeline.errors import ConfigError
+from ridgeline.process import platform
+
+_DRIVER = "libcuda.so.1"
+
+
+_dlopen_flags = sys.getdlopenflags()
+
+
+def begin(gpu: bool) -> None:
+    gc.disable()
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    sys.setdlopenflags(os.RTLD_LAZY)
+    if gpu and has_driver():
+        # The driver has the loader's lock while it starts, and whoever loads a library waits: so torch's come first.
+        importlib.import_module("torch")
+        threading.Thread(target=_open_device_early, name="open-device", daemon=True).start()
+        if importlib.util.find_spec("triton") is not None:
+            hash_triton()
+
+
+def imported() -> None:
+    """All imports are through."""
+    sys.setdlopenflags(_dlopen_flags)
+    gc.freeze()
+    gc.enable()
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False                                     # whoever needs a GPU will say so
+    return True
+
+
+def open_device() -> int:
+    """Make the context of the first GPU, which torch then finds made; the driver's code for what came of it. Calls of
+    foreign functions leave the interpreter to others."""
+    driver = ctypes.CDLL(_DRIVER)
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    return int(
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    )
+
+
+def _open_device_early() -> None:
+    """Whatever comes of it, torch does it again later and says itself what is wrong: here it only took no time off the start."""
+    try:
+        code = open_device()
+        problem = f"the driver's code is {code}" if code else ""
+    except Exception as error:                           # a library of that name which is not the driver
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        from ridgeline.process.log import get_logger  # with what it imports, nothing that a start should wait for
+
+        get_logger("start").info("the first GPU was not opened beside the imports: %s", problem)
+
+
+@functools.cache
+def hash_triton() -> threading.Thread:
+    """Begun once, by whoever comes first. To be waited for before the first look into Triton's cache, or it is made twice."""
+    cache = importlib.import_module("triton.runtime.cache")
+    thread = threading.Thread(target=getattr(cache, "triton_key", bool), name="hash-triton", daemon=True)
+    thread.start()
+    return thread
+
+
+@functools.cache
+def byte_code_folder() -> Path | None:
+    """Where our processes keep the byte code of what they import; None where Python does well without us: it lies beside
+    the sources, or will, or somebody has chosen another place."""
+    spec = importlib.util.find_spec("torch")
+    if sys.pycache_prefix is not None or spec is None or spec.origin is None:
+        return None
+    source = Path(spec.origin)
+    beside = source.with_name("__pycache__") / f"{source.stem}.{sys.implementation.cache_tag}.pyc"
+    if beside.exists() or (not sys.dont_write_bytecode and os.access(source.parent, os.W_OK)):
+        return None
+    try:
+        return platform.cache_dir() / "bytecode"         # files are named by Python's version, and checked by their source's time
+    except ConfigError:
+        return None                                      # no cache directory to be used
+
+
+def keep_byte_code() -> None:
+    """In this process, for what it imports from now on. Children are told when they are started (process/children.py)."""
+    folder = byte_code_folder()
+    if folder is not None:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+
+
+def byte_code_environment() -> dict[str, str]:
+    """What a child of ours is told. An empty PYTHONDONTWRITEBYTECODE is none."""
+    folder = byte_code_folder()
+    return {} if folder is None else {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}

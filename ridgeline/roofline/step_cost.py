@@ -1,0 +1,377 @@
+"""What one step of a decoder has to compute and to move, counted exactly and split by what it is spent on.
+
+    a model's shape and the precision of its tensors (DecoderShape)
+    the step: per row, tokens computed now and KV length including them; how many of them have logits
+    → FLOPs, and bytes of weights, of KV read and written and of activations, op by op (StepCost)
+
+Every number is the sum of the ops' own declarations in sizes/op_costs.py, called as models/decoder.py calls the ops. The last
+layer goes on only with the tokens that have logits, as there. Plain Python: planning, benchmarks and the running engine
+count with the same functions (the latter many steps at once, in vectorised.py). Nothing here knows how fast a machine is,
+but for `Peaks`, which divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from ridgeline.distributed.sharding import even_shard, head_shards
+from ridgeline.models.model_config import ModelConfig
+from ridgeline.sizes.op_costs import (
+    DTYPE_BYTES,
+    INDEX_BYTES,
+    Attended,
+    Cost,
+    Rows,
+    gated_activation_cost,
+    greedy_cost,
+    kv_bytes,
+    linear_cost,
+    paged_attention_cost,
+    rms_norm_cost,
+    rotary_write_cost,
+)
+
+LINEARS = ("qkv", "output", "gate_up", "down")
+OPS = ("embedding", "norms", *LINEARS, "rotary_write", "attention", "activation", "head", "sample")
+# What benchmarks show: the linears of the layers in one line.
+PARTS = {op: "linears" if op in LINEARS else op for op in OPS}
+
+
+# ── the model ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """A dense decoder with gated MLPs, as far as its cost goes. Bytes per element may be fractions (packed formats with
+    their scales)."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocab: int
+    weight_bytes: float = 2.0        # per element of the layers' linears …
+    kv_bytes: float = 2.0            # … of the cache: the mean of K and V, scales included
+    activation_bytes: int = 2        # … of everything between ops, norms and biases
+    window: int | None = None        # of `window_layers` layers; the others see everything
+    window_layers: int = 0
+    block_size: int = 16
+    head_bytes: float | None = None  # per element of the head; as the linears'
+    embedding_bytes: float | None = None                 # as the head's
+    rotary_dim: int | None = None    # the whole head
+    activation: str = "silu"
+    softcap: float | None = None     # of attention scores
+    qk_norm: bool = False
+    post_norms: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    last_windowed: bool = False      # has the last layer a window?
+    ranks: int = 1                   # this is the share of one of them
+
+    @property
+    def linear_weights(self) -> int:
+        """Elements of the layers' matrices; embedding and head are not among them."""
+        return self.layers * sum(inputs * outputs for inputs, outputs, _ in self.linears.values())
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int, bool]]:
+        """Inputs, outputs and bias of a layer's linears."""
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "qkv": (self.hidden, query + 2 * key_value, self.qkv_bias),
+            "output": (query, self.hidden, self.output_bias),
+            "gate_up": (self.hidden, 2 * self.intermediate, self.mlp_bias),
+            "down": (self.intermediate, self.hidden, self.mlp_bias),
+        }
+
+    @property
+    def head_element_bytes(self) -> float:
+        return self.weight_bytes if self.head_bytes is None else self.head_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes(
+            tokens=1, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, element_bytes=self.kv_bytes
+        )
+
+    def shard(self, ranks: int) -> DecoderShape:
+        """One rank's share under tensor parallelism, the fullest where it does not divide."""
+        query, key_value = head_shards(self.heads, self.kv_heads, 0, ranks)
+        return replace(
+            self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks,
+            intermediate=even_shard(self.intermediate, 0, ranks).size, vocab=even_shard(self.vocab, 0, ranks).size,
+        )  # fmt: skip
+
+
+def kv_element_bytes(kv_dtype: str, head_dim: int) -> float:
+    """Keys and values of one byte bring a float32 scale per token and head."""
+    return 1 + 4 / head_dim if kv_dtype not in DTYPE_BYTES else DTYPE_BYTES[kv_dtype]
+
+
+def decoder_shape(
+    model: ModelConfig, dtype: str, bytes_per_weight: float | None = None, kv_dtype: str | None = None,
+    block_size: int = 16, head_bytes: float | None = None,
+) -> DecoderShape:  # fmt: skip
+    """A model as the cost model sees it; weights in `dtype` unless said otherwise."""
+    size = DTYPE_BYTES[dtype]
+    windows = [window for window in model.windows if window is not None]
+    return DecoderShape(
+        hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,
+        kv_heads=model.num_kv_heads, head_dim=model.head_dim, layers=model.num_layers, vocab=model.vocab_size,
+        weight_bytes=size if bytes_per_weight is None else bytes_per_weight,
+        kv_bytes=kv_element_bytes(kv_dtype or dtype, model.head_dim), activation_bytes=size,
+        window=windows[0] if windows else None, window_layers=len(windows), block_size=block_size,
+        head_bytes=head_bytes, embedding_bytes=size, rotary_dim=model.ropes[0].dim, activation=model.activation,
+        softcap=model.attention_softcap, qk_norm=model.qk_norm, post_norms=model.post_norms, qkv_bias=model.qkv_bias,
+        output_bias=model.output_bias, mlp_bias=model.mlp_bias, last_windowed=model.windows[-1] is not None,
+    )  # fmt: skip
+
+
+# ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """All that the cost of a step asks of its rows. Sums only, so that a step of a thousand rows costs no more to judge."""
+
+    tokens: int = 0
+    logits: int = 0                  # tokens that have logits
+    last_tokens: int = 0             # tokens that go on behind the last layer's attention: those, or all
+    full: Attended = field(default_factory=Attended)     # in a layer that sees everything
+    windowed: Attended = field(default_factory=Attended)
+    last: Attended = field(default_factory=Attended)     # in the last layer
+    shared: int = 0                  # KV positions that need not be read again, in layers without a window
+    # What only planning asks: of `full`, pairs of rows with few queries; requests that begin in this step, and their tokens.
+    few_pairs: int = field(default=0, compare=False)
+    admitted: int = field(default=0, compare=False)
+    admitted_tokens: int = field(default=0, compare=False)
+    cached_tokens: int = field(default=0, compare=False)     # of these, in the prefix cache already
+
+    @property
+    def rows(self) -> int:
+        return self.full.rows
+
+
+def step_counts(
+    shape: DecoderShape, rows: Rows, logits: Sequence[int] | None = None, shared: int = 0, every_hidden: bool = False
+) -> StepCounts:
+    """`logits`: per row, how many of its last tokens have them; by default one. `shared`: KV positions of a prefix that
+    several rows have and attention reads once, counted for each row but the first. `every_hidden`: somebody reads every
+    token's hidden state, so that the last layer computes them all."""
+    last_rows = [(count, kv_len) for count, (_, kv_len) in zip(
+        (1,) * len(rows) if logits is None else logits, rows, strict=True
+    )]
+    num_logits = sum(count for count, _ in last_rows)
+    last_rows = list(rows) if every_hidden else [row for row in last_rows if row[0]]
+    tokens = sum(query_len for query_len, _ in rows)
+    return StepCounts(
+        tokens, num_logits, sum(count for count, _ in last_rows),
+        Attended.of(rows, None, shape.block_size),
+        Attended.of(rows, shape.window, shape.block_size) if shape.window_layers else Attended(),
+        Attended.of(last_rows, shape.window if shape.last_windowed else None, shape.block_size),
+        shared,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """One kind of op in a step."""
+
+    calls: int = 0                   # how often the decoder calls it
+    flops: int = 0
+    weights: int = 0                 # bytes of weights read: linears, head, embedding rows, norms, biases …
+    kv_read: int = 0                 # … of the cache read, scales included …
+    kv_written: int = 0              # … written …
+    activations: int = 0             # … and of everything else, in and out
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.kv_read + self.kv_written + self.activations
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(self.flops, self.bytes)
+
+    def __add__(self, other: OpCost) -> OpCost:
+        return OpCost(
+            self.calls + other.calls, self.flops + other.flops, self.weights + other.weights,
+            self.kv_read + other.kv_read, self.kv_written + other.kv_written, self.activations + other.activations,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """A step, op by op, and what its ranks say to each other."""
+
+    ops: Mapping[str, OpCost]
+    collectives: int = 0             # all-reduces and the gathering of logits; 0 on one rank
+    collective_bytes: int = 0        # of their results on one rank
+
+    @property
+    def total(self) -> OpCost:
+        return sum(self.ops.values(), OpCost())
+
+    @property
+    def flops(self) -> int:
+        return self.total.flops
+
+    @property
+    def bytes(self) -> int:
+        return self.total.bytes
+
+    @property
+    def linear_flops(self) -> int:
+        return sum(self.ops[name].flops for name in LINEARS)
+
+    @property
+    def attention_flops(self) -> int:
+        return self.ops["attention"].flops
+
+    @property
+    def head_flops(self) -> int:
+        return self.ops["head"].flops
+
+    @property
+    def matrix_flops(self) -> int:
+        """What the matrix units compute: linears, attention and head. Norms, rotation and sampling are not theirs."""
+        return self.linear_flops + self.attention_flops + self.head_flops
+
+
+def step_cost(
+    shape: DecoderShape, rows: Rows, logits: Sequence[int] | None = None, shared: int = 0, every_hidden: bool = False
+) -> StepCost:
+    """The cost of one forward pass and of choosing its tokens; arguments as of `step_counts`."""
+    return cost_of(shape, step_counts(shape, rows, logits, shared, every_hidden))
+
+
+def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
+    size, layers = shape.activation_bytes, shape.layers
+    tokens, last, logits = counts.tokens, counts.last_tokens, counts.logits
+    behind = bool(last)                                  # without logits the last layer ends once K and V are written
+
+    def linear(calls: int, times: int, inputs: int, outputs: int, bias: bool, weight_bytes: float) -> OpCost:
+        none, one = (
+            linear_cost(
+                tokens=count, inputs=inputs, outputs=outputs, bias=bias, weight_bytes=weight_bytes, element_bytes=size
+            ) for count in (0, 1)
+        )  # fmt: skip
+        return each_token(calls, times, none, one)
+
+    def matrix(name: str) -> OpCost:
+        calls, times = (layers, layers * tokens) if name == "qkv" else (
+            layers - 1 + behind, (layers - 1) * tokens + last
+        )  # fmt: skip
+        return linear(calls, times, *shape.linears[name], shape.weight_bytes)
+
+    def each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) -> OpCost:
+        """An op over tokens: `none` is its cost without any, which is the weights that it reads."""
+        moved = times * (one.bytes - none.bytes - written)
+        return OpCost(calls, times * one.flops, calls * none.bytes, 0, times * written, moved)
+
+    def norm(calls: int, times: int, residual: bool) -> OpCost:
+        none, one = (
+            rms_norm_cost(tokens=count, width=shape.hidden, residual=residual, element_bytes=size) for count in (0, 1)
+        )
+        return each_token(calls, times, none, one)
+
+    def attention(attended: Attended, window: int | None, shared: int) -> OpCost:
+        attended = replace(attended, keys=attended.keys - shared)
+        cost = paged_attention_cost(
+            rows=attended, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+            block_size=shape.block_size, window=window, softcap=shape.softcap, element_bytes=size,
+            kv_element_bytes=shape.kv_bytes,
+        )
+        read = kv_bytes(
+            tokens=attended.keys, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+            element_bytes=shape.kv_bytes,
+        )
+        return OpCost(1, cost.flops, 0, read, 0, cost.bytes - read)
+
+    def times(op: OpCost, count: int) -> OpCost:
+        return OpCost(*(count * getattr(op, each.name) for each in fields(OpCost)))
+
+    windowed = shape.window_layers - shape.last_windowed
+    attend = times(attention(counts.full, None, counts.shared), layers - 1 - windowed)
+    if windowed:
+        attend += times(attention(counts.windowed, shape.window, 0), windowed)
+    if behind:
+        window, shared = (shape.window, 0) if shape.last_windowed else (None, counts.shared)
+        attend += attention(counts.last, window, shared)
+
+    def rotary(count: int) -> Cost:
+        return rotary_write_cost(
+            tokens=count, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+            rotary_dim=shape.head_dim if shape.rotary_dim is None else shape.rotary_dim, block_size=shape.block_size,
+            norm=shape.qk_norm, element_bytes=size, kv_element_bytes=shape.kv_bytes,
+        )
+
+    def activation(count: int) -> Cost:
+        return gated_activation_cost(
+            tokens=count, intermediate=shape.intermediate, kind=shape.activation, element_bytes=size
+        )
+
+    written = kv_bytes(
+        tokens=1, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=shape.kv_bytes
+    )
+    # The first norm has no residual to add; of the last layer's norms the one before attention sees every token, and the
+    # others, as the one behind the stack, those that go on. Norms behind a linear add nothing.
+    norms = norm(1, tokens, False) + norm(2 * layers - 2 + 2 * behind, (2 * layers - 2) * tokens + 2 * last, True)
+    if shape.post_norms:
+        norms += norm(2 * (layers - 1 + behind), 2 * ((layers - 1) * tokens + last), False)
+    turn = each_token(layers, layers * tokens, Cost(), rotary(1), written)
+    if shape.qk_norm:
+        qk = layers * 2 * shape.head_dim * size
+        turn = replace(turn, weights=qk)
+    row = round(shape.hidden * (shape.head_element_bytes if shape.embedding_bytes is None else shape.embedding_bytes))
+    choice = greedy_cost(rows=logits, vocab=shape.vocab, element_bytes=size)
+    collectives = (2 * layers + 1 + bool(logits)) if shape.ranks > 1 else 0
+    spoken = tokens * (2 * layers - 1) + 2 * last        # the embedding, two in each layer
+    return StepCost(
+        {
+            "embedding": OpCost(1, 0, tokens * row, 0, 0, tokens * (shape.hidden * size + INDEX_BYTES)),
+            "norms": norms,
+            **{name: matrix(name) for name in LINEARS},
+            "rotary_write": turn,
+            "attention": attend,
+            "activation": each_token(layers - 1 + behind, tokens * (layers - 1) + last, Cost(), activation(1)),
+            "head": linear(bool(logits), logits, shape.hidden, shape.vocab, False, shape.head_element_bytes),
+            "sample": OpCost(bool(logits), choice.flops, 0, 0, 0, choice.bytes),
+        },
+        collectives,
+        (spoken * shape.hidden + logits * shape.vocab * shape.ranks) * size if shape.ranks > 1 else 0,
+    )  # fmt: skip
+
+
+# ── the machine, and what follows from both ──────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Bytes and FLOPs per second of a device: as measured, or as its data sheet says."""
+
+    read_bytes_s: float
+    flops_s: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte above which computing, not reading, takes longer."""
+        return self.flops_s / self.read_bytes_s
+
+    def seconds(self, cost: Cost) -> float:
+        return max(cost.bytes / self.read_bytes_s, cost.flops / self.flops_s)
+
+    def floor(self, step: StepCost) -> dict[str, float]:
+        """Least seconds by op: every op at its own roof, none beside another."""
+        return {name: self.seconds(op.cost) for name, op in step.ops.items()}
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Tokens that a verification step of so many drafts yields, each accepted with this probability if those before it
+    are: 1 + α + … + αᵏ = (1 − αᵏ⁺¹) / (1 − α)."""
+    if acceptance >= 1.0:
+        return float(drafts + 1)
+    return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)

@@ -1,0 +1,224 @@
+"""Every step of a running engine, recorded: what it had to compute and move, how long it took, and where time went.
+
+The engine's loop tells of each step (`planned`, `took`), which notes a few references. `fold` counts what was noted, all
+steps at once, and adds it to sums by phase; whoever reports calls it, some ten times a second. Sums only grow, so that
+the difference of two is a window. Reads plans and results, never changes them; knows neither torch nor the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ridgeline.messages import StepPlan, StepResult, Want
+from ridgeline.roofline.peaks import MachinePeaks
+from ridgeline.roofline.step_cost import LINEARS, OPS, DecoderShape
+from ridgeline.roofline.vectorised import ManyCosts, StepCosts
+
+PHASES = ("prefill", "decode", "mixed")
+_PREFILL, _DECODE, _MIXED = range(3)
+REMEMBERED = 512                     # points kept; and steps noted before they are folded unasked
+_EVERY_HIDDEN = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)
+_IS_MATRIX = np.array([float(name in (*LINEARS, "attention", "head")) for name in OPS])
+# Norms and activations are part of their neighbours' kernels wherever launching matters.
+_IS_LAUNCHED = np.array([float(name not in ("norms", "activation")) for name in OPS])
+_ROWS_AT_ONCE = 32_000               # of four bytes each: less than malloc gets from the system and gives back each time
+# Of a note.
+_AT, _SECONDS, _WAITING, _DEVICE, _SHARED, _PADDED, _RECOMPUTED, _REJECTED, _REPLAYED, _COMMUNICATION = range(10)
+_BEATEN = 0.9                        # of the predicted time: a step that needs less has beaten the peaks
+
+
+@dataclass(slots=True)
+class PhaseSums:
+    """What all steps of a phase came to. Times in seconds."""
+
+    steps: float = 0.0
+    seconds: float = 0.0             # from the end of the step before, or from when there was work, to its end
+    device: float = 0.0              # of these, on the device
+    queued: float = 0.0              # requests that waited × seconds
+    rows: float = 0.0
+    tokens: float = 0.0              # computed, without padding
+    sampled: float = 0.0             # tokens of answers
+    padded: float = 0.0
+    recomputed: float = 0.0
+    rejected: float = 0.0
+    flops: float = 0.0               # of matrix products and attention, without padding
+    padding_flops: float = 0.0
+    recomputed_flops: float = 0.0    # of `flops`, what was computed before …
+    rejected_flops: float = 0.0      # … or in vain
+    weights: float = 0.0             # bytes
+    kv_read: float = 0.0
+    kv_written: float = 0.0
+    activations: float = 0.0
+    compute: float = 0.0             # predicted: FLOPs at the measured rate …
+    memory: float = 0.0              # … and bytes at the measured bandwidth
+    on_compute: float = 0.0          # every op at its own roof, by what binds it
+    on_weights: float = 0.0
+    on_kv: float = 0.0
+    on_activations: float = 0.0
+    launch: float = 0.0              # predicted, of issuing its kernels
+    replayed: float = 0.0            # steps that were a recorded graph
+    communication: float = 0.0       # seconds of `device` in which ranks waited for each other, where that is known
+
+    def values(self) -> list[float]:
+        return [getattr(self, name) for name in SUMS]
+
+    def add(self, values: np.ndarray) -> None:
+        for name, value in zip(SUMS, values.tolist(), strict=True):
+            setattr(self, name, getattr(self, name) + value)
+
+
+SUMS = tuple(each.name for each in fields(PhaseSums))
+_AS_NOTED = {
+    "padded": _PADDED, "recomputed": _RECOMPUTED, "rejected": _REJECTED, "replayed": _REPLAYED,
+    "communication": _COMMUNICATION,
+}  # fmt: skip
+_PLACE = {name: place for place, name in enumerate(SUMS)}
+# One step, for a plot: when it ended, phase, tokens, rows, FLOPs, bytes; seconds in all, on the device, predicted for
+# computing and for memory.
+POINT = ("at", "phase", "tokens", "rows", "flops", "bytes", "seconds", "device", "compute", "memory")
+
+
+class StepRecorder:
+    def __init__(
+        self, shape: DecoderShape, dtype: str, read_bytes: Callable[[int], tuple[int, int]] | None = None
+    ) -> None:
+        """`dtype`: that the matrix units compute in. `read_bytes`: see StepCosts."""
+        self.dtype = dtype
+        self.peaks: MachinePeaks | None = None           # not known yet: steps are counted, and nothing is predicted
+        self.sums = {phase: PhaseSums() for phase in PHASES}
+        self.points: deque[list[float]] = deque(maxlen=REMEMBERED)
+        self.num_points = 0                              # so far; the last ones are in `points`
+        self.beaten = False                              # a step was faster than the peaks allow
+        self._costs = StepCosts(shape, read_bytes)
+        self._plans: deque[StepPlan] = deque()
+        self._rows: list[tuple[np.ndarray, ...]] = []    # of each step noted: tokens, wishes and KV length by row …
+        self._notes: list[tuple[float, ...]] = []        # … and the numbers above
+        self._since = 0.0                                # the end of the step before; 0: there was no work
+
+    @property
+    def shape(self) -> DecoderShape:
+        return self._costs.shape
+
+    @property
+    def weight_bytes(self) -> float:
+        """Per element of the linears, in a step of one row."""
+        return self._costs.weight_bytes
+
+    # -- on the way of every step --------------------------------------------------------------------------------------
+
+    def planned(self, plan: StepPlan) -> None:
+        if not self._since:
+            self._since = time.monotonic()
+        self._plans.append(plan)
+
+    def took(self, result: StepResult, waiting: int, goes_on: bool) -> None:
+        """The oldest planned step's result. `goes_on`: is there more work?"""
+        now, plan = time.monotonic(), self._plans.popleft()
+        self._rows.append((plan.num_tokens, plan.want, result.lengths))
+        self._notes.append((
+            now, now - self._since, waiting, result.device_seconds, result.shared, result.padded, result.recomputed,
+            result.rejected, result.replayed, result.communication,
+        ))  # fmt: skip
+        self._since = now if goes_on or self._plans else 0.0
+        if len(self._notes) >= REMEMBERED:
+            self.fold()
+
+    def dropped(self) -> StepPlan:
+        """The newest planned step, which did not run."""
+        return self._plans.pop()
+
+    # -- now and then --------------------------------------------------------------------------------------------------
+
+    def use(self, peaks: MachinePeaks) -> None:
+        """Predict with these from now on. Earlier sums were of other peaks, or none: they begin again."""
+        if peaks != self.peaks:
+            self.fold()
+            self.peaks = peaks
+            self.sums = {phase: PhaseSums() for phase in PHASES}
+            self.points.clear()
+
+    def fold(self) -> None:
+        """Count what was noted since the last time, in parts whose arrays no allocator asks the system for."""
+        rows, notes = self._rows, self._notes
+        self._rows, self._notes = [], []
+        begin = size = 0
+        for end, (new, _, _) in enumerate(rows):
+            if size + len(new) > _ROWS_AT_ONCE and end > begin:
+                self._count(rows[begin:end], notes[begin:end])
+                begin, size = end, 0
+            size += len(new)
+        if rows:
+            self._count(rows[begin:], notes[begin:])
+
+    def _count(self, rows: list[tuple[np.ndarray, ...]], notes: list[tuple[float, ...]]) -> None:
+        counts = np.array([len(new) for new, _, _ in rows])
+        starts = np.cumsum(counts) - counts
+        new, wants = (np.concatenate([each[which] for each in rows]) for which in (0, 1))
+        lengths = np.concatenate([each[2] for each in rows], dtype=np.int32, casting="unsafe")
+        numbers = np.array(notes).T
+        costs = self._costs.of(
+            counts, new, lengths, wants & np.int8(Want.TOKEN), numbers[_SHARED],
+            every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0,
+        )  # fmt: skip
+        # Rows with one token decode; the others compute prompts.
+        phases = np.where(costs.tokens == counts, _DECODE, _PREFILL)
+        if int(costs.tokens.sum()) > len(new):
+            phases[(phases == _PREFILL) & (np.minimum.reduceat(new, starts) == 1)] = _MIXED
+        table = self._table(numbers, costs)
+        for number in set(phases.tolist()):
+            self.sums[PHASES[number]].add(table[:, phases == number].sum(axis=1))
+        self._keep_points(numbers[_AT], phases, table)
+
+    def _table(self, numbers: np.ndarray, costs: ManyCosts) -> np.ndarray:
+        """[sums, steps]"""
+        table = np.zeros((len(SUMS), numbers.shape[1]))
+        seconds = numbers[_SECONDS]
+        table[_PLACE["steps"]] = 1
+        table[_PLACE["seconds"]] = seconds
+        table[_PLACE["device"]] = np.minimum(numbers[_DEVICE], seconds)
+        table[_PLACE["queued"]] = numbers[_WAITING] * seconds
+        table[_PLACE["rows"]], table[_PLACE["tokens"]], table[_PLACE["sampled"]] = costs.rows, costs.tokens, costs.logits
+        for name, which in _AS_NOTED.items():
+            table[_PLACE[name]] = numbers[which]
+        matrix = table[_PLACE["flops"]] = costs["flops"] @ _IS_MATRIX
+        # Padding goes through the linears of every layer and sees nothing; the rest is the mean of its step's tokens.
+        table[_PLACE["padding_flops"]] = numbers[_PADDED] * (2 * self._costs.shape.linear_weights)
+        per_token = matrix / np.maximum(costs.tokens, 1)
+        table[_PLACE["recomputed_flops"]] = numbers[_RECOMPUTED] * per_token
+        table[_PLACE["rejected_flops"]] = numbers[_REJECTED] * per_token
+        for name in ("weights", "kv_read", "kv_written", "activations"):
+            table[_PLACE[name]] = costs[name].sum(axis=1)
+        if self.peaks is not None:
+            self._predict(table, costs, self.peaks, numbers[_DEVICE])
+        return table
+
+    def _predict(self, table: np.ndarray, costs: ManyCosts, peaks: MachinePeaks, device: np.ndarray) -> None:
+        """`device`: seconds as the device counted them. A host that was late to take in the step before sees less of a
+        step than it took, and that beats nothing."""
+        rate, per_byte = peaks.rate(self.dtype), 1 / peaks.read_bytes_s
+        weights, kv = costs["weights"], costs["kv_read"] + costs["kv_written"]
+        computing, moving = costs["flops"] / rate, (weights + kv + costs["activations"]) * per_byte
+        compute = table[_PLACE["compute"]] = table[_PLACE["flops"]] / rate
+        table[_PLACE["memory"]] = moving.sum(axis=1)
+        moves = computing <= moving                      # which ops memory binds
+        on_memory, on_weights, on_kv = ((values * moves).sum(axis=1) for values in (moving, weights, kv))
+        table[_PLACE["on_compute"]] = (computing * ~moves).sum(axis=1)
+        table[_PLACE["on_weights"]], table[_PLACE["on_kv"]] = on_weights * per_byte, on_kv * per_byte
+        table[_PLACE["on_activations"]] = on_memory - (on_weights + on_kv) * per_byte
+        each = np.where(table[_PLACE["replayed"]] > 0, peaks.launch_s, peaks.host_launch_s or peaks.launch_s)
+        table[_PLACE["launch"]] = (costs["calls"] @ _IS_LAUNCHED) * each
+        read = (table[_PLACE["weights"]] + table[_PLACE["kv_read"]]) * per_byte
+        self.beaten |= bool((device < _BEATEN * np.maximum(compute, read)).any())
+
+    def _keep_points(self, at: np.ndarray, phases: np.ndarray, table: np.ndarray) -> None:
+        moved = table[_PLACE["weights"] : _PLACE["activations"] + 1].sum(axis=0)
+        tokens, rows, flops, *times = (
+            table[_PLACE[name]] for name in ("tokens", "rows", "flops", "seconds", "device", "compute", "memory")
+        )
+        self.points.extend(np.stack([at, phases, tokens, rows, flops, moved, *times], axis=1).tolist())
+        self.num_points += len(at)

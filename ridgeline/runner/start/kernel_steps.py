@@ -1,0 +1,150 @@
+"""The steps whose kernels are compiled before the first request: one of every kind that there can be.
+
+Kernels come in variants, and which one a step launches follows from few of its numbers. `kernel_steps` has them all:
+
+    linears, norms               by tokens: sizes that decodes are recorded in, prompts, the largest steps
+    decode attention             by rows: decodes alone, beside a prompt, after a shared prefix
+    prompt attention             by the tokens of the longest prompt, where there is no kernel for all
+    greedy tokens                with every step
+    sampling                     drawn, filtered, or the best; one row or many; of the model's logits or of edited ones
+    masks, log-probabilities     of sampled tokens and of prompts
+
+The steps go through the runner while launches are only collected (ops/compile_ahead.py), with few layers, with KV pages that
+are too few to run them, and before the weights are there. Kinds that do not come (a kernel for prompts that the model does
+not use, prefixes that are never long enough) are not compiled, since nobody launches them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ridgeline.distributed.comm import Communicator
+from ridgeline.messages import RowAdded, StepPlan, Want
+from ridgeline.models.decoder import Decoder
+from ridgeline.ops.compile_ahead import CompileAhead
+from ridgeline.ops.linear import gemm_gated
+from ridgeline.resolve import ResolvedConfig
+from ridgeline.runner.device_rows import DeviceRows
+from ridgeline.runner.forward import EagerForward
+from ridgeline.runner.kv_buffers import KVBuffers
+from ridgeline.runner.runner import Runner
+from ridgeline.runner.sampler import Sampler
+from ridgeline.runner.shared_prefix import FEWEST_ROWS, FEWEST_SAVED
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.sizes.graph_shapes import GraphShapes, decode_sizes
+
+_NONE = np.zeros(0, np.int32)
+FINE_SIZES = 256                     # up to here every recorded number of decodes; beyond it linears are the library's
+COARSE_SIZES = {*(2**power for power in range(8)), *(2**power for power in range(9, 20, 2))}     # one in each class of attention
+SAMPLING_ROWS = (1, 16)              # as few as draw alone, and more
+# How tokens are chosen, and from what: the model's logits, those that a row has changed, those that a grammar allows.
+CHOSEN: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "logprobs": 5},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "logprobs": 1},
+)
+EDITED: tuple[dict[str, Any], ...] = ({}, {"repetition_penalty": 1.1}, {"structured_outputs": {"regex": "a"}})
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    counts: list[int]                # tokens of each row, decodes first
+    past: int = 0                    # tokens that each row has already
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
+    want: Want = Want.TOKEN
+    masked: bool = False
+    added: bool = True               # False: its rows, decodes, go on from a step before
+    used: bool = False               # others may have had its rows: their tables are pointed at block 0, which is nobody's
+
+
+def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Iterator[KernelStep]:
+    """The ones that take longest to compile first."""
+    num_rows, longest = min(max_rows, max_step_tokens), max_model_len - 1
+    most = min(max_step_tokens, num_rows * longest)
+    for tokens in dict.fromkeys([most, min(most, gemm_gated.FEWEST_ROWS - 1)]):
+        whole, rest = divmod(tokens, longest)
+        yield KernelStep([rest] * (rest == 1) + [longest] * whole + [rest] * (rest > 1))
+    shapes = GraphShapes(max_rows, max_step_tokens)
+    sizes = sorted({size for size in shapes.decodes if size <= num_rows} | {num_rows}, reverse=True)
+    coarse = [size for size in sizes if size in COARSE_SIZES or size == num_rows]
+    for size in sizes:
+        if size <= FINE_SIZES or size in coarse:
+            yield KernelStep([1] * size, added=size == num_rows or longest < len(sizes))
+    for size in coarse:
+        if 1 < size < max_step_tokens and longest > 1:
+            yield KernelStep([1] * (size - 1) + [2])
+    for size in sorted({size for size in (*coarse, FEWEST_ROWS) if FEWEST_ROWS <= size <= num_rows}, reverse=True):
+        past = -(-FEWEST_SAVED // (size - 1)) + 64                           # the last block is not shared
+        if past < longest:
+            yield KernelStep([1] * size, past)
+    beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
+    for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
+        if tokens <= min(longest, max_step_tokens) and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
+            yield KernelStep([tokens])
+    for size in SAMPLING_ROWS:
+        if size <= num_rows:
+            for edits, chosen in itertools.product(EDITED, CHOSEN):
+                want = Want.TOKEN | Want.LOGPROBS if "logprobs" in chosen else Want.TOKEN
+                masked = "structured_outputs" in edits
+                yield KernelStep([1] * size, params=SamplingParams(**edits, **chosen), want=want, masked=masked)
+    scored = SamplingParams(temperature=0, prompt_logprobs=1)
+    for rows in (15, *beyond):                           # of which the head makes logits
+        if rows < min(longest, max_step_tokens):
+            yield KernelStep([rows + 1], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
+
+
+def collect_kernels(
+    ahead: CompileAhead, config: ResolvedConfig, model: Decoder, rows: DeviceRows, sampler: Sampler, comm: Communicator
+) -> None:
+    """Begin to compile what steps of this model will launch. Rows and sampler are afterwards as before."""
+    if not ahead.active:
+        return
+    chosen = _one_of_each(model)
+    few = model.with_layers(chosen)
+    buffers = KVBuffers(config.groups, 2, getattr(torch, config.kv_dtype), rows.device)
+    pages = buffers.layers()
+    forward = EagerForward(few, [pages[number] for number in chosen], rows.last_token)
+    runner = Runner(few, forward, rows, sampler, buffers, comm)
+    with ahead.collecting():
+        for step in kernel_steps(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len):
+            run_step(runner, len(config.groups), step)
+    runner.remove(np.arange(config.max_num_seqs))
+    rows.last_token.zero_()
+    for prefixes in rows.prefixes:
+        prefixes.steps = prefixes.saved = 0
+    if rows.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()                         # what steps need is measured later, as if this had not been
+
+
+def _one_of_each(model: Decoder) -> list[int]:
+    """The first layer, which adds nothing to a stream; of those between one with each window; the last, of few tokens."""
+    windows = model.config.windows
+    first = {window: number for number, window in reversed(list(enumerate(windows))) if number}
+    return sorted({0, len(windows) - 1, *first.values()})
+
+
+def run_step(runner: Runner, num_groups: int, step: KernelStep) -> None:
+    rows = np.arange(len(step.counts), dtype=np.int32)
+    added = []
+    if step.added:
+        tokens = np.zeros(step.past + max(step.counts), np.int32)
+        size = runner.rows.block_size
+        added = [
+            RowAdded(
+                row, tokens[: step.past + count], step.past + count, step.past,
+                [tokens[: (step.past + count + size - 1) // size] if step.used else _NONE] * num_groups, step.params, 0,
+            )
+            for row, count in enumerate(step.counts)
+        ]  # fmt: skip
+    want = np.full(len(rows), step.want, np.int8)
+    runner.submit(StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32), want))
+    words = -(-runner.model.config.vocab_size // 32)
+    runner.sample(np.full((len(rows), words), -1, np.int32) if step.masked else None)
+    runner.collect()

@@ -1,0 +1,120 @@
+"""Results on their way from the device to the host, masks on theirs to it, and the time a step took there. Nothing here
+waits until it is asked."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.sizes.op_costs import mask_bytes
+
+
+class Fetched:
+    """Copies of device tensors as numpy arrays, started now; to be read once the step's landing has been waited for."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        on_gpu = tensors[0].is_cuda
+        # Into pinned memory: any other makes the host wait for the copy, and so for every step before it. Copied on a
+        # CPU, too: the next step may write to the same place.
+        self._tensors = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu).copy_(tensor, non_blocking=on_gpu)
+            for tensor in tensors
+        ]
+
+    def arrays(self) -> list[np.ndarray]:
+        return [tensor.numpy() for tensor in self._tensors]
+
+
+class Landing:
+    """Where a step arrives on the host: its greedy tokens, and the device's times. Used again and again, since to make pinned
+    memory and events takes longer than to fill them."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
+        self._times = [0.0, 0.0]
+        self._memory = torch.empty(9 * max_rows + 16, dtype=torch.uint8, pin_memory=on_gpu)
+        self._bytes = self._memory.numpy()
+        self._parts: dict[int, Tensor] = {}              # of the memory, by size
+        self._size = 0
+
+    def start(self) -> None:
+        self._mark(0)
+
+    def fetch(self, greedy: Tensor) -> None:
+        """See Computed.greedy. Before stop()."""
+        self._size = size = len(greedy)
+        if size not in self._parts:
+            self._parts[size] = self._memory[:size]
+        self._parts[size].copy_(greedy, non_blocking=True)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events is None:
+            self._times[which] = time.perf_counter()
+        else:
+            self._events[which].record()
+
+    def wait(self) -> float:
+        """Until everything before stop() is done and here; the seconds between start and stop, on the device."""
+        if self._events is None:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+    def greedy(self, num_sampled: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and which of them failed, until the next fetch()."""
+        return self._bytes[: 8 * num_sampled].view(np.int64), self._bytes[self._size - num_sampled : self._size].view(np.bool_)
+
+
+def pinned_array(shape: tuple[int, int], on_gpu: bool) -> np.ndarray:
+    """Room for int32 that is sent to the device again and again (`send_beside`); on a CPU it is the device's own."""
+    return torch.empty(shape, dtype=torch.int32, pin_memory=True).numpy() if on_gpu else np.empty(shape, np.int32)
+
+
+class _Beside:
+    """A stream beside the one that computes, and room on the device for what goes there again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._there = torch.cuda.Event()
+        self._room = torch.empty(0, dtype=torch.int32, device=device)
+
+    def reserve(self, size: int) -> None:
+        if self._room.numel() < size:
+            torch.cuda.synchronize(self._device)         # the old room may be in use
+            self._room = torch.empty(size, dtype=torch.int32, device=self._device)
+
+    def send(self, array: np.ndarray) -> Tensor:
+        self.reserve(array.size)
+        sent = self._room[: array.size].view(array.shape)
+        with torch.cuda.stream(self._stream):
+            sent.copy_(torch.from_numpy(array), non_blocking=True)
+            self._there.record()
+        torch.cuda.current_stream(self._device).wait_event(self._there)
+        return sent
+
+
+def send_beside(array: np.ndarray, device: torch.device) -> Tensor:
+    """The int32 array on the device, sent while the device computes what was launched before: what is launched from now on
+    waits for it. The array must stay as it is until the step that was launched last has been read, and what was sent before
+    is gone: whoever read it must have been collected."""
+    return torch.from_numpy(array) if device.type != "cuda" else _beside(device).send(array)
+
+
+def reserve_masks(rows: int, vocab: int, device: torch.device) -> None:
+    """Room on the device for what `send_beside` sends: which of `vocab` ids a grammar allows, for so many rows."""
+    if device.type == "cuda":
+        _beside(device).reserve(mask_bytes(rows=rows, vocab=vocab) // 4)
+
+
+@functools.cache
+def _beside(device: torch.device) -> _Beside:
+    return _Beside(device)

@@ -1,0 +1,484 @@
+"""`/v1/chat/completions`: a conversation. Requests and answers as types; see server/api/generation for what completions have
+too, server/parse/tools for what tools mean, and server/parse/reasoning for how they are found in an answer's text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
+from ridgeline.server.api.generation import (
+    GenerationRequest,
+    Reply,
+    Usage,
+    Writer,
+    finite,
+    prompt_logprobs,
+    ranked,
+    structured_outputs,
+)
+from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Event, Reasoning
+from ridgeline.server.parse.reasoning import MessageParser
+from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
+from ridgeline.text.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+# -- what may be asked -------------------------------------------------------------------------------------------------
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None         # other names of it
+    thinking: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
+    # Clients send an assistant's message back as they got it, with these empty.
+    refusal: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    images: Any = None
+    # Hints: what client libraries note on a message for themselves, or for servers that bill by the cache.
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
+    reasoning_items: Any = None
+    cache_control: Any = None
+    metadata: Any = None
+    is_error: Any = None
+
+    def plain(self, where: str) -> dict[str, Any]:
+        """As the chat template wants it. `developer` is the newer name of `system`, `function` the older of `tool`."""
+        if self.role not in ROLES:
+            raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}")
+        for name in ("annotations", "audio", "images"):
+            if getattr(self, name):
+                raise Unsupported(f"{where}.{name} is not supported by this server; leave it out")
+        message: dict[str, Any] = {
+            "role": {"developer": "system", "function": "tool"}.get(self.role, self.role),
+            "content": self._content(),
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            if message["role"] != "tool":
+                raise BadRequest(f"{where}.tool_call_id belongs to messages of role tool only")
+            message["tool_call_id"] = self.tool_call_id
+        thoughts = (self.reasoning_content, self.reasoning, self.thinking)
+        if (thought := next((each for each in thoughts if each is not None), None)) is not None:
+            message["reasoning_content"] = thought
+        if self.tool_calls or self.function_call:
+            if self.role != "assistant":
+                raise BadRequest(f"{where}.tool_calls belongs to messages of role assistant only")
+            message["tool_calls"] = self._calls(where)
+        return message
+
+    def _content(self) -> str | list[dict[str, Any]] | None:
+        if self.content is None:
+            return self.refusal
+        if isinstance(self.content, str):
+            return self.content
+        refusals = ({"type": "text", "text": part.get("refusal")} for part in self.content if part.get("type") == "refusal")
+        return [next(refusals) if part.get("type") == "refusal" else part for part in self.content]
+
+    def _calls(self, where: str) -> list[dict[str, Any]]:
+        if self.tool_calls and self.function_call:
+            raise BadRequest(f"{where} has tool_calls and function_call; give one of them")
+        calls = self.tool_calls or [{"type": "function", "function": self.function_call}]
+        for place, call in enumerate(calls):
+            at = f"{where}.tool_calls[{place}]"
+            match call:
+                case {"function": {"name": str(name), "arguments": str() | Mapping()}} if name:
+                    pass
+                case _:
+                    raise BadRequest(f"{at}.function must be an object with a name and arguments")
+            if call.get("type", "function") != "function":
+                raise BadRequest(f"{at}.type must be 'function'; got {shown(call['type'])}")
+        return calls
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None        # for templates that know what to do with them
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None        # the older names of tools and tool_choice
+    function_call: Any = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    include_reasoning: bool | None = None
+
+    prediction: Any = None               # a hint: what an answer will look like changes its speed at most
+
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+    chat_template: Any = None
+
+    HINTS: ClassVar[tuple[str, ...]] = (*GenerationRequest.HINTS, "prediction")
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "moderation": (),
+        "chat_template": (),
+    }
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Without a limit of its own or the model's, an answer may be as long as the context."""
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise BadRequest("max_tokens and max_completion_tokens differ; give one")
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise BadRequest(f"top_logprobs must be an integer between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}")
+        most = limits.pop() if limits else defaults.get("max_tokens")
+        params = self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
+        params.structured_outputs = self._language()
+        return params
+
+    @property
+    def length_field(self) -> str:
+        return super().length_field if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def _language(self) -> StructuredOutputs | None:
+        """What the answer is held to: calls where they are demanded, else what was asked for; with tools, either."""
+        use, asked = self.tool_use(), self.structured()
+        if (schema := use.schema()) is not None:
+            names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+            given = next((name for name in names if getattr(self, name) is not None), "")
+            if given:                                    # a response_format is for answers without calls, as elsewhere
+                raise BadRequest(f"{given} leaves no room for the calls that tool_choice demands; give one of the two")
+            return structured_outputs("tools", json=schema, disable_any_whitespace=True)     # noise may write blanks for ever
+        if asked is None or use.mode != "auto":
+            return asked
+        if asked.kind not in ("json", "json_object"):
+            raise BadRequest(f"structured_outputs.{asked.kind} leaves no room for tools; set tool_choice to 'none'")
+        answer = json.loads(asked.json) if isinstance(asked.json, str) else {"type": "object"}
+        return structured_outputs("tools", json=answer_or_calls_schema(answer, use))
+
+    def tool_use(self) -> ToolUse:
+        if not self.functions:
+            if self.function_call not in (None, "none", "auto"):
+                raise BadRequest("function_call needs functions")
+            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
+        if self.tools:
+            raise BadRequest("tools and functions are two names of the same; give one")
+        tools = [
+            {"type": "function", "function": plain_function(each, f"functions[{place}]")}
+            for place, each in enumerate(self.functions)
+        ]
+        match self.function_call:
+            case None | "none" | "auto":
+                choice: Any = self.function_call
+            case {"name": str(name)} as named:
+                only(named, "function_call", "name")
+                choice = {"type": "function", "function": {"name": name}}
+            case _:
+                raise BadRequest('function_call must be "none", "auto" or {"name": …}; got ' + shown(self.function_call))
+        return tool_use(tools, choice, parallel=False)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        if not self.messages:
+            raise BadRequest("messages must be a list with at least one message")
+        return [message.plain(f"messages[{place}]") for place, message in enumerate(self.messages)]
+
+    def template(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages. Which of the variables it reads is the template's."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                variables |= {"enable_thinking": False, "thinking": False}
+        if self.verbosity is not None:
+            variables["verbosity"] = self.verbosity
+        if self.documents is not None:
+            variables["documents"] = self.documents
+        variables |= self.chat_template_kwargs or {}
+        given: dict[str, Any] = {
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
+            "chat_template_kwargs": variables or None,
+            "tools": list(self.tool_use().tools) or None,
+        }
+        if self.add_special_tokens is not None:
+            given["add_special_tokens"] = self.add_special_tokens
+        return given
+
+    def echoed(self) -> str:
+        """What stands before the answer: the last message, where echo is asked for and the answer continues it."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant" or last.content is None:
+            return ""
+        return last.content if isinstance(last.content, str) else "\n".join(str(part.get("text")) for part in last.content)
+
+
+# -- how answers are written -------------------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET   # the same by its newer name
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: Any = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    index: int
+    function: FunctionDelta
+    id: str | None = None                # id, type and name come once
+    type: str | None = None
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    function_call: FunctionDelta | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: Any = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatWriter(Writer):
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    one_prompt = True
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        params: SamplingParams,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        reading: Reading | None = None,
+    ) -> None:
+        super().__init__(request, params, request_id, model, tokenizer)
+        self._reading = reading or Reading()
+        self._parsers: dict[int, MessageParser | None] = {}      # by choice
+        self._echoed = request.echoed()
+        self._old_names = bool(request.functions)                # function_call instead of tool_calls
+        self._hide_reasoning = request.include_reasoning is False
+
+    # -- streamed ------------------------------------------------------------------------------------------------------
+
+    def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
+        chunks: list[Any] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            self._parsers[index] = self._reading.parser()
+            plain = self._parsers[index] is None
+            first = ChatChunkChoice(index, ChatDelta(role="assistant", content="" if plain else None))
+            if self._echoed:
+                first.delta.content = self._echoed
+            if self._wants_prompt_logprobs:
+                first.prompt_logprobs = prompt_logprobs(output)
+            chunks.append(first)
+        finish = delta.finish_reason
+        parser = self._parsers[index]
+        if parser is None:
+            deltas = [ChatDelta(content=delta.text)] if delta.text else []
+        else:
+            events = parser.feed(delta.text)
+            if finish:
+                events += parser.finish(_is_cut(finish, delta.stop_reason))
+            deltas = list(self._deltas(events))
+            finish = self._finish(finish, delta.stop_reason, parser)
+        if not deltas and (delta.logprobs or (self._wants_token_ids and delta.token_ids)):
+            deltas.append(ChatDelta())                   # of tokens without text there is something to tell, too
+        if finish:
+            deltas.append(ChatDelta())                   # as OpenAI does: clients stop at a reason, and do not read beside it
+        news = [ChatChunkChoice(index, each) for each in deltas]
+        if news:
+            if delta.logprobs:
+                news[0].logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+            if self._wants_token_ids:
+                for chunk in news:
+                    chunk.token_ids = []
+                news[0].token_ids = delta.token_ids
+            if finish:
+                news[-1].finish_reason, news[-1].stop_reason = finish, delta.stop_reason
+        return chunks + news
+
+    def _text_choice(self, index: int, text: str) -> ChatChunkChoice | None:
+        return ChatChunkChoice(index, ChatDelta(content=text)) if self._parsers[index] is None else None
+
+    def _deltas(self, events: list[Event]) -> Iterator[ChatDelta]:
+        """Each of one kind, in their order: readers open and close the parts of a message as they come."""
+        calls: list[ToolCallDelta] = []
+        for event in events:
+            match event:
+                case CallStart(index, name):
+                    calls.append(ToolCallDelta(index, FunctionDelta(name, ""), self._reading.new_id(), "function"))
+                    continue
+                case CallArguments(index, text):
+                    if calls and calls[-1].index == index:
+                        calls[-1].function.arguments = (calls[-1].function.arguments or "") + text
+                    else:
+                        calls.append(ToolCallDelta(index, FunctionDelta(arguments=text)))
+                    continue
+            if calls:
+                yield self._call_delta(calls)
+                calls = []
+            if isinstance(event, Content):
+                yield ChatDelta(content=event.text)
+            elif not self._hide_reasoning:
+                yield ChatDelta(reasoning_content=event.text, reasoning=event.text)
+        if calls:
+            yield self._call_delta(calls)
+
+    def _call_delta(self, calls: list[ToolCallDelta]) -> ChatDelta:
+        return ChatDelta(function_call=calls[0].function) if self._old_names else ChatDelta(tool_calls=calls)
+
+    def _finish(self, finish: str | None, stop: int | str | None, parser: MessageParser) -> str | None:
+        if finish != "stop" or not parser.num_calls or (_is_cut(finish, stop) and not parser.last_call_is_whole):
+            return finish
+        return "function_call" if self._old_names else "tool_calls"
+
+    def _tell_of_prompt(self, reply: Reply, outputs: list[RequestOutput]) -> None:
+        super()._tell_of_prompt(reply, outputs)
+        if self._wants_prompt_logprobs:
+            reply.prompt_logprobs = prompt_logprobs(outputs[0])
+
+    # -- whole ---------------------------------------------------------------------------------------------------------
+
+    def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> ChatChoice:
+        logprobs = None if answer.logprobs is None else self._logprobs(answer.token_ids, answer.logprobs)
+        parser = self._parsers[index] = self._reading.parser()
+        finish = answer.finish_reason
+        if parser is None:
+            message = AssistantMessage(answer.text)
+        else:
+            message = self._message(parser.feed(answer.text) + parser.finish(_is_cut(finish, answer.stop_reason)))
+            finish = self._finish(finish, answer.stop_reason, parser)
+        if self._echoed:
+            message.content = self._echoed + (message.content or "")
+        choice = ChatChoice(index, message, logprobs, finish, answer.stop_reason)
+        if self._wants_prompt_logprobs:
+            choice.prompt_logprobs = prompt_logprobs(output)
+        if self._wants_token_ids:
+            choice.token_ids = answer.token_ids
+        return choice
+
+    def _message(self, events: list[Event]) -> AssistantMessage:
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls: list[ToolCall] = []
+        arguments: dict[int, list[str]] = {}
+        for event in events:
+            if isinstance(event, CallStart):
+                calls.append(ToolCall(self._reading.new_id(), FunctionCall(event.name, "")))
+            elif isinstance(event, CallArguments):
+                arguments.setdefault(event.index, []).append(event.text)
+        for place, call in enumerate(calls):
+            call.function.arguments = "".join(arguments.get(place, []))
+        message = AssistantMessage(content or None)
+        if thought and not self._hide_reasoning:
+            message.reasoning_content = message.reasoning = thought
+        if calls and self._old_names:
+            message.function_call = calls[0].function
+        elif calls:
+            message.tool_calls = calls
+        return message
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _usage_of(self, outputs: list[RequestOutput]) -> Usage:
+        return Usage.of(outputs, self.reasoning_tokens(outputs))
+
+    def reasoning_tokens(self, outputs: list[RequestOutput]) -> int:
+        """Of all answers, as far as they have been read."""
+        answers = [answer for output in outputs for answer in output.outputs]
+        read = [(self._parsers.get(index), answer) for index, answer in enumerate(answers)]
+        return sum(parser.reasoning_tokens(answer.text_offsets) for parser, answer in read if parser is not None)
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[LogprobsAt]) -> ChatLogprobs:
+        content = []
+        for token, at in zip(token_ids, logprobs, strict=True):
+            places = ranked(at, self._params.logprobs or 0)
+            top = [TopLogprob(self._text(each), value, self._bytes(each)) for each, value in places]
+            content.append(TokenLogprob(self._text(token), finite(at[token].logprob), self._bytes(token), top))
+        return ChatLogprobs(content)
+
+
+def _is_cut(finish: str | None, stop: int | str | None) -> bool:
+    """The model had not come to an end: it may not write more, or has written a stop string, wherever that was."""
+    return finish == "length" or (finish == "stop" and isinstance(stop, str))

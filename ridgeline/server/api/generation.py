@@ -1,0 +1,460 @@
+"""What chat and completions have in common: the fields of a request, and how an answer is written.
+
+Field names are OpenAI's, and vLLM's where OpenAI has none. No ASGI, no sockets: structs in, structs and bytes out.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.request_context import MAX_TTFT_MS
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.sampling_params import SamplingParams, StructuredOutputs, shown
+from ridgeline.server.parse.closed_schema import closed
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.version import __version__
+
+LOWEST_LOGPROB = -9999.0             # JSON has no infinity
+ONLY_THE_LIKELIEST = 1e-9            # a top_p that one token always has
+DONE = b"[DONE]"
+MARK = "\x00text\x00"                # where an event's text goes; nothing behind it holds anything like it
+PADDING = 64                         # with include_obfuscation an event's length tells no more than how many of these
+
+# Whether the model has a token id is the engine's to say; what is larger than this could not even be sent there.
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_TTFT_MS)]  # milliseconds
+
+encode = msgspec.json.Encoder().encode
+
+
+# -- what may be asked -------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both endpoints take. None means the default, as if the field were not there."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Integer] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Integer] | None = None
+    logit_bias: dict[Integer, float] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    priority: Integer | None = None
+    cache_salt: str | None = None
+    ttft_deadline_ms: Deadline | None = None
+    return_timings: bool | None = None
+    techniques: dict[str, bool] | None = None            # switched for this request alone; see server/observe/prometheus
+
+    response_format: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None          # the older names of structured_outputs' fields
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    # Hints: they cannot change an answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    guided_decoding_backend: Any = None
+    request_id: Any = None               # answers have ids of their own; X-Request-Id is echoed
+    session_id: Any = None
+    stream_interval: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+
+    # Known to clients, not done here.
+    lora_request: Any = None
+    truncation_side: Any = None
+    thinking_token_budget: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    guided_whitespace_pattern: Any = None
+
+    HINTS: ClassVar[tuple[str, ...]] = (
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "guided_decoding_backend", "request_id", "session_id", "stream_interval",
+        "mm_processor_kwargs", "media_io_kwargs",
+    )  # fmt: skip
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that ask for nothing and are let through
+        "truncation_side": ("left",), "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
+        "lora_request": (), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+        "guided_whitespace_pattern": (),
+    }  # fmt: skip
+
+    def check(self) -> None:
+        """Refuse what is understood and not done."""
+        refuse(self, self.REFUSED)
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options needs stream to be true")
+
+    @property
+    def length_field(self) -> str:
+        """The field that says how long an answer may be; empty where none does."""
+        return "" if self.max_tokens is None else "max_tokens"
+
+    def sampling(
+        self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any], **other: Any
+    ) -> SamplingParams:
+        """What the request says, and the model's defaults for the rest. An answer's grammar is the caller's to add."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.truncate_prompt_tokens not in (None, FIT):
+            given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        if given.get("top_p") == 0:                      # OpenAI's range begins there
+            given["top_p"] = ONLY_THE_LIKELIEST
+        try:
+            return SamplingParams(**dict(defaults) | given | other)
+        except BadRequest as error:
+            if not str(error).startswith("max_tokens ") or not self.length_field:
+                raise
+            raise BadRequest(self.length_field + str(error).removeprefix("max_tokens")) from None
+
+    def structured(self) -> StructuredOutputs | None:
+        """The language that the answer is held to, by whichever name it was asked for."""
+        asked: dict[str, dict[str, Any]] = {}
+        if self.structured_outputs is not None:
+            asked["structured_outputs"] = self.structured_outputs
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                asked[f"guided_{kind}"] = {kind: value}
+        if (form := _response_format(self.response_format)) is not None:
+            asked["response_format"] = form
+        if not asked:
+            return None
+        if len(asked) > 1:
+            raise BadRequest(f"{' and '.join(asked)} each say what the answer must look like; give one of them")
+        (name, fields), = asked.items()
+        known = StructuredOutputs.__dataclass_fields__
+        for field in fields:
+            if field not in known:
+                raise BadRequest(f"structured_outputs has no field {shown(field)}; it has {', '.join(known)}")
+        return structured_outputs(name, **fields)
+
+    @contextmanager
+    def naming_its_grammar(self) -> Iterator[None]:
+        """The engine knows grammars as structured_outputs; errors speak of the field that the request has."""
+        try:
+            yield
+        except BadRequest as error:
+            message = str(error)
+            ours = re.match(r"structured_outputs\.\w+", message)
+            if "coerce_one_of" in message:               # an option of the library's, which nobody has here
+                message = message.partition(":")[0] + _OVERLAP
+            if ours is None:
+                raise
+            if self.structured_outputs is not None:
+                raise BadRequest(message) from None
+            older = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
+            name = next((name for name in older if getattr(self, name) is not None), "tools")
+            if _response_format(self.response_format) is not None:
+                name = "response_format"
+            raise BadRequest(name + message[ours.end() :]) from None
+
+
+_OVERLAP = (
+    ": an answer could fit two branches of a oneOf, which cannot be kept to; use anyOf, or tell the branches apart by a "
+    "required property with a const"
+)
+
+
+def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Unsupported for a field that asks for something: it is there, and has none of the values that do not."""
+    for name, neutral in fields.items():
+        value = getattr(request, name)
+        if value is not None and value not in neutral:
+            raise Unsupported(f"{name} is not supported by this server; leave it out")
+
+
+FIT = -1                             # as truncate_prompt_tokens: cut to what the context has room for
+
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias",
+    "ignore_eos", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
+
+
+def structured_outputs(name: str, **fields: Any) -> StructuredOutputs:
+    """With errors that speak of the field by the `name` it has in the request."""
+    try:
+        return StructuredOutputs(**fields)
+    except BadRequest as error:
+        message = str(error)
+        ours = next((f"structured_outputs.{field}" for field in fields if f"structured_outputs.{field}" in message), "")
+        if name == "structured_outputs" or not ours:
+            raise
+        raise BadRequest(message.replace(ours, name)) from None
+
+
+def _response_format(given: Any) -> dict[str, Any] | None:
+    """As fields of StructuredOutputs."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if given is None:
+        return None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise BadRequest(f"response_format.type must be text, json_object or json_schema; got {shown(given)}")
+    if kind == "json_object" and isinstance(given.get("schema"), Mapping):           # as llama.cpp and others take it
+        kind, given = "json_schema", {"type": "json_schema", "json_schema": {"schema": given["schema"]}} | {
+            name: value for name, value in given.items() if name not in ("type", "schema")
+        }
+    for name, value in given.items():
+        if name == "json_schema" and kind != name and value is not None:
+            raise BadRequest(f"response_format.json_schema belongs to the type json_schema; this one is {kind}")
+        if name not in ("type", "json_schema") and value is not None:
+            raise BadRequest(f"response_format has the unknown field {shown(name)}")
+    if kind != "json_schema":
+        return {"json_object": True} if kind == "json_object" else None
+    match given.get("json_schema"):
+        case {"schema": Mapping() as schema, **rest}:
+            for name in rest:
+                if name not in ("name", "description", "strict"):
+                    raise BadRequest(f"response_format.json_schema has the unknown field {shown(name)}")
+            return {"json": closed(schema)}
+    raise BadRequest("response_format.json_schema needs a name and a schema, which is an object")
+
+
+# -- how answers are written -------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+    @classmethod
+    def of(cls, outputs: Iterable[RequestOutput], reasoning: int = 0) -> Usage:
+        outputs = list(outputs)
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        cached = sum(output.num_cached_tokens for output in outputs)
+        details = CompletionTokensDetails(reasoning)
+        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
+
+    def only(self, completion_tokens: int) -> None:
+        """As it was when so many tokens were told: more may have come since."""
+        self.completion_tokens = min(self.completion_tokens, completion_tokens)
+        self.total_tokens = self.prompt_tokens + self.completion_tokens
+
+
+class Reply(msgspec.Struct):
+    """A whole answer or one event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None = f"ridgeline-{__version__}"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET         # of chat; completions have them in their choices
+    obfuscation: str | UnsetType = UNSET
+
+
+class Writer(ABC):
+    """Writes the answers to one HTTP request: `events` for a stream, `body` for the whole. One per request."""
+
+    object = ""
+    chunk_object = ""
+    one_prompt = False               # else each choice tells of its own
+
+    def __init__(
+        self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None
+    ) -> None:
+        self._params = params
+        self._id = request_id
+        self._model = model
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        options = request.stream_options or StreamOptions()
+        self._usage = bool(options.include_usage)        # at the end of a stream
+        self._usage_always = bool(options.continuous_usage_stats)
+        self._obfuscate = bool(options.include_obfuscation)
+        self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        self._wants_token_ids = bool(request.return_token_ids)
+        self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
+        self._each_differs = self._usage_always or self._obfuscate or self._wants_token_ids
+        self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: what stands around the text of an event
+        self._told = 0                                   # tokens of all choices, in events so far
+        self._begun: set[int] = set()                    # choices of which something was sent
+        self._sent = False                               # anything at all
+
+    def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
+        """Everything that is new, an event each; an answer's tokens without visible text wait for the next."""
+        events = []
+        for prompt, delta in batch:
+            index = prompt * self._params.n + delta.index
+            self._told += len(delta.token_ids)
+            frame = self._frames.get(index)
+            if frame is not None and delta.finish_reason is None and delta.logprobs is None:
+                if delta.text:
+                    events.append(frame[0] + encode(delta.text) + frame[1])
+                continue
+            for choice in self._chunks(outputs[prompt], index, delta):
+                reply = self._reply([choice])
+                if self._usage_always:
+                    reply.usage = self._usage_of(outputs)
+                    reply.usage.only(self._told)
+                elif self._usage:
+                    reply.usage = None
+                if not self._sent:
+                    self._sent = True
+                    self._tell_of_prompt(reply, outputs)
+                events.append(self._event(reply))
+            if frame is None and index in self._begun and not self._each_differs:
+                self._keep_frame(index)
+        return events
+
+    def _keep_frame(self, index: int) -> None:
+        """Most events of a choice differ in nothing but their text: the rest of them is written once."""
+        choice = self._text_choice(index, MARK)
+        if choice is not None:
+            reply = self._reply([choice])
+            if self._usage:
+                reply.usage = None
+            before, _, after = self._event(reply).rpartition(encode(MARK))
+            self._frames[index] = before, after
+
+    def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
+        if not self._usage:
+            return [DONE]
+        reply = self._reply([])
+        reply.usage = self._usage_of(outputs)
+        return [self._event(reply), DONE]
+
+    def body(self, outputs: list[RequestOutput]) -> bytes:
+        told = [(output, answer) for output in outputs for answer in self._told_of(output)]
+        choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(told)]
+        reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
+        self._tell_of_prompt(reply, outputs)
+        return encode(reply)
+
+    def _told_of(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The answers to a prompt that a whole reply has."""
+        return output.outputs
+
+    def _reply(self, choices: list[Any]) -> Reply:
+        return Reply(self._id, self.chunk_object, self._created, self._model, choices)
+
+    def _event(self, reply: Reply) -> bytes:
+        event = encode(reply)
+        if not self._obfuscate:
+            return event
+        reply.obfuscation = secrets.token_hex(PADDING)[: 1 + -(len(event) + len(',"obfuscation":"x"')) % PADDING]
+        return encode(reply)
+
+    def _tell_of_prompt(self, reply: Reply, outputs: list[RequestOutput]) -> None:
+        """In a whole answer, or in a stream's first event."""
+        if self._wants_token_ids and self.one_prompt:
+            reply.prompt_token_ids = outputs[0].prompt_token_ids
+
+    def _usage_of(self, outputs: list[RequestOutput]) -> Usage:
+        return Usage.of(outputs)
+
+    @abstractmethod
+    def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
+        """The choices that tell of this delta, an event each."""
+
+    @abstractmethod
+    def _text_choice(self, index: int, text: str) -> Any:
+        """The choice of an event that tells of text alone; None where text is not all that there is to tell."""
+
+    @abstractmethod
+    def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> Any:
+        """One whole answer."""
+
+    def _text(self, token: int) -> str:
+        if self._tokenizer is None or self._names_tokens_by_id:
+            return f"token_id:{token}"
+        return self._tokenizer.token_text(token)
+
+    def _bytes(self, token: int) -> list[int] | None:
+        return list(self._tokenizer.token_bytes(token)) if self._tokenizer else None
+
+
+def ranked(at: LogprobsAt, count: int) -> list[tuple[int, float]]:
+    """The `count` most likely tokens at a position, likeliest first."""
+    places = sorted((logprob.rank or 0, token) for token, logprob in at.items())
+    return [(token, finite(at[token].logprob)) for rank, token in places if rank <= count]
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """As vLLM writes them: per position a map from token id to its log-probability, rank and text."""
+    if output.prompt_logprobs is None:
+        return None
+
+    def written(at: LogprobsAt) -> dict[str, Any]:
+        return {
+            str(token): {"logprob": finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
+            for token, each in at.items()
+        }
+
+    return [None if at is None else written(at) for at in output.prompt_logprobs]

@@ -1,0 +1,196 @@
+"""The OpenAPI document of all endpoints, from the types that parse requests and write answers.
+
+A table of paths and the types they take and give. How an endpoint works is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from ridgeline.server import protocol
+from ridgeline.server.api import anthropic, responses_answer
+from ridgeline.server.api.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.api.responses_continued import MOST_ITEMS, DeletedResponse, InputItems
+from ridgeline.server.api.responses_request import KNOWN_INCLUDES
+from ridgeline.server.api.score import ScoreReply, ScoreRequest
+from ridgeline.server.api.tokenize import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizeReply,
+    TokenizeRequest,
+    TokenizerInfo,
+)
+from ridgeline.server.http.error_bodies import AnthropicError
+from ridgeline.server.http.gate import OPEN_PATHS
+from ridgeline.server.observe.prometheus import Load
+from ridgeline.server.observe.roofline_endpoint import RooflineReply
+from ridgeline.version import __version__
+
+JSON, EVENTS = "application/json", "text/event-stream"
+REFERENCE = "#/components/schemas/{name}"
+ERRORS = {
+    400: "A field is wrong, missing, unknown or not supported; the message names it",
+    401: "The server has API keys, and this request brought none of them",
+    404: "Another model's name, a response or an item that is not kept here, or a path that does not exist",
+    413: "The body is larger than --max-body-bytes",
+    415: "The body does not say that it is JSON",
+    429: "The queue is full; Retry-After says when to come again",
+    500: "This request failed",
+    503: "The engine is loading, stopping or dead",
+}
+
+QUERY: dict[str, dict[str, Any]] = {
+    "include": {"type": "array", "items": {"enum": list(KNOWN_INCLUDES)}},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class Error(msgspec.Struct):
+    error: ErrorDetail
+
+
+class ChatReply(protocol.Reply):
+    choices: list[protocol.ChatChoice]
+
+
+class CompletionReply(protocol.Reply):
+    choices: list[protocol.CompletionChoice]
+
+
+class ModelList(msgspec.Struct):
+    object: str
+    data: list[protocol.ModelCard]
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class Health(msgspec.Struct):
+    """Beside its status, a server that is ready tells how much it has to do."""
+
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    path: str
+    summary: str
+    takes: type[Any] | None = None       # of the body; without one it is a GET
+    gives: type[Any] | None = None       # None: the answer's body is text or empty
+    error: type[Any] = Error
+    streams: bool = False                # with `stream: true` the answer is server-sent events
+    deletes: type[Any] | None = None     # what a DELETE of the same path gives, where there is one
+    query: tuple[str, ...] = ()          # names from QUERY that its GET takes
+
+
+OPERATIONS = (
+    Operation("/v1/chat/completions", "A conversation", protocol.ChatRequest, ChatReply, streams=True),
+    Operation("/v1/completions", "A text to continue", protocol.CompletionRequest, CompletionReply, streams=True),
+    Operation("/v1/responses", "A conversation, for clients of the Responses API", responses_answer.ResponsesRequest,
+              responses_answer.ResponseReply, streams=True),
+    Operation("/v1/responses/input_tokens", "How many tokens its prompt has", responses_answer.ResponsesRequest,
+              responses_answer.InputTokens),
+    Operation("/v1/responses/{id}", "One that is kept, fetched or deleted", gives=responses_answer.ResponseReply,
+              deletes=DeletedResponse, query=("include",)),
+    Operation("/v1/responses/{id}/input_items", "What was sent with it", gives=InputItems,
+              query=("include", "limit", "order", "after")),
+    Operation("/v1/messages", "A conversation, for Anthropic's clients", anthropic.MessagesRequest,
+              anthropic.MessageReply, AnthropicError, streams=True),
+    Operation("/v1/messages/count_tokens", "How many tokens its prompt has", anthropic.CountRequest,
+              anthropic.TokenCount, AnthropicError),
+    Operation("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingReply),
+    Operation("/v1/score", "How likely one text is behind another", ScoreRequest, ScoreReply),
+    Operation("/tokenize", "A prompt or a conversation as token ids", TokenizeRequest, TokenizeReply),
+    Operation("/detokenize", "Token ids as text", DetokenizeRequest, DetokenizeReply),
+    Operation("/tokenizer_info", "Its special tokens and chat template", gives=TokenizerInfo),
+    Operation("/v1/models", "The one model that is served", gives=ModelList),
+    Operation("/v1/models/{name}", "The same by its name", gives=protocol.ModelCard),
+    Operation("/health", "Whether requests are taken", gives=Health),
+    Operation("/health/ready", "The same", gives=Health),
+    Operation("/health/live", "Whether this process answers", gives=Health),
+    Operation("/ping", "As /health, without a body"),
+    Operation("/version", "The server's version", gives=Version),
+    Operation("/metrics", "Figures for Prometheus"),
+    Operation("/load", "How much there is to do", gives=Load),
+    Operation("/roofline", "Which resource binds, and how far it is to the roof", gives=RooflineReply),
+    Operation("/dashboard", "A page that shows it, for a browser"),
+)  # fmt: skip
+
+
+@cache
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1: its schemas are JSON Schema 2020-12, which msgspec writes."""
+    types = {
+        kind for each in OPERATIONS for kind in (each.takes, each.gives, each.error, each.deletes) if kind is not None
+    }
+    ordered = sorted(types, key=lambda kind: (kind.__module__, kind.__name__))
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
+    for schema in components.values():
+        if schema.get("additionalProperties") is False:
+            schema["additionalProperties"] = {"type": "null"}        # as if it were not there (server/http/body)
+    by_type = dict(zip(ordered, schemas, strict=True))
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Ridgeline", "version": __version__},
+        "paths": {each.path: _methods(each, by_type) for each in OPERATIONS},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"bearer": []}],                # keys are asked for only where the server was given some
+    }
+
+
+def _methods(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
+    methods = {"get" if operation.takes is None else "post": _written(operation, schemas)}
+    if operation.deletes is not None:
+        methods["delete"] = _written(replace(operation, gives=operation.deletes, query=()), schemas)
+    return methods
+
+
+def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
+    answer = {JSON: {"schema": schemas[operation.gives]}} if operation.gives is not None else {}
+    if operation.streams:
+        text = {"type": "string"}                        # an event's data is JSON, but for the last of chat: [DONE]
+        event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
+        answer[EVENTS] = {"schema": event}
+    written: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {"200": {"description": operation.summary} | ({"content": answer} if answer else {})},
+    }
+    if operation.takes is not None:
+        written["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[operation.takes]}}}
+    names = re.findall(r"{(\w+)}", operation.path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    parameters += [{"name": name, "in": "query", "required": False, "schema": QUERY[name]} for name in operation.query]
+    if parameters:
+        written["parameters"] = parameters
+    content = {JSON: {"schema": schemas[operation.error]}}
+    written["responses"] |= {
+        str(status): {"description": ERRORS[status], "content": content} for status in _statuses(operation)
+    }
+    if operation.path.startswith("/health") or operation.path == "/ping":
+        written["responses"]["503"] = {"description": ERRORS[503]}       # a health that is not, told like one that is
+    return written
+
+
+def _statuses(operation: Operation) -> Iterable[int]:
+    if operation.takes is not None:
+        return ERRORS
+    return (400, 404, 503) if operation.path in OPEN_PATHS else (400, 401, 404, 503)

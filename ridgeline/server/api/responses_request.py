@@ -1,0 +1,338 @@
+"""What may be asked of OpenAI's Responses API: its fields, and its input items and tools as chat has them.
+
+What a message, a tool or a call means is server/protocol's to know; how answers are written is in
+server/api/responses_answer, and what is
+kept of them in server/api/responses_store. Structs in, plain data out; no ASGI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.server.api.generation import Deadline, refuse
+from ridgeline.text.chat_template import PART_FIELDS
+
+_LOGPROBS = "message.output_text.logprobs"
+# Thoughts are told in the clear anyway; of tools that are not there nothing can be included.
+KNOWN_INCLUDES = (
+    _LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+    "file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)  # fmt: skip
+
+T = TypeVar("T")
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One struct for all kinds: a message may come without a `type`."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
+    id: str | None = None                # told by answers, sent back by clients
+    status: Any = None
+    phase: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+    caller: Any = None
+
+    def __post_init__(self) -> None:
+        self.type = self.type or "message"
+
+    @property
+    def refers(self) -> bool:
+        """It stands for an earlier item, by its id; the `type` of such a one may be left out."""
+        if self.type == "message":
+            return self.id is not None and self.role is None and self.content is None
+        return self.type == "item_reference"
+
+    def require(self, where: str, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) is None:
+                raise BadRequest(f"{where}.{name} is missing; an item of type {self.type!r} needs it")
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    name: str | None = None
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    output_schema: Any = None            # hints: what the answers of a function look like, and who else may call it
+    allowed_callers: Any = None
+    defer_loading: bool | None = None    # nothing is loaded later here: all functions are told at once
+
+    def plain(self, where: str, namespace: str = "") -> dict[str, Any]:
+        """As chat has it."""
+        if self.name is None:
+            raise BadRequest(f"{where}.name is missing")
+        self.name = joined(namespace, self.name)
+        given = {name: getattr(self, name) for name in ("name", "parameters", "description", "strict")}
+        function = {name: value for name, value in given.items() if value is not None}
+        return {"type": "function", "function": function}
+
+
+class Namespace(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    name: str
+    tools: list[dict[str, Any]]
+    description: str | None = None
+
+
+class ToolChoice(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, tag_field="type", tag="function"
+):
+    name: str
+    namespace: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat has it."""
+        return {"type": "function", "function": {"name": joined(self.namespace or "", self.name)}}
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: list[ToolChoice]
+
+    def plain(self) -> dict[str, Any]:
+        """As chat has it."""
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": [tool.plain() for tool in self.tools]}}
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat has it."""
+        names = ("name", "schema", "description", "strict")
+        schema = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.type != "json_schema":
+            for name in schema:
+                raise BadRequest(f"text.format.{name} belongs to the type json_schema; this one is {self.type!r}")
+            return {"type": self.type}
+        return {"type": "json_schema", "json_schema": schema}
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    effort: str | None = None
+    summary: Any = None                  # hints: thoughts are told whole
+    generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None            # input that is too long is an error either way
+    metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+
+    # vLLM's, as chat has them
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    ttft_deadline_ms: Deadline | None = None             # ours
+
+    # Hints: they cannot change an answer.
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    stream_options: Any = None
+    max_tool_calls: Any = None           # counts only tools that run on OpenAI's servers
+    client_metadata: Any = None
+    prompt_cache_options: Any = None
+    access_programs: Any = None
+
+    # Known to clients, not done here.
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+    HINTS: ClassVar[tuple[str, ...]] = (
+        "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options",
+        "max_tool_calls", "client_metadata", "prompt_cache_options", "access_programs",
+    )  # fmt: skip
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "conversation": (), "background": (False,), "prompt": ({},), "context_management": ([], {}), "moderation": (),
+    }  # fmt: skip
+
+    def check(self) -> None:
+        """Refuse what is understood and not done."""
+        refuse(self, self.REFUSED)
+        for entry in self.include or []:
+            if entry not in KNOWN_INCLUDES:
+                raise Unsupported(f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is")
+
+    @property
+    def namespaces(self) -> dict[str, str]:
+        """Of the functions that have one, by the names that the model knows them by."""
+        spaces = [tool for tool in self.tools or [] if tool.get("type") == "namespace"]
+        return {joined(space["name"], tool["name"]): space["name"] for space in spaces for tool in space["tools"]}
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as plain data, a text as the message that it stands for."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
+        listed = [msgspec.to_builtins(item) for item in self.input]
+        return [{"type": "message"} | {name: value for name, value in item.items() if value is not None} for item in listed]
+
+    def chat(self, before: Sequence[InputItem] = ()) -> dict[str, Any]:
+        """The same as a chat request, as plain data; `before`: what the conversation has before the input."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for place, item in enumerate(before):
+            _extend(messages, item, f"previous_response_id.input[{place}]")
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            for place, item in enumerate(self.input):
+                _extend(messages, item, f"input[{place}]")
+        if not messages or (isinstance(self.input, list) and not self.input):
+            raise BadRequest("input must be a text or a list with at least one item")
+        chat: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        chat |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        if self.tools:
+            chat["tools"] = [each for place, tool in enumerate(self.tools) for each in _tools(tool, f"tools[{place}]")]
+        if isinstance(self.tool_choice, ToolChoice | AllowedTools):
+            chat["tool_choice"] = self.tool_choice.plain()
+        elif self.tool_choice is not None:
+            chat["tool_choice"] = self.tool_choice
+        if self.text is not None and self.text.format is not None:
+            chat["response_format"] = self.text.format.plain()
+        if self.text is not None and self.text.verbosity is not None:
+            chat["verbosity"] = self.text.verbosity
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            chat["reasoning_effort"] = self.reasoning.effort
+        if self.top_logprobs is not None or _LOGPROBS in (self.include or []):
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return chat
+
+
+_SAME = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt",
+    "chat_template_kwargs", "ttft_deadline_ms",
+)  # fmt: skip
+
+
+def joined(namespace: str, name: str) -> str:
+    """A function's name as the model knows it."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _tools(tool: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """The functions of one entry, as chat has them; a namespace has several."""
+    kind = tool.get("type")
+    if kind in ("web_search", "web_search_preview") and tool.get("external_web_access") is False:
+        return                                           # a search that may not reach the web has nothing to search here
+    if kind == "namespace":
+        space = _converted(tool, Namespace, where)
+        for place, each in enumerate(space.tools):
+            yield _function(each, f"{where}.tools[{place}]", space.name)
+    else:
+        yield _function(tool, where)
+
+
+def _function(tool: dict[str, Any], where: str, namespace: str = "") -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise Unsupported(f"{where}.type {str(tool.get('type'))[:60]!r} is not supported by this server; only 'function' is")
+    return _converted(tool, FunctionTool, where).plain(where, namespace)
+
+
+def _converted(tool: dict[str, Any], kind: type[T], where: str) -> T:
+    try:
+        return msgspec.convert(tool, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{where}: {str(error).replace('`', '')}") from None
+
+
+def _extend(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Append what one item says. Thoughts, what follows them, and calls are one assistant's message in a chat."""
+    if item.type == "message":
+        item.require(where, "role", "content")
+        text = _text(item.content, f"{where}.content")
+        last = messages[-1] if messages else {}
+        if item.role == last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
+            last["content"] = text
+        else:
+            messages.append({"role": item.role, "content": text})
+    elif item.type == "function_call_output":
+        item.require(where, "call_id", "output")
+        output = _text(item.output, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+    elif item.type == "function_call":
+        item.require(where, "call_id", "name", "arguments")
+        function = {"name": joined(item.namespace or "", item.name or ""), "arguments": item.arguments}
+        message = _assistants(messages)
+        message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif item.content:
+        messages.append(
+            {"role": "assistant", "content": None, "reasoning_content": _text(item.content, f"{where}.content")}
+        )
+
+
+def _assistants(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end; a new one where there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for place, part in enumerate(content or []):
+        kind, text = part.get("type"), part.get("text")
+        if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
+            raise Unsupported(f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here")
+        for name, value in part.items():
+            if name not in PART_FIELDS and value is not None:
+                raise Unsupported(f"{where}[{place}].{name[:40]} is not supported; a part of text has a type and a text")
+        texts.append(text)
+    return "\n".join(texts)

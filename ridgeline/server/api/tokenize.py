@@ -1,0 +1,98 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's names: what a prompt is in token ids, and the way back.
+
+Types and the work on a tokenizer; the length of a text is limited by whoever calls, before it is tokenised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ridgeline.errors import BadRequest
+from ridgeline.sampling_params import plain_token_ids
+from ridgeline.text.tokenizer import Tokenizer
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None               # for a prompt; a chat template writes its own
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("prompt or messages must be given, and not both")
+        for_chat = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+        if self.messages is None:
+            misplaced = next((name for name in for_chat if getattr(self, name) is not None), None)
+            if misplaced is not None:
+                raise BadRequest(f"{misplaced} needs messages; a prompt is tokenised as it is")
+        elif self.add_special_tokens:
+            raise BadRequest("add_special_tokens must be false with messages: the chat template writes its own")
+
+    def chat(self) -> dict[str, Any]:
+        """The same as a chat request, as plain data."""
+        names = ("model", "messages", "chat_template_kwargs", "tools")
+        chat = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.continue_final_message:
+            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.add_generation_prompt is not None:
+            chat["add_generation_prompt"] = self.add_generation_prompt
+        return chat
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+    @classmethod
+    def of(cls, tokens: list[int], max_model_len: int, tokenizer: Tokenizer, with_strings: bool) -> TokenizeReply:
+        strings = [tokenizer.convert_ids_to_tokens(token) or "" for token in tokens] if with_strings else None
+        return cls(len(tokens), max_model_len, tokens, strings)
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+    def check(self) -> None:
+        self.tokens = plain_token_ids("tokens", self.tokens)
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+    @classmethod
+    def of(cls, tokens: list[int], tokenizer: Tokenizer) -> DetokenizeReply:
+        """An id that the vocabulary has not would be dropped without a word; here it is an error."""
+        unknown = next((token for token in tokens if token >= tokenizer.vocab_size), None)
+        if unknown is not None:
+            raise BadRequest(f"tokens holds {unknown}; the vocabulary ends at {tokenizer.vocab_size - 1}")
+        return cls(tokenizer.decode(tokens))
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What a client needs that has no tokenizer of its own, as far as this server's has it."""
+
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    vocab_size: int
+    max_model_len: int
+    pad_token: None = None               # nothing is padded here
+    tokenizer_class: str = "ridgeline"
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
+        template = tokenizer.chat_templates.get("default")
+        return cls(template, tokenizer.bos_token, tokenizer.eos_token, tokenizer.vocab_size, max_model_len)

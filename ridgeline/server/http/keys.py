@@ -1,0 +1,101 @@
+"""API keys: where they come from, and whether a request carries one.
+
+Only digests are kept, and every one of them is compared, in a time that says nothing about which of them was near. Which
+paths need a key is server/http/gate's to know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Iterable, MutableMapping
+from pathlib import Path
+
+from ridgeline.errors import ConfigError
+from ridgeline.process.log import get_logger
+from ridgeline.server.http.connection_limits import ServerOptions
+
+logger = get_logger("server")
+
+VARIABLE = "RIDGELINE_API_KEY"
+MAX_KEYS = 1_000
+MAX_KEY_CHARACTERS = 1_024
+
+
+class Keys:
+    """The keys this server takes; without any, everybody may ask."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
+        self._secret = secrets.token_bytes(32)           # so that a salt tells nothing of its key
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def number_of(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+        """Which of the keys, counted from 1, a request's headers carry; None: no valid one."""
+        found = None
+        for given in _given(headers):
+            digest = _digest(given)
+            for number, known in enumerate(self._digests, 1):
+                if hmac.compare_digest(digest, known):
+                    found = number                       # and go on: the time must not depend on it
+        return found
+
+    def salt_of(self, number: int) -> str:
+        """Keeps the cached prefixes of different keys apart: a hit is faster, and would tell what others have asked."""
+        if len(self._digests) < 2:
+            return ""
+        return hashlib.blake2b(self._digests[number - 1], key=self._secret, digest_size=12).hexdigest()
+
+
+def load_keys(options: ServerOptions, environment: MutableMapping[str, str] = os.environ) -> Keys:
+    """From the environment, where they then are no more, the file and the command line together."""
+    keys = [key.strip() for key in environment.pop(VARIABLE, "").split(",")]
+    if options.api_key_file:
+        keys += _lines(Path(options.api_key_file))
+    if options.api_key:
+        logger.warning("--api-key can be read in the list of processes; %s or --api-key-file cannot", VARIABLE)
+        keys += [key.strip() for key in options.api_key.split(",")]
+    keys = [key for key in keys if key]
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"there are {len(keys)} API keys; at most {MAX_KEYS} are allowed")
+    for number, key in enumerate(keys, 1):
+        if len(key) > MAX_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"API key {number} must be at most {MAX_KEY_CHARACTERS} printable ASCII characters without blanks"
+            )
+    return Keys(keys)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.stat().st_mode & 0o077:
+            logger.warning("%s can be read by other users; chmod 600 keeps its keys yours", file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {file} cannot be read: {error}") from None
+    keys = [line.strip() for line in text.splitlines()]
+    keys = [key for key in keys if key and not key.startswith("#")]
+    if not keys:
+        raise ConfigError(f"api_key_file {file} holds no key; it needs one per line")
+    return keys
+
+
+def _given(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """What may be a key: as OpenAI's clients send it, and as Anthropic's do."""
+    given = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            given.append(value.strip())
+        elif name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                given.append(key.strip())
+    return given
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,121 @@
+"""Answers on raw ASGI: one JSON body, or server-sent events with one send for everything that is new.
+
+An ASGI `send` has to be awaited, so each event would wake a task. Once an answer has begun, events can also be written
+directly to the connection, as long as its client keeps up; what offers that is put into the scope by
+server/http/connection_limits. Knows
+bytes and ASGI messages; what the events mean is server/protocol's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+_EVENTS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),                       # proxies that know it pass each event on at once
+]
+
+
+class ClientGone(Exception):
+    """The client left before its request was whole."""
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The request's body; its size is limited below us, while it arrives."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*_JSON, length, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+DIRECT = "ridgeline.direct"          # in the scope: a Direct, where there is one
+
+
+class Direct(Protocol):
+    """Parts of one answer, written to its connection at once."""
+
+    @property
+    def is_free(self) -> bool:
+        """The answer has begun and its client keeps up. Where it does not, `send` waits for it."""
+
+    def write(self, body: bytes) -> None: ...
+
+
+class EventStream:
+    """Server-sent events. `started` tells whether a status can still be chosen. Events are data, or whole (`framed`)."""
+
+    def __init__(self, send: Send, headers: Headers, framed: bool = False, direct: Direct | None = None) -> None:
+        self.started = False
+        self._send = send
+        self._headers = headers
+        self._framed = framed
+        self._direct = direct
+
+    @property
+    def is_free(self) -> bool:
+        """Whether write_now() may be called. Nothing that was given to write() may still be on its way then."""
+        return self._direct is not None and self._direct.is_free
+
+    def write_now(self, events: list[bytes]) -> None:
+        assert self._direct is not None
+        self._direct.write(self._joined(events))
+
+    async def write(self, events: list[bytes]) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *self._headers]})
+        await self._send({"type": "http.response.body", "body": self._joined(events), "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    def _joined(self, events: list[bytes]) -> bytes:
+        if self._framed:
+            return b"".join(events)
+        return b"".join([b"data: %b\n\n" % event for event in events])
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, which has read the request's body; cancel it when the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+    try:
+        if not task.cancelled():
+            task.result()
+    finally:
+        # An error knows this frame, and a task its error: without this cut, what the request has sent would be kept until
+        # the garbage collector comes by.
+        del task, work
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,157 @@
+"""`GET /roofline`: where the engine is on its machine's roofline, over the last seconds. Also what /metrics has of it.
+
+Everything is computed when it is asked for, from what the engine has reported; nobody pays for it in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.errors import BadRequest
+from ridgeline.roofline.live import WINDOW_SECONDS, Live, Utilisation
+from ridgeline.roofline.step_cost import Peaks
+from ridgeline.roofline.steps import PHASES, POINT
+from ridgeline.roofline.verdict import Setting
+from ridgeline.sizes.hardware import data_sheet
+
+HISTORY = ("at", "sampled_s", "tokens_s", "mfu", "mbu", "busy", "compute", "memory", "waiting", "rows")
+LONGEST_SECONDS = 120.0              # so much is remembered
+_RECENT_SECONDS = 300.0              # of the percentiles
+_SHEET_NAMES = {"float8_e4m3fn": "fp8"}      # dtypes that data sheets call otherwise
+
+
+def look(llm: AsyncLLM, seconds: float = WINDOW_SECONDS) -> Live:
+    """The last seconds, judged."""
+    return llm.roofline.live.look(time.monotonic(), llm.roofline.rates, setting(llm), seconds)
+
+
+def setting(llm: AsyncLLM) -> Setting:
+    ready, stats = llm.ready, llm.roofline.stats
+    if ready is None:
+        return Setting()
+    on = set(ready.techniques)
+    return Setting(
+        device=ready.device, max_rows=ready.max_num_seqs, kv_usage=1 - llm.free_blocks / max(1, ready.num_blocks),
+        weight_bytes=stats.weight_bytes, kv_bytes=stats.kv_bytes, graphs="recorded graphs" in on,
+        overlap="overlap" in on, prefix_caching="prefix caching" in on,
+        ranks=llm.config.parallel.tensor_parallel_size,
+    )  # fmt: skip
+
+
+def window_seconds(given: str | None) -> float:
+    """The query's `seconds`."""
+    if given is None:
+        return WINDOW_SECONDS
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= LONGEST_SECONDS:
+        raise BadRequest(f"seconds must be a number from 1 to {LONGEST_SECONDS:.0f}")
+    return seconds
+
+
+class RooflineReply(msgspec.Struct):
+    """Times in seconds; `at` is seconds before now; shares are parts of 1."""
+
+    model: str
+    state: str
+    machine: dict[str, Any]          # its peaks as measured, and as the data sheet has them
+    window: dict[str, float]
+    utilisation: dict[str, Any]      # steps, tokens per second, MFU, HFU, MBU, what was wasted …
+    phases: dict[str, dict[str, Any]]                    # … and the same by phase
+    split: dict[str, float]          # of the busy time: compute, memory, overhead
+    verdict: dict[str, Any]
+    batch: dict[str, Any]
+    kv: dict[str, Any]
+    prefix: dict[str, float]
+    latency: dict[str, dict[str, float | int | None]]    # percentiles over the last five minutes
+    history: dict[str, Any]          # one row a second
+    points: dict[str, Any]           # one row a step
+
+
+def document(llm: AsyncLLM, model: str, state: str, seconds: float = WINDOW_SECONDS) -> RooflineReply:
+    """The answer of GET /roofline."""
+    now, view, ready, metrics = time.monotonic(), llm.roofline, llm.ready, llm.metrics
+    found = look(llm, seconds)
+    verdict, stats = found.verdict, view.stats
+    num_blocks = ready.num_blocks if ready else 0
+    asked, hit = metrics.counter("prefix_queries"), metrics.counter("prefix_hits")
+    return RooflineReply(
+        model=model,
+        state=state,
+        machine=_machine(llm),
+        window={"seconds": found.seconds, "busy": found.window.busy, "device": found.window.device},
+        utilisation=_utilisation(found.total),
+        phases={phase: _utilisation(used) for phase, used in found.phases.items()},
+        split=found.split,
+        verdict={
+            "term": verdict.term, "share": verdict.share, "headroom": verdict.headroom, "why": verdict.why,
+            "next": verdict.next,
+            "changes": [
+                {"what": change.what, "gain": change.gain, "trade_off": change.trade_off} for change in verdict.changes
+            ],
+            "parts": dict(verdict.parts),
+        },
+        batch={
+            "running": llm.running, "waiting": metrics.engine.waiting, "max_rows": ready.max_num_seqs if ready else 0,
+            "waiting_mean": found.window.waiting, "predicted_wait": llm.predicted_wait(),
+        },
+        kv={
+            "blocks": num_blocks, "free": llm.free_blocks, "block_size": ready.block_size if ready else 0,
+            "dtype": ready.kv_dtype if ready else "", "used": 1 - llm.free_blocks / num_blocks if num_blocks else 0.0,
+            "held": stats.held, "cached": stats.cached,
+        },
+        prefix={"queries": asked, "hits": hit, "rate": hit / asked if asked else 0.0},
+        latency={
+            "first_token": _percentiles(metrics.recent_first_token, now),
+            "per_output_token": _percentiles(metrics.recent_per_output_token, now),
+        },
+        history={"fields": HISTORY, "values": [[now - at, *rest] for at, *rest in view.live.history(view.rates)]},
+        points={
+            "fields": POINT, "phases": PHASES, "values": [[now - at, *rest] for at, *rest in list(view.points)],
+        },
+    )  # fmt: skip
+
+
+def _machine(llm: AsyncLLM) -> dict[str, Any]:
+    """What was measured, beside the data sheet."""
+    stats, rates, ready = llm.roofline.stats, llm.roofline.rates, llm.ready
+    sheet = data_sheet(stats.device) if stats.device else None
+    name = _SHEET_NAMES.get(stats.dtype, stats.dtype)
+    return {
+        "device": stats.device, "kind": ready.device if ready else "", "dtype": stats.dtype,
+        "weight_bytes": stats.weight_bytes, "kv_bytes": stats.kv_bytes, "measured": stats.measured,
+        "read_bytes_s": rates.read_bytes_s, "flops_s": rates.flops_s, "all_flops_s": stats.flops_s,
+        "ridge": Peaks(rates.read_bytes_s, rates.flops_s).ridge if rates.read_bytes_s else None,
+        "launch_s": stats.launch_s, "host_launch_s": stats.host_launch_s,
+        "data_sheet": None if sheet is None else {
+            "name": sheet.name, "read_bytes_s": sheet.bandwidth, "flops_s": sheet.rate(name), "ridge": sheet.ridge(name),
+            "all_flops_s": {
+                dtype: sheet.flops[_SHEET_NAMES.get(dtype, dtype)] for dtype in stats.flops_s
+                if _SHEET_NAMES.get(dtype, dtype) in sheet.flops
+            },
+        },
+    }  # fmt: skip
+
+
+def _utilisation(used: Utilisation) -> dict[str, Any]:
+    return {
+        "steps": used.steps, "tokens_per_second": used.sampled_s, "computed_tokens_per_second": used.tokens_s,
+        "rows": used.rows, "mfu": used.mfu, "hfu": used.hfu, "mbu": used.mbu, "flops_per_byte": used.intensity,
+        "wasted": {"padding": used.padding, "recomputation": used.recomputation, "rejected_drafts": used.rejected},
+    }  # fmt: skip
+
+
+def _percentiles(recent: Iterable[tuple[float, float]], now: float) -> dict[str, float | int | None]:
+    """Of the requests of the last five minutes, 512 at most."""
+    values = sorted(seconds for at, seconds in list(recent) if now - at <= _RECENT_SECONDS)
+    found: dict[str, float | int | None] = {"count": len(values)}
+    for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        found[name] = values[min(len(values) - 1, int(part * len(values)))] if values else None
+    return found

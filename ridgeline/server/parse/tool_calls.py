@@ -1,0 +1,511 @@
+"""Tool calls in the text a model writes, while it is written: a hand-written parser for each format.
+
+A stream adds up to the whole message, however the text was cut (server/parse/incremental). Time is linear in the text; nothing
+of it is ever executed, and no regular expression runs over it.
+
+What does not turn out to be a call comes back as content, from its first character on. A call begins for the client as
+soon as its name is known and its arguments begin; from there on they are passed on as they are written, and text that
+can no longer be part of them is content again. Where a text is cut in the middle of a call, there is as much of that call as
+was written, its name at least or nothing; none of it is content. Requests, tokens and HTTP are not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from functools import partial
+
+from ridgeline.sampling_params import is_unicode
+from ridgeline.server.parse.incremental import BLANKS, CallArguments, CallStart, Machine, Malformed, Reads
+from ridgeline.server.parse.python_literals import json_arguments
+
+MAX_WORD = 512                       # characters of a number, a function's name or a header
+
+_NO_BLANKS = dict.fromkeys(map(ord, BLANKS))
+_CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(32)}    # JSON has them escaped only
+
+
+class CallParser(Machine):
+    """What the formats share: content with its blanks, and calls written as JSON objects.
+
+    `names` are the functions there are; formats without a mark of their own take only those for calls. Calls after the
+    first `most` are left out.
+    """
+
+    head = ""                                            # how a call of that name begins, without blanks, where no mark says so
+
+    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+        self.count = 0                                   # calls begun
+        self._names = names
+        self._most = most
+        self._held: list[tuple[str, int]] = []           # blanks that are content only if content follows; where they stand
+        self._spoke = False                              # content came after the last call
+        self._named = ""                                 # the function of a call whose arguments have not begun
+        super().__init__()
+
+    # -- what comes out ------------------------------------------------------------------------------------------------
+
+    def _content(self, text: str) -> None:
+        """What was read last is content."""
+        if self.count and not self._spoke:
+            text = text.lstrip(BLANKS)                   # blanks between calls and after the last are no content
+        start = self._place - len(text)
+        if solid := text.rstrip(BLANKS):
+            for piece, place in [*self._held, (solid, start)]:
+                self._say(piece, place)
+            self._spoke = True
+            self._held = []
+        if len(solid) < len(text):
+            self._held.append((text[len(solid) :], start + len(solid)))
+
+    def _end_content(self) -> None:
+        for piece, place in self._held if not self.count else []:
+            self._say(piece, place)
+
+    def _start(self, name: str) -> int:
+        self._held, self._spoke, self._raw, self._named = [], False, None, ""
+        index, self.count = self.count, self.count + 1
+        if self._most is None or index < self._most:
+            self._events.append(CallStart(index, name))
+        return index
+
+    def _arguments_of(self, index: int) -> Callable[[str], None]:
+        if self._most is not None and index >= self._most:
+            return lambda text: None
+        return lambda text: self._events.append(CallArguments(index, text))
+
+    def _attempt(self, reads: Reads[None], sure: bool) -> Reads[bool]:
+        """Read calls; whether it worked. What is no call is said as content; needs `_raw` to hold its beginning. `sure`: what
+        stood before it says that calls follow."""
+        count, self._named = self.count, ""
+        try:
+            yield from reads
+            return True
+        except Malformed as error:
+            if self._cut and (sure or self._named or self.count > count or self._begins_a_call()):
+                if self._named:
+                    self._start(self._named)
+                self._held = []
+            elif self._raw is not None:
+                raw, self._raw = "".join(self._raw), None
+                self._content(raw)
+            elif error.rest:
+                self._content(error.rest)
+            return False
+        finally:
+            self._raw = None
+
+    def _begins_a_call(self) -> bool:
+        """Whether what there is could only become the head of a call of a known function, or text that looks like one."""
+        raw = "".join(self._raw or []).translate(_NO_BLANKS)
+        return len(raw) > 1 and any((self.head % name).startswith(raw) for name in self._names if self.head)
+
+    def _no_call_follows(self) -> None:
+        """What was read since the last call, which is in `_raw`, belongs to none."""
+        raw, self._raw = "".join(self._raw or []), None
+        self._content("" if self._cut and self.count else raw)
+
+    # -- calls as JSON objects -----------------------------------------------------------------------------------------
+
+    def _list(self, bare: bool) -> Reads[None]:
+        """[call, call …], its "[" read."""
+        char = yield from self._solid()
+        if char == "]" and not bare:
+            return
+        while True:
+            if char != "{":
+                raise self._unexpected(char)
+            yield from self._object(bare)
+            self._raw = []                               # what follows may be no call
+            char = yield from self._solid()
+            if char == "]":
+                return
+            if char != ",":
+                raise self._unexpected(char)
+            char = yield from self._solid()
+
+    def _object(self, bare: bool) -> Reads[None]:
+        """One call, its "{" read: a name, and arguments before or after it. `bare`: nothing but that, and a known name."""
+        name: str | None = None
+        pieces: list[str] = []                           # arguments that came before the name
+        has_arguments = told = False
+        char = yield from self._solid()
+        while char != "}":
+            if char != '"':
+                raise self._unexpected(char)
+            key = yield from self._text()
+            char = yield from self._solid()
+            if char != ":":
+                raise self._unexpected(char)
+            if key == "name" and name is None:
+                char = yield from self._solid()
+                if char != '"':
+                    raise self._unexpected(char)
+                name = yield from self._text()
+                if not name or (bare and name not in self._names):
+                    raise Malformed
+                self._named = name
+            elif key in ("arguments", "parameters") and not has_arguments:
+                has_arguments = True
+                if name is None:
+                    yield from self._arguments(lambda: pieces.append)
+                else:
+                    yield from self._arguments(partial(self._begin, name))
+                    told, self._raw = True, []
+            elif bare and not told and key not in ("type", "id"):
+                raise Malformed
+            else:
+                yield from self._value(lambda text: None)
+            char = yield from self._solid()
+            if char == ",":
+                char = yield from self._solid()
+            elif char != "}":
+                raise self._unexpected(char)
+        if name is None:
+            raise Malformed
+        if not told:
+            self._begin(name)("".join(pieces) or "{}")
+
+    def _begin(self, name: str) -> Callable[[str], None]:
+        """The call is sure; says where its arguments go."""
+        return self._arguments_of(self._start(name))
+
+    def _arguments(self, start: Callable[[], Callable[[str], None]]) -> Reads[None]:
+        """An object; some models write its text as a string, or null for none. `start` is called when it is one of them."""
+        char = yield from self._solid()
+        if char == "{":
+            self._unread(char)
+            yield from self._value(start())
+        elif char == '"':
+            text = yield from self._text()
+            try:
+                good = isinstance(json.loads(text), dict)
+            except (ValueError, RecursionError):
+                good = False
+            if not good:
+                raise Malformed
+            start()(text)
+        elif char == "n" and (yield from self._rest_of("null")) == "null":
+            start()("{}")
+        else:
+            raise self._unexpected(char)
+
+    def _unexpected(self, char: str) -> Malformed:
+        self._unread(char)
+        return Malformed()
+
+    # -- JSON ----------------------------------------------------------------------------------------------------------
+
+    def _value(self, sink: Callable[[str], None]) -> Reads[None]:
+        """One JSON value, told to `sink` as it is read. An explicit stack: depth costs no recursion."""
+        stack: list[str] = []                            # the brackets that will close what is open
+        state = "value"
+        while state != "after" or stack:
+            char = yield from self._char()
+            if not char:
+                raise Malformed
+            if char in BLANKS:
+                sink(char)
+                continue
+            if stack and char == stack[-1] and state in ("after", "first"):
+                stack.pop()
+                sink(char)
+                state = "after"
+            elif state == "after" and char == ",":
+                sink(char)
+                state = "key" if stack[-1] == "}" else "value"
+            elif state == "colon" and char == ":":
+                sink(char)
+                state = "value"
+            elif state == "key" or (state == "first" and stack[-1] == "}"):
+                if char != '"':
+                    raise self._unexpected(char)
+                yield from self._string(sink)
+                state = "colon"
+            elif state not in ("value", "first"):
+                raise self._unexpected(char)
+            elif char in "{[":
+                sink(char)
+                stack.append("}" if char == "{" else "]")
+                state = "first"
+            elif char == '"':
+                yield from self._string(sink)
+                state = "after"
+            elif char in "-0123456789tfn":
+                yield from self._scalar(char, sink)
+                state = "after"
+            else:
+                raise self._unexpected(char)
+
+    def _string(self, sink: Callable[[str], None]) -> Reads[None]:
+        """A string, its opening quote read. Models forget to escape line breaks, and escape what needs none: mended."""
+        sink('"')
+        while True:
+            text = yield from self._until('"\\')
+            if not text:
+                raise Malformed
+            if text == '"':
+                sink(text)
+                return
+            if text != "\\":
+                sink(text.translate(_CONTROLS))
+                continue
+            char = yield from self._char()
+            if char == "u":
+                yield from self._code(sink)
+            elif char == "'":
+                sink(char)
+            elif char and char in '"\\/bfnrt':
+                sink(f"\\{char}")
+            elif char:
+                sink(f"\\\\{char.translate(_CONTROLS)}")
+            else:
+                sink("\\")
+
+    def _code(self, sink: Callable[[str], None]) -> Reads[None]:
+        """The four digits of a \\u escape; without them it was no escape."""
+        digits = ""
+        while len(digits) < 4:
+            char = yield from self._char()
+            if not char or char not in "0123456789abcdefABCDEF":
+                self._unread(char)
+                break
+            digits += char
+        sink(f"\\u{digits}" if len(digits) == 4 or not char else f"\\\\u{digits}")
+
+    def _text(self) -> Reads[str]:
+        """A string's value, its opening quote read."""
+        pieces: list[str] = []
+        yield from self._string(pieces.append)
+        text = str(json.loads("".join(pieces)))
+        if not is_unicode(text):
+            raise Malformed
+        return text
+
+    def _scalar(self, first: str, sink: Callable[[str], None]) -> Reads[None]:
+        """A number, true, false or null."""
+        word = first
+        while True:
+            char = yield from self._char()
+            if not char or not (char.isascii() and (char.isalnum() or char in "+-.")):
+                break
+            word += char
+            if len(word) > MAX_WORD:
+                raise Malformed(word)
+        self._unread(char)
+        try:
+            if "I" in word:                              # Python's json would take -Infinity
+                raise ValueError
+            json.loads(word)
+        except ValueError:
+            if char:
+                raise Malformed(word) from None
+        sink(word)                                       # half a word at the end of the text is passed on as it is
+
+
+class HermesParser(CallParser):
+    """<tool_call>{"name": …, "arguments": …}</tool_call>, anywhere in the text: Hermes, Qwen and many others."""
+
+    def _run(self) -> Reads[None]:
+        called = False                                   # a call has just ended; models may forget its closing mark
+        while text := (yield from self._solid() if called else self._until("<")):
+            if text != "<":
+                if called:
+                    self._unread(text)
+                else:
+                    self._content(text)
+                called = False
+                continue
+            if called:
+                called = False
+                char = yield from self._char()
+                if char == "/":
+                    word = "<" + (yield from self._rest_of("/tool_call>"))
+                    self._content("" if word == "</tool_call>" or self._cut else word)
+                    continue
+                self._unread(char)
+                if self._cut and not char:
+                    continue
+            word = yield from self._rest_of("<tool_call>")
+            if word != "<tool_call>":
+                self._content("" if self._is_cut_mark(word) else word)
+                continue
+            self._raw = [word]
+            called = yield from self._attempt(self._tagged(), sure=True)
+        self._end_content()
+
+    def _tagged(self) -> Reads[None]:
+        char = yield from self._solid()
+        if char != "{":
+            raise self._unexpected(char)
+        yield from self._object(bare=False)
+
+
+class LlamaParser(CallParser):
+    """{"name": …, "parameters": …} as the whole message, or after <|python_tag|>; several are separated by ";"."""
+
+    head = '{"name":"%s"'
+
+    def _run(self) -> Reads[None]:
+        yield from self._calls_or_text("", bare=True)
+        while text := (yield from self._until("<")):
+            if text != "<":
+                self._content(text)
+                continue
+            word = yield from self._rest_of("<|python_tag|>")
+            if word == "<|python_tag|>":
+                yield from self._calls_or_text(word, bare=False)
+            else:
+                self._content("" if self._is_cut_mark(word) else word)
+        self._end_content()
+
+    def _calls_or_text(self, word: str, bare: bool) -> Reads[None]:
+        """Calls, if an object begins here; if not, `word` was text."""
+        self._raw = [word] if word else []
+        char = yield from self._solid()
+        if char == "{":
+            yield from self._objects(bare=bare)
+        else:
+            self._unread(char)
+            if self._cut and word:
+                self._raw, self._held = None, []
+            self._no_call_follows()
+
+    def _objects(self, bare: bool) -> Reads[None]:
+        """Calls, the first one's "{" read and recorded."""
+        while (yield from self._attempt(self._object(bare), sure=not bare or self.count > 0)):
+            self._raw = []
+            char = yield from self._solid()
+            if char == ";" or char == ",":
+                char = yield from self._solid()
+            if char != "{":
+                self._unread(char)
+                self._no_call_follows()
+                return
+
+
+class MistralParser(CallParser):
+    """[TOOL_CALLS][{"name": …, "arguments": …}, …], or in newer models [TOOL_CALLS]name[ARGS]{…} for each call."""
+
+    def _run(self) -> Reads[None]:
+        while text := (yield from self._until("[")):
+            word = (yield from self._rest_of("[TOOL_CALLS]")) if text == "[" else text
+            if word != "[TOOL_CALLS]":
+                self._content("" if text == "[" and self._is_cut_mark(word) else word)
+                continue
+            self._raw = [word]
+            yield from self._attempt(self._calls(), sure=True)
+        self._end_content()
+
+    def _calls(self) -> Reads[None]:
+        char = yield from self._solid()
+        if char == "[":
+            yield from self._list(bare=False)
+            return
+        header = ""
+        while char and char != "{" and len(header) < MAX_WORD:
+            header += char
+            char = yield from self._char()
+        name, more, _ = header.partition("[")            # a call's id may follow it, and [ARGS]
+        name = name.strip()
+        self._named = name if more else ""
+        if char != "{" or not name or any(each in BLANKS for each in name):
+            raise self._unexpected(char)
+        self._unread(char)
+        yield from self._value(self._begin(name))
+
+
+class ListParser(CallParser):
+    """[{"name": …, "parameters": …}, …] as the whole message: what the schema of `calls_schema` makes a model write."""
+
+    head = '[{"name":"%s"'
+    nothing_else = False                                 # the schema allows calls only, and no other list
+
+    def _run(self) -> Reads[None]:
+        self._raw = []
+        char = yield from self._solid()
+        if char == "[":
+            yield from self._attempt(self._list(bare=True), self.nothing_else)
+        else:
+            self._unread(char)
+            self._no_call_follows()
+        while text := (yield from self._until("")):
+            self._content(text)
+        self._end_content()
+
+
+class RequiredParser(ListParser):
+    """The same, where at least one call is demanded."""
+
+    nothing_else = True
+
+
+class NamedParser(CallParser):
+    """The whole message is the arguments of the one function in `names`."""
+
+    def _run(self) -> Reads[None]:
+        (name,) = self._names
+        text = yield from self._until("")
+        say = self._begin(name)
+        while text:
+            say(text)
+            text = yield from self._until("")
+
+
+class PythonicParser(CallParser):
+    """[f(a=1), g(b="x")] as the whole message. Each call is told when its ")" is read."""
+
+    head = "[%s("
+
+    def _run(self) -> Reads[None]:
+        self._raw = []
+        char = yield from self._solid()
+        if char == "[":
+            yield from self._attempt(self._python_list(), sure=False)
+        else:
+            self._unread(char)
+            self._no_call_follows()
+        while text := (yield from self._until("")):
+            self._content(text)
+        self._end_content()
+
+    def _python_list(self) -> Reads[None]:
+        while True:
+            char = yield from self._solid()
+            name = ""
+            while char and (char.isalnum() or char in "_.-") and len(name) < MAX_WORD:
+                name += char
+                char = yield from self._char()
+            if char != "(" or name not in self._names:
+                raise self._unexpected(char)
+            self._named = name
+            arguments = json_arguments((yield from self._to_closing()))
+            self._begin(name)(arguments)
+            self._raw = []
+            char = yield from self._solid()
+            if char == "]":
+                return
+            if char != ",":
+                raise self._unexpected(char)
+
+    def _to_closing(self) -> Reads[str]:
+        """The text up to the ")" that closes what is open, which is read too."""
+        pieces: list[str] = []
+        depth, quote = 1, ""
+        while True:
+            text = yield from self._until(f"\\{quote}" if quote else "\"'()[]{}")
+            if not text:
+                raise Malformed
+            if quote and text == "\\":
+                text += yield from self._char()
+            elif quote and text == quote:
+                quote = ""
+            elif not quote and text in ('"', "'"):
+                quote = text
+            elif not quote and text in ("(", "[", "{"):
+                depth += 1
+            elif not quote and text in (")", "]", "}"):
+                depth -= 1
+                if not depth:
+                    return "".join(pieces)
+            pieces.append(text)

@@ -1,0 +1,124 @@
+"""Tools for a model whose chat template has no word for them: told, called and answered in plain text, as Hermes does.
+
+Most clients offer their tools without asking whether the model's template can show them. Here the tools become a part of
+the system message, calls a part of an assistant's text, and results a user's text; server/parse/tool_calls reads the answer as
+it reads any other in that format. Messages in, messages out: no prompt, no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ridgeline.errors import BadRequest
+from ridgeline.server.parse.partial_json import completed, is_object
+
+_WORD = re.compile(r"\btools\b")
+# As templates of Gemma say, and those of the first Mistrals and Mixtrals.
+_NO_SYSTEM = re.compile(r"system role (?:is )?not supported|only user and assistant roles are supported!", re.IGNORECASE)
+
+INTRODUCTION = """You can call functions. Each of these lines describes one:
+<tools>
+{tools}
+</tools>
+To call functions, write for each call:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>
+Its result comes back between <tool_response> and </tool_response>. Without a call, answer in words."""
+
+
+def knows_tools(templates: str) -> bool:
+    """Whether a model's chat templates, as one text, do anything with tools."""
+    return _WORD.search(templates) is not None
+
+
+def tells_of_tools(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
+
+
+def in_plain_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], templates: str
+) -> list[dict[str, Any]]:
+    """The same conversation without tools, tool calls and messages of role tool. Contents become lists of parts, which a
+    template gets as one text with a part a line; parts that are no text stay, for others to refuse."""
+    told: list[dict[str, Any]] = []
+    last_role = ""
+    for message in messages:
+        role = message["role"]
+        if role == "tool":
+            result = [_part("<tool_response>"), *_parts(message), _part("</tool_response>")]
+            if last_role == "tool":                      # results of calls that were made together are one turn
+                told[-1]["content"] += result
+            else:
+                told.append({"role": "user", "content": result})
+        elif role == "user" and last_role == "tool":     # and so is what the user adds: some templates want turns to alternate
+            told[-1]["content"] += _parts(message)
+        elif message.get("tool_calls"):
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            calls = [_part(_call(call["function"])) for call in message["tool_calls"]]
+            told.append(rest | {"content": [*_parts(message), *calls]})
+        else:
+            told.append(dict(message))
+        last_role = role
+    if tools:
+        _introduce(told, tools, has_system=_NO_SYSTEM.search(templates) is None)
+    return told
+
+
+def mended(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For a template that reads arguments as an object: those that are none have what is complete of them. A call that was cut,
+    or that a model wrote badly, comes back with the rest of the conversation, which shall not end at it."""
+    return [
+        {**message, "tool_calls": [_mended(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {**message}
+        for message in messages
+    ]
+
+
+def _mended(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str) and arguments and not is_object(arguments):
+        arguments = completed(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], has_system: bool) -> None:
+    lines = "\n".join(_json(tool["function"]) for tool in tools)
+    text = _part(INTRODUCTION.format(tools=lines))
+    first = messages[0]
+    if first["role"] == "system":
+        first["content"] = [*_parts(first), _part(""), text]
+        return
+    user = next((message for message in messages if message["role"] == "user"), None)
+    if has_system or user is None:
+        messages.insert(0, {"role": "system", "content": [text]})
+    else:
+        user["content"] = [text, _part(""), *_parts(user)]
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):       # what a model wrote once and was no JSON stays what it was
+            arguments = json.loads(arguments or "{}")
+    return f"<tool_call>\n{_json({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise BadRequest("messages and tools must not be nested so deep") from None
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else [_part(content)] if content else []
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}

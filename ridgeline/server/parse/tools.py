@@ -1,0 +1,377 @@
+"""Tools: what a request says of them, the schema that holds a model to them, and which parser reads its answer.
+
+Which format a model writes its calls in is told by its chat template, or by an option. Where calls are demanded
+(`required`, or one function by name) the format does not matter: the answer is held to a JSON schema made here, and is
+JSON. The parsers themselves are in server/parse/tool_calls and server/parse/reasoning; prompts and HTTP are not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, StructuredOutputs, shown
+from ridgeline.server.api.generation import structured_outputs
+from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.parse.closed_schema import closed
+from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
+from ridgeline.server.parse.tool_calls import (
+    CallParser,
+    HermesParser,
+    ListParser,
+    LlamaParser,
+    MistralParser,
+    NamedParser,
+    PythonicParser,
+    RequiredParser,
+)
+from ridgeline.server.parse.tool_prompt import knows_tools
+from ridgeline.text.tokenizer import Tokenizer
+
+MAX_TOOLS = 128
+MAX_NAME = 128                       # Anthropic's limit; OpenAI's is 64, but a name here may have its namespace before it
+TAIL_TOKENS = 8                      # at the end of a prompt, among which "<think>" and a line break must be
+
+# Those that a model may write by itself, and three that only a schema makes it write.
+FREE = ("hermes", "llama3_json", "mistral", "pythonic")
+FORMATS: dict[str, type[CallParser]] = {
+    "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser, "pythonic": PythonicParser,
+    "list": ListParser, "required": RequiredParser, "named": NamedParser,
+}  # fmt: skip
+MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]")}
+THINK_MARKS = ("<think>", "</think>")
+
+_NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_-.")
+
+
+# -- what a request says -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one request, checked. `mode` is none, auto, required or named; named has one tool."""
+
+    mode: str = "none"
+    tools: tuple[dict[str, Any], ...] = ()
+    parallel: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
+
+    def schema(self) -> dict[str, Any] | None:
+        """What the whole answer must be, where calls are demanded."""
+        if self.mode == "named":
+            return parameters(self.tools[0])
+        return calls_schema(self.tools, self.parallel) if self.mode == "required" else None
+
+
+def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse:
+    """BadRequest names what is wrong. Tools that may not be called are left out: the model need not hear of them."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise BadRequest("tool_choice needs tools")
+        return ToolUse()
+    if len(tools) > MAX_TOOLS:
+        raise BadRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
+    plain = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in plain]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise BadRequest(f"tools has two functions with the name {twice!r}")
+    mode, wanted = _choice(choice, names)
+    if mode == "none":
+        return ToolUse()
+    callable_ones = frozenset(wanted)
+    return ToolUse(mode, tuple(tool for tool in plain if tool["function"]["name"] in callable_ones), parallel)
+
+
+def _choice(choice: Any, names: list[str]) -> tuple[str, Iterable[str]]:
+    """(mode, names of the functions that may be called)."""
+    known = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
+    match choice:
+        case None:
+            return "auto", names
+        case "none" | "auto" | "required":
+            return choice, names
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            only(choice, "tool_choice", "type", "function")
+            only(function, "tool_choice.function", "name")
+            return "named", _known([name], names)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)} as allowed}:
+            only(choice, "tool_choice", "type", "allowed_tools")
+            only(allowed, "tool_choice.allowed_tools", "mode", "tools")
+            if not tools:
+                raise BadRequest("tool_choice.allowed_tools.tools must name at least one function")
+            return mode, _known([_name_of(each, place) for place, each in enumerate(tools)], names)
+    raise BadRequest(f"tool_choice must be one of {known}; got {shown(choice)}")
+
+
+def only(given: Mapping[str, Any], where: str, *names: str) -> None:
+    """BadRequest if it has any other field."""
+    for name in given:
+        if name not in names:
+            raise BadRequest(f"{where} has the unknown field {shown(name)}")
+
+
+def _name_of(allowed: Any, place: int) -> Any:
+    where = f"tool_choice.allowed_tools.tools[{place}]"
+    match allowed:
+        case {"type": "function", "function": {"name": name} as function}:
+            only(allowed, where, "type", "function")
+            only(function, f"{where}.function", "name")
+            return name
+    raise BadRequest(f"tool_choice.allowed_tools.tools must hold functions by their names; got {shown(allowed)}")
+
+
+def _known(given: list[Any], names: list[str]) -> list[str]:
+    known = frozenset(names)
+    for name in given:
+        if not isinstance(name, str) or name not in known:
+            raise BadRequest(f"tool_choice names the function {shown(name)}, which is not among the tools")
+    return given
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind not in (None, "function"):
+            raise Unsupported(f"{where}.type {shown(kind)} is not supported; only 'function' is")
+        raise BadRequest(f"{where} must be an object with type 'function' and a function")
+    only(tool, where, "type", "function", "strict", *HINTS)
+    if tool.get("type", "function") != "function":
+        raise Unsupported(f"{where}.type {shown(tool['type'])} is not supported; only 'function' is")
+    function = tool["function"]
+    if function.get("strict") is None and "strict" in tool:      # some clients have it a level higher, as the Responses API does
+        function = {**function, "strict": tool["strict"]}
+    return {"type": "function", "function": plain_function(function, f"{where}.function")}
+
+
+HINTS = ("cache_control", "defer_loading")               # of a tool or its function, for servers that do such things
+
+
+def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    only(function, where, "name", "description", "parameters", "strict", "return", *HINTS)
+    name = function.get("name")
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not _NAME_CHARACTERS.issuperset(name):
+        raise BadRequest(
+            f"{where}.name must be 1 to {MAX_NAME} letters, digits, dots, underscores and dashes; got {shown(name)}"
+        )
+    if not isinstance(function.get("description", ""), str | None):
+        raise BadRequest(f"{where}.description must be a text")
+    if not isinstance(function.get("parameters", {}), Mapping | None):
+        raise BadRequest(f"{where}.parameters must be a JSON schema; got {shown(function['parameters'])}")
+    if not isinstance(function.get("strict"), bool | None):
+        raise BadRequest(f"{where}.strict must be true or false; got {shown(function['strict'])}")
+    return {key: value for key, value in function.items() if value is not None and key not in HINTS}
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------------
+
+
+def parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are always an object; a tool that says nothing of them has none."""
+    given = tool["function"].get("parameters")
+    schema = {"properties": {}} if given is None else dict(given)
+    if "type" not in schema and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
+        schema["type"] = "object"
+    return closed(schema)
+
+
+def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> dict[str, Any]:
+    """A list of calls, at least one, as JSON."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for place, tool in enumerate(tools):
+        definitions[f"tool{place}"] = moved(parameters(tool), f"#/$defs/tool{place}")
+        calls.append({
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "parameters": {"$ref": f"#/$defs/tool{place}"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        })  # fmt: skip
+    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schema: dict[str, Any] = {"type": "array", "items": items, "minItems": 1, "$defs": definitions}
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema
+
+
+def answer_or_calls_schema(answer: Mapping[str, Any], use: ToolUse) -> dict[str, Any]:
+    """Either an answer of that schema or a list of calls: what a model may say that has both."""
+    calls = calls_schema(use.tools, use.parallel)
+    definitions = calls.pop("$defs")
+    definitions["answer"] = moved(dict(answer), "#/$defs/answer")
+    return {"anyOf": [calls, {"$ref": "#/$defs/answer"}], "$defs": definitions}
+
+
+def moved(schema: Any, to: str) -> Any:
+    """A schema that will stand at `to` instead of at the root: its references to itself follow."""
+    try:
+        return _moved(schema, to)
+    except RecursionError:
+        raise BadRequest(f"tools has a schema that is nested more than {MAX_SCHEMA_DEPTH} deep") from None
+
+
+def _moved(schema: Any, to: str) -> Any:
+    if isinstance(schema, Mapping):
+        made: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+                made[key] = to + value[1:]
+            elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
+                made[key] = {name: _moved(each, to) for name, each in value.items()}     # whatever their names
+            else:
+                made[key] = value if key in ("enum", "const", "default", "examples") else _moved(value, to)
+        return made
+    return [_moved(each, to) for each in schema] if isinstance(schema, list) else schema
+
+
+AFTER_REASONING = ("json", "json_object", "choice")
+
+
+def after_reasoning(asked: StructuredOutputs, inside: bool, special: bool) -> StructuredOutputs:
+    """The same language with reasoning before it, as a Lark grammar. `inside`: its beginning is in the prompt; `special`:
+    its marks are special tokens, which no text of a grammar has."""
+    if asked.choice is not None:
+        answer = " | ".join(json.dumps(text) for text in asked.choice)
+    else:
+        schema = json.loads(asked.json) if isinstance(asked.json, str) else {"type": "object"}
+        blanks = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": _BLANKS}
+        answer = "%json " + json.dumps({**schema, "x-guidance": blanks})
+    if special:
+        begin = "" if inside else "<think> "
+        thought, rule = f"({begin}text </think>)", "text: /(.|\\n)*/"
+    else:
+        begin = "" if inside else r"[ \t\r\n]*<think>"
+        thought, rule = "text", rf"text[lazy]: /{begin}(.|\n)*<\/think>/"
+    start = f"start: {thought}{'' if inside else '?'} BLANKS answer"
+    grammar = "\n".join(["%llguidance {}", start, rule, r"BLANKS: /[ \t\r\n]{0,8}/", f"answer: {answer}"])
+    return structured_outputs("response_format", grammar=grammar)
+
+
+_BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"                  # between the parts of JSON, as where there is no reasoning
+
+
+# -- which parser ------------------------------------------------------------------------------------------------------
+
+
+def tool_format(option: str, templates: str) -> str | None:
+    """The format of calls: what the option says; when it is auto, what the chat template's text shows, or, where that has
+    no word for tools at all, the one that server/parse/tool_prompt tells the model. None: calls could not be read."""
+    if option != "auto":
+        return None if option == "none" else option
+    if "[TOOL_CALLS]" in templates:
+        return "mistral"
+    if "<tool_call>" in templates:
+        return "hermes"
+    if "func_name1(" in templates or "[func_name" in templates:
+        return "pythonic"
+    if "<|python_tag|>" in templates or ("<|start_header_id|>" in templates and '"parameters"' in templates):
+        return "llama3_json"
+    return None if knows_tools(templates) else "hermes"
+
+
+def needs_plain_text(option: str, templates: str) -> bool:
+    """Whether the chat template would leave tools and calls out, so that the messages have to tell of them."""
+    return tool_format(option, templates) == "hermes" and not knows_tools(templates)
+
+
+def has_reasoning(option: str, templates: str) -> bool:
+    return "</think>" in templates if option == "auto" else option == "think"
+
+
+@dataclass(slots=True)
+class Reading:
+    """How the answers to one request are read."""
+
+    format: str | None = None        # a name in FORMATS
+    names: Sequence[str] = ()
+    most_calls: int | None = None
+    reasoning: bool = False
+    inside: bool = False             # the prompt has begun the reasoning
+    short_ids: bool = False          # Mistral's templates take ids of nine characters only
+
+    def parser(self) -> MessageParser | None:
+        """For one answer; None where the text is the content as it is."""
+        if self.format is None and not self.reasoning:
+            return None
+        calls: CallParser | None = None
+        if self.format is not None:
+            calls = FORMATS[self.format](self.names, self.most_calls)
+        return MessageParser(ReasoningParser(self.inside) if self.reasoning else None, calls)
+
+    def new_id(self) -> str:
+        if self.short_ids:
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+    def follow(self, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
+        """Look at the prompt: a template may begin the reasoning, and the answer then starts in the middle of it; or end
+        it, and there is none. A grammar of `params` holds from the reasoning's end on."""
+        if not self.reasoning:
+            return
+        tail = tokenizer.decode(list(prompt[-TAIL_TOKENS:])).rstrip()
+        self.inside = tail.endswith("<think>")
+        asked = params.structured_outputs
+        if asked is not None and asked.kind in AFTER_REASONING and not tail.endswith("</think>"):
+            special = tokenizer.token_id("</think>") in tokenizer.special_ids
+            params.structured_outputs = after_reasoning(asked, self.inside, special)
+
+
+def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokenizer: Tokenizer | None) -> Reading:
+    """BadRequest when the tools could not be read from the answer. Makes `params` show tokens that are marks, and keep
+    strict tools to their schemas."""
+    if tokenizer is None:
+        if use.mode == "auto":
+            raise BadRequest("tools need a tokenizer, and skip_tokenizer_init is set")
+        return Reading()
+    templates = "\n".join(tokenizer.chat_templates.values())
+    form = tool_format(options.tool_call_parser, templates)
+    asked = params.structured_outputs
+    made = Reading(names=use.names, most_calls=None if use.parallel else 1, short_ids=form == "mistral")
+    # Other grammars hold from the first token on: there is no reasoning before what they describe.
+    free = asked is None or asked.kind in (*AFTER_REASONING, "structural_tag")
+    made.reasoning = free and has_reasoning(options.reasoning_parser, templates)
+    marks: tuple[str, ...] = THINK_MARKS if made.reasoning else ()
+    if use.mode == "named":
+        made.format = "named"
+    elif use.mode == "required":
+        made.format = "required"
+    elif use.mode == "auto" and asked is not None:
+        made.format = "list"
+    elif use.mode == "auto":
+        if form is None:
+            raise BadRequest(
+                "tools with tool_choice 'auto' need a known format of calls, and the chat template has another; start the "
+                f"server with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function"
+            )
+        made.format = form
+        marks += MARKS.get(form, ())
+    if any(tokenizer.token_id(mark) in tokenizer.special_ids for mark in marks):
+        params.skip_special_tokens = False
+    elif made.format == "hermes" and any(tool["function"].get("strict") for tool in use.tools):
+        params.structured_outputs = structured_outputs("tools", structural_tag=strict_calls(use.tools))
+    return made
+
+
+def strict_calls(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Any text, but where a Hermes call begins it is one of these tools, and those that are strict have their schema kept.
+
+    It takes marks that are ordinary text: a grammar's free text has no special tokens, and there would be no call at all.
+    """
+    structures = []
+    for tool in tools:
+        schema = parameters(tool) if tool["function"].get("strict") else {"type": "object"}
+        begin = f'<tool_call>\n{{"name": {json.dumps(tool["function"]["name"])}, "arguments": '
+        structures.append({"begin": begin, "schema": schema, "end": "}\n</tool_call>"})
+    return {"triggers": ["<tool_call>"], "structures": structures}

@@ -1,0 +1,177 @@
+"""What chips promise: memory, bandwidth, matrix rates by number format, links. Data sheets, dense rates, no sparsity.
+
+A format that is not listed for a chip is not native to its matrix units: weights can still be stored in it (fewer bytes),
+but products run in the format in `Device.wide`. The CPU is not in the table: it is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ridgeline.errors import ConfigError
+from ridgeline.process import platform
+
+GB, TB, TERA = 1e9, 1e12, 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What two devices of one machine say to each other, each way, and how long the shortest word takes."""
+
+    bandwidth: float                 # bytes/s of one device, in one direction
+    latency: float                   # seconds of one collective step
+
+
+# NCCL's all-reduce of a few kilobytes takes about 10 µs over NVLink and 25 over PCIe, whatever the number of ranks here.
+NVLINK2, NVLINK3 = Link(150 * GB, 10e-6), Link(300 * GB, 10e-6)
+NVLINK4, NVLINK5 = Link(450 * GB, 10e-6), Link(900 * GB, 10e-6)
+XGMI = Link(448 * GB, 12e-6)         # MI300X: seven links of 64 GB/s
+PCIE4, PCIE5 = Link(32 * GB, 25e-6), Link(64 * GB, 25e-6)
+NO_LINK = Link(float("inf"), 0.0)    # there is only one of them
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    memory: float                    # bytes, as the data sheet has them
+    bandwidth: float                 # bytes/s
+    flops: dict[str, float]          # dense FLOP/s of the matrix units, by format; see precision.FORMATS
+    link: Link
+    sparse: bool = False             # 2:4 sparsity doubles the rates
+    kind: str = "cuda"               # as the engine calls it; devices of other kinds can be planned, not used
+    torch_names: tuple[str, ...] = field(default=())     # what torch calls it
+    inline_ecc: bool = False         # error correction takes a sixteenth of the memory itself, as on servers' GDDR6
+
+    @property
+    def usable(self) -> int:
+        """Bytes that the driver reports. Data sheets of GPUs mean GiB; ECC and firmware keep about a hundredth, and of
+        Apple's unified memory a GPU may take three quarters."""
+        if self.kind == "cpu":
+            return int(self.memory)
+        return int(self.memory / GB * 2**30 * (0.75 if self.kind == "apple" else 15 / 16 if self.inline_ecc else 0.99))
+
+    @property
+    def wide(self) -> str:
+        """The format that products run in where nothing narrower is native."""
+        return "bfloat16" if "bfloat16" in self.flops else "float16" if "float16" in self.flops else "float32"
+
+    def rate(self, format: str) -> float:
+        """FLOP/s of products whose operands are in this format; in the wide one where it is not native."""
+        return self.flops.get(format, self.flops[self.wide])
+
+    def ridge(self, format: str) -> float:
+        """FLOPs per byte at which computing and reading take equally long."""
+        return self.rate(format) / self.bandwidth
+
+
+def _rates(**tera: float) -> dict[str, float]:
+    return {name: rate * TERA for name, rate in tera.items()}
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("V100", 32 * GB, 0.9 * TB, _rates(float16=125, float32=15.7), NVLINK2,
+               torch_names=("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB")),
+        Device("A100-40GB", 40 * GB, 1.555 * TB, _rates(bfloat16=312, float16=312, int8=624, float32=19.5), NVLINK3, True,
+               torch_names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),
+        Device("A100", 80 * GB, 2.039 * TB, _rates(bfloat16=312, float16=312, int8=624, float32=19.5), NVLINK3, True,
+               torch_names=("NVIDIA A100-SXM4-80GB",)),
+        Device("A100-PCIe", 80 * GB, 1.935 * TB, _rates(bfloat16=312, float16=312, int8=624, float32=19.5), PCIE4, True,
+               torch_names=("NVIDIA A100 80GB PCIe",)),
+        Device("H100", 80 * GB, 3.35 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
+               True, torch_names=("NVIDIA H100 80GB HBM3",)),
+        Device("H100-PCIe", 80 * GB, 2.0 * TB, _rates(bfloat16=756, float16=756, fp8=1513, int8=1513, float32=51), PCIE5,
+               True, torch_names=("NVIDIA H100 PCIe",)),
+        Device("H100-NVL", 94 * GB, 3.9 * TB, _rates(bfloat16=835, float16=835, fp8=1671, int8=1671, float32=60), PCIE5,
+               True, torch_names=("NVIDIA H100 NVL",)),
+        Device("H200", 141 * GB, 4.8 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
+               True, torch_names=("NVIDIA H200",)),
+        Device("B200", 180 * GB, 8.0 * TB, _rates(bfloat16=2250, float16=2250, fp8=4500, int8=4500, fp4=9000, float32=80),
+               NVLINK5, True, torch_names=("NVIDIA B200",)),
+        Device("MI300X", 192 * GB, 5.3 * TB, _rates(bfloat16=1307, float16=1307, fp8=2615, int8=2615, float32=163), XGMI,
+               True, torch_names=("AMD Instinct MI300X", "AMD Instinct MI300X OAM")),
+        Device("L4", 24 * GB, 0.3 * TB, _rates(bfloat16=121, float16=121, fp8=242, int8=242, float32=30), PCIE4, True,
+               torch_names=("NVIDIA L4",), inline_ecc=True),
+        Device("L40", 48 * GB, 0.864 * TB, _rates(bfloat16=181, float16=181, fp8=362, int8=362, float32=90.5), PCIE4, True,
+               torch_names=("NVIDIA L40",), inline_ecc=True),
+        Device("L40S", 48 * GB, 0.864 * TB, _rates(bfloat16=362, float16=362, fp8=733, int8=733, float32=91.6), PCIE4, True,
+               torch_names=("NVIDIA L40S",), inline_ecc=True),
+        Device("RTX4090", 24 * GB, 1.008 * TB, _rates(bfloat16=165, float16=165, fp8=330, int8=661, float32=82.6), PCIE4,
+               True, torch_names=("NVIDIA GeForce RTX 4090",)),
+        Device("RTX5090", 32 * GB, 1.792 * TB, _rates(bfloat16=210, float16=210, fp8=419, int8=838, fp4=1676, float32=105),
+               PCIE5, True, torch_names=("NVIDIA GeForce RTX 5090",)),
+        # Apple: the rate is the GPU's, in 16 and 32 bits.
+        Device("M1", 16 * GB, 68 * GB, _rates(float16=2.6, float32=2.6), NO_LINK, kind="apple"),
+        Device("M1Max", 64 * GB, 400 * GB, _rates(float16=10.4, float32=10.4), NO_LINK, kind="apple"),
+        Device("M2Ultra", 192 * GB, 800 * GB, _rates(float16=27.2, float32=27.2), NO_LINK, kind="apple"),
+        Device("M3Max", 128 * GB, 400 * GB, _rates(bfloat16=14.2, float16=14.2, float32=14.2), NO_LINK, kind="apple"),
+        Device("M3Ultra", 512 * GB, 819 * GB, _rates(bfloat16=28.4, float16=28.4, float32=28.4), NO_LINK, kind="apple"),
+        Device("M4", 32 * GB, 120 * GB, _rates(bfloat16=4.3, float16=4.3, float32=4.3), NO_LINK, kind="apple"),
+        Device("M4Max", 128 * GB, 546 * GB, _rates(bfloat16=18.4, float16=18.4, float32=18.4), NO_LINK, kind="apple"),
+    )
+}  # fmt: skip
+
+
+def find_device(name: str) -> Device:
+    """By the table's name, however it is written; `cpu` is this machine's, measured now."""
+    wanted = _plain(name)
+    if wanted == "cpu":
+        return measure_cpu()
+    found = {_plain(each): device for each, device in DEVICES.items()}.get(wanted) or data_sheet(name)
+    if found is None:
+        raise ConfigError(f"there is no GPU {name!r} in the table; there are {', '.join(DEVICES)}, and cpu")
+    return found
+
+
+def data_sheet(torch_name: str) -> Device | None:
+    """The table's entry for a device as torch names it, such as "NVIDIA H200". The whole name: what only begins alike
+    (laptop chips, "H200 NVL", an L40 beside an L4) is another chip with other rates."""
+    named = {each.lower(): device for device in DEVICES.values() for each in device.torch_names}
+    return named.get(torch_name.strip().lower())
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum()).removeprefix("nvidia")
+
+
+# ── the CPU, measured ────────────────────────────────────────────────────────────────────────────────────────────────
+
+_READ_BYTES = 1 << 28                # per thread: no cache holds it
+_SIDE = 1024                         # of the matrices
+
+
+@functools.cache
+def measure_cpu() -> Device:
+    """Bytes that all cores read per second, and float32 FLOPs of numpy's matrix product; best of a few, a second in all."""
+    cores = platform.cpu_count()
+    arrays = [np.ones(_READ_BYTES // 8) for _ in range(cores)]
+
+    def read() -> None:
+        threads = [threading.Thread(target=array.sum) for array in arrays]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    matrix = np.ones((_SIDE, _SIDE), np.float32)
+    bandwidth = cores * _READ_BYTES / _best(read)
+    rate = 2 * _SIDE**3 / _best(lambda: matrix @ matrix)
+    return Device("CPU", platform.available_memory(), bandwidth, {"float32": rate}, NO_LINK, kind="cpu",
+                  torch_names=(f"{os.uname().machine}, {cores} cores",))  # fmt: skip
+
+
+def _best(action: Callable[[], object], times: int = 3) -> float:
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        action()
+        found.append(time.perf_counter() - begin)
+    return min(found)

@@ -1,0 +1,554 @@
+"""What every op has to compute and to move, counted exactly from shapes, in plain Python.
+
+Plan, CLI, scheduler and benchmarks read these numbers without torch; the op files import the same cases and costs, so
+that the correctness test, the micro-benchmark and the roofline speak of the same thing. Nothing here knows how fast a
+machine is, or which kernel runs.
+
+Conventions: a multiply-add is two FLOPs; an exponential, a hyperbolic tangent, a root, a division and a comparison are
+one each. Bytes are the traffic of a perfect kernel: every input is read once, every output written once, and nothing
+stays on the chip from one op to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}          # every dtype the engine computes in
+INDEX_BYTES = 8                      # slots, positions, token ids: int64
+LENGTH_BYTES = 4                     # block tables, prefix sums, lengths: int32
+SCALE_BYTES = 4                      # scales of quantised tensors: float32
+E4M3 = "float8_e4m3fn"
+QUANTISED_BYTES = {**DTYPE_BYTES, E4M3: 1}       # dtypes that a cache may have besides
+
+Rows = Sequence[tuple[int, int]]     # per batch row: tokens computed in this step, and KV length including them
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: int) -> Cost:
+        return Cost(self.flops * times, self.bytes * times)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A named set of sizes at which an op is checked; the timed ones are the micro-benchmark's, of realistic size."""
+
+    name: str
+    sizes: Mapping[str, Any]
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    timed: bool = False
+
+
+# ── RMS norm ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def rms_norm_cost(*, tokens: int, width: int, residual: bool, element_bytes: int, weight_offset: float = 0.0) -> Cost:
+    """An offset is added to the weight once, however many tokens there are: that is not counted."""
+    per_token = 4 * width + 3                            # square, sum, scale, weight; mean, + eps, root
+    flops = tokens * (per_token + (width if residual else 0))
+    passes = 4 if residual else 2                        # x, out; and the residual in and out
+    return Cost(flops, (passes * tokens * width + width) * element_bytes)
+
+
+RMS_NORM_CASES = (
+    Case("one", {"tokens": 1, "width": 64, "residual": False}),
+    Case("residual", {"tokens": 3, "width": 128, "residual": True}),
+    Case("odd", {"tokens": 5, "width": 77, "residual": True}),
+    Case("offset", {"tokens": 3, "width": 96, "residual": True, "weight_offset": 1.0}),
+    Case("decode-32", {"tokens": 32, "width": 576, "residual": True}, timed=True),
+    Case("prefill-512", {"tokens": 512, "width": 576, "residual": True}, timed=True),
+)
+
+
+# ── rotary ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def rotary_cost(
+    *, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, element_bytes: int
+) -> Cost:
+    """Only the rotated part counts: the rest of a head stays where it is."""
+    rotated = tokens * (heads + kv_heads) * rotary_dim
+    table = tokens * rotary_dim * max(element_bytes, 4)  # cosines and sines are never narrower than float32
+    return Cost(3 * rotated, 2 * rotated * element_bytes + table + tokens * INDEX_BYTES)
+
+
+_ROTARY = {"heads": 9, "kv_heads": 3, "head_dim": 64, "rotary_dim": 64}
+ROTARY_CASES = (
+    Case("one", {"tokens": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "rotary_dim": 8}),
+    Case("partial", {"tokens": 4, "heads": 4, "kv_heads": 4, "head_dim": 16, "rotary_dim": 8}),
+    Case("odd", {"tokens": 7, "heads": 3, "kv_heads": 1, "head_dim": 10, "rotary_dim": 6}),
+    Case("decode-32", {"tokens": 32, **_ROTARY}, timed=True),
+    Case("prefill-512", {"tokens": 512, **_ROTARY}, timed=True),
+)
+
+
+# ── gated activation ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+# x/(1+exp(-x));  0.5·x·(1+tanh(c·(x+0.044715·x³)));  0.5·x·(1+erf(x/√2))
+ACTIVATION_FLOPS = {"silu": 4, "gelu_tanh": 9, "gelu": 5}
+
+
+def gated_activation_cost(*, tokens: int, intermediate: int, kind: str, element_bytes: int) -> Cost:
+    values = tokens * intermediate
+    return Cost(values * (ACTIVATION_FLOPS[kind] + 1), 3 * values * element_bytes)
+
+
+GATED_ACTIVATION_CASES = (
+    Case("silu", {"tokens": 3, "intermediate": 32, "kind": "silu"}),
+    Case("gelu-tanh", {"tokens": 3, "intermediate": 32, "kind": "gelu_tanh"}),
+    Case("odd-gelu", {"tokens": 5, "intermediate": 19, "kind": "gelu"}),
+    Case("decode-32", {"tokens": 32, "intermediate": 1536, "kind": "silu"}, timed=True),
+    Case("prefill-512", {"tokens": 512, "intermediate": 1536, "kind": "silu"}, timed=True),
+)
+
+
+# ── KV cache: writing and attending ──────────────────────────────────────────────────────────────────────────────────
+
+def kv_bytes(*, tokens: int, layers: int, kv_heads: int, head_dim: int, element_bytes: float) -> int:
+    """Bytes of K and V that `tokens` tokens keep in `layers` layers."""
+    return round(2 * tokens * layers * kv_heads * head_dim * element_bytes)
+
+
+def kv_write_cost(*, tokens: int, kv_heads: int, head_dim: int, block_size: int, element_bytes: int) -> Cost:
+    values = 2 * tokens * kv_heads * head_dim
+    return Cost(0, 2 * values * element_bytes + tokens * INDEX_BYTES)
+
+
+KV_WRITE_CASES = (
+    Case("one", {"tokens": 1, "kv_heads": 1, "head_dim": 8, "block_size": 4}),
+    Case("odd", {"tokens": 7, "kv_heads": 3, "head_dim": 10, "block_size": 5}),
+    Case("decode-32", {"tokens": 32, "kv_heads": 3, "head_dim": 64, "block_size": 16}, timed=True),
+    Case("prefill-512", {"tokens": 512, "kv_heads": 3, "head_dim": 64, "block_size": 16}, timed=True),
+)
+
+
+def rotary_write_cost(
+    *, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
+    element_bytes: int, kv_element_bytes: float | None = None,
+) -> Cost:  # fmt: skip
+    """Norm of q and k, rotation and the write of K and V, each value read and written once."""
+    turned = tokens * (heads + kv_heads)
+    flops = turned * (3 * rotary_dim + (4 * head_dim + 3 if norm else 0))
+    queries, values = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim
+    written = kv_bytes(
+        tokens=tokens, layers=1, kv_heads=kv_heads, head_dim=head_dim,
+        element_bytes=element_bytes if kv_element_bytes is None else kv_element_bytes,
+    )
+    table = tokens * rotary_dim * max(element_bytes, 4)
+    return Cost(flops, (2 * queries + values) * element_bytes + written + table + 2 * tokens * INDEX_BYTES)
+
+
+def _rotary_write(tokens: int, norm: bool = False, **changes: int) -> dict[str, Any]:
+    return {"tokens": tokens, **_ROTARY, "block_size": 16, "norm": norm, **changes}
+
+
+ROTARY_WRITE_CASES = (
+    Case("one", _rotary_write(1, heads=2, kv_heads=1, head_dim=8, rotary_dim=8, block_size=4)),
+    Case("norm", _rotary_write(3, norm=True, heads=4, kv_heads=2, head_dim=16, rotary_dim=16, block_size=4)),
+    Case("partial", _rotary_write(4, heads=4, kv_heads=4, head_dim=16, rotary_dim=8, block_size=4)),
+    Case("odd-norm", _rotary_write(7, norm=True, heads=3, kv_heads=1, head_dim=10, rotary_dim=6, block_size=5)),
+    Case("decode-32", _rotary_write(32), timed=True),
+    Case("prefill-512", _rotary_write(512), timed=True),
+)
+
+
+def visible_pairs(query_len: int, kv_len: int, window: int | None) -> int:
+    """How many (query, key) pairs of a row the mask lets through: sum over queries of min(own position + 1, window)."""
+    first = kv_len - query_len + 1                       # keys that the first query sees without a window
+    if window is None or window >= kv_len:
+        return query_len * (first + kv_len) // 2
+    growing = max(0, window - first)                     # queries that still see everything before them
+    return growing * (first + first + growing - 1) // 2 + (query_len - growing) * window
+
+
+def visible_keys(query_len: int, kv_len: int, window: int | None) -> int:
+    """How many KV positions at least one query of a row sees."""
+    return kv_len if window is None else min(kv_len, query_len + window - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """All that the cost of attention asks of a batch's rows."""
+
+    rows: int = 0
+    queries: int = 0
+    pairs: int = 0                   # of a query and a key that it sees
+    keys: int = 0                    # that are read, each once for all queries and heads of its row
+    blocks: int = 0                  # in which they lie
+
+    @classmethod
+    def of(cls, rows: Rows, window: int | None, block_size: int) -> Attended:
+        seen = [visible_keys(query_len, kv_len, window) if query_len else 0 for query_len, kv_len in rows]
+        return cls(
+            len(rows),
+            sum(query_len for query_len, _ in rows),
+            sum(visible_pairs(query_len, kv_len, window) for query_len, kv_len in rows),
+            sum(seen),
+            sum(
+                (kv_len - 1) // block_size - (kv_len - keys) // block_size + 1
+                for keys, (query_len, kv_len) in zip(seen, rows, strict=True)
+                if query_len and kv_len
+            ),
+        )  # fmt: skip
+
+
+def _stored_bytes(
+    keys: int, blocks: int, kv_heads: int, head_dim: int, kv_format: Sequence[str] | None, element_bytes: float
+) -> int:
+    """K and V of so many positions in so many blocks, and the scales of their format."""
+    if kv_format is None:
+        return kv_bytes(tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
+    counts = {
+        "none": 0, "tensor": 1, "head": kv_heads, "token": keys * kv_heads, "channel": kv_heads * head_dim,
+        "block": blocks * kv_heads,
+    }  # fmt: skip
+    scales = sum(counts[layout] * SCALE_BYTES for layout in kv_format[1::2])
+    element_bytes = sum(QUANTISED_BYTES[dtype] for dtype in kv_format[::2]) / 2
+    return scales + kv_bytes(tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
+
+
+def paged_attention_cost(
+    *,
+    rows: Rows | Attended,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    element_bytes: int,
+    kv_element_bytes: float | None = None,
+    scattered: bool = False,
+    shared: Sequence[tuple[Sequence[int], int]] = (),
+    kv_format: Sequence[str] | None = None,
+    older: Sequence[int] = (),
+    older_format: Sequence[str] | None = None,
+) -> Cost:
+    """Each KV byte is read once per row, however many heads and queries look at it; once for all rows that share it.
+
+    `scattered`: rows have their tables in other places; `shared`: (rows, tokens of their common prefix); `kv_format`:
+    dtype and layout of the scales, of K and of V; `older`: how many of each row's positions have `older_format` instead.
+    """
+    attended = rows if isinstance(rows, Attended) else Attended.of(rows, window, block_size)
+    queries, pairs, blocks = attended.queries, attended.pairs, attended.blocks
+    keys = attended.keys - sum((len(members) - 1) * tokens for members, tokens in shared)
+    kept_keys = kept_blocks = 0      # of older positions, those that no window hides
+    if older and not isinstance(rows, Attended):
+        for length, (query_len, kv_len) in zip(older, rows, strict=True):
+            first = kv_len - visible_keys(query_len, kv_len, window)
+            kept_keys += max(0, length - first)
+            kept_blocks += max(0, length // block_size - first // block_size)
+    # Per pair and head: two dot products; scale, maximum, subtraction, exponential, sum; tanh and two scalings.
+    per_pair = 4 * head_dim + 5 + (3 if softcap is not None else 0)
+    flops = heads * (pairs * per_pair + queries * head_dim)
+    kv = _stored_bytes(
+        keys - kept_keys, blocks - kept_blocks, kv_heads, head_dim, kv_format,
+        element_bytes if kv_element_bytes is None else kv_element_bytes,
+    )
+    kv += _stored_bytes(kept_keys, kept_blocks, kv_heads, head_dim, older_format if older else None, element_bytes)
+    numbers = 2 + scattered + (len(older) > 0)           # per row: its length, its queries, its table, its older length
+    tables = (blocks + numbers * attended.rows + 1) * LENGTH_BYTES
+    return Cost(flops, 2 * queries * heads * head_dim * element_bytes + kv + tables)
+
+
+def _attention(rows: Rows, **changes: Any) -> dict[str, Any]:
+    sizes: dict[str, Any] = {
+        "heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 4, "window": None, "softcap": None,
+    }
+    return {"rows": tuple(rows), **sizes, **changes}
+
+
+_SMOLLM2 = {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 16}
+PAGED_ATTENTION_CASES = (
+    Case("decode-one", _attention([(1, 9)])),
+    Case("decode", _attention([(1, 1), (1, 6), (1, 8), (1, 17)])),
+    Case("prompt", _attention([(6, 6)])),
+    Case("chunk", _attention([(3, 11)])),
+    Case("mixed", _attention([(1, 10), (5, 5), (1, 3), (4, 9), (2, 13)])),
+    Case("window", _attention([(1, 14), (1, 3), (6, 15), (9, 9), (1, 18)], window=5)),
+    Case("softcap", _attention([(1, 7), (1, 12), (4, 10), (5, 5)], softcap=3.0)),
+    Case("window-softcap", _attention([(1, 13), (1, 15), (7, 12)], window=6, softcap=2.0)),
+    Case("long", _attention([(1, 75), (40, 70), (2, 3)])),               # several tiles of keys and of queries
+    Case("long-window", _attention([(1, 90), (40, 80), (45, 45)], window=20)),
+    # Wide heads have narrow tiles of keys: a whole tile may lie behind the window of the tile's last query.
+    Case("wide-window", _attention([(70, 75)], heads=1, kv_heads=1, head_dim=144, window=3)),
+    Case("one-kv-head", _attention([(1, 5), (3, 7)], heads=6, kv_heads=1)),
+    # Heads and blocks as the copy engine wants them (more of it in test_kernel_prefill_hopper.py).
+    Case("tiles", _attention([(1, 9), (5, 21), (2, 35)], head_dim=64, block_size=16)),
+    Case("no-groups", _attention([(1, 5), (1, 4), (3, 7)], heads=3, kv_heads=3)),
+    Case("odd", _attention([(1, 11), (3, 8), (1, 2)], heads=3, kv_heads=1, head_dim=20, block_size=3)),
+    Case("padded", _attention([(1, 12), (1, 0), (1, 5), (1, 0)], scattered=True)),
+    Case("decodes-first", _attention([(1, 70), (1, 0), (1, 9), (5, 40), (1, 3)], scattered=True)),
+    Case("many-shares", _attention([(1, 200), (1, 65), (1, 2)], block_size=16)),
+    Case("many-shares-window", _attention([(1, 300), (1, 65)], heads=6, window=150, softcap=2.0)),
+    # Groups of rows with one prefix each, of one tile and of several (128 pairs of 64 heads are two rows), and others.
+    Case("shared", _attention(
+        [(1, 21), (1, 20), (1, 3), (1, 9), (1, 17)], scattered=True, shared=(((0, 1, 4), 16), ((2,), 0)),
+    )),
+    Case("shared-long", _attention(
+        [(1, 290), (1, 30), (1, 281), (1, 20), (1, 280)], kv_heads=1, heads=64, head_dim=8, block_size=8,
+        shared=(((0, 2, 4), 272), ((1, 3), 16)), softcap=4.0,
+    )),
+    *(
+        Case(f"fp8-{k}-{v}", _attention(
+            [(1, 12), (1, 70), (3, 8)], kv_format=(E4M3, k, E4M3, v), scattered=k == "head",
+            shared=(((0, 1), 8),) if k == "token" else (),
+        ), dtypes=("float64", "bfloat16"))
+        for k, v in (("tensor", "head"), ("head", "tensor"), ("token", "block"), ("block", "token"),
+                     ("channel", "channel"), ("channel", "token"))
+    ),
+    # Heads of which half fills a tensor core: two values are read as one.
+    Case("fp8-pairs", _attention(
+        [(1, 12), (1, 70), (1, 0), (3, 8)], head_dim=40, block_size=3, softcap=3.0, kv_format=(E4M3, "token", E4M3, "token"),
+    ), dtypes=("float64", "bfloat16")),
+    Case("fp8-pairs-window", _attention(
+        [(1, 12), (1, 70), (3, 8)], head_dim=32, window=6, kv_format=(E4M3, "channel", E4M3, "block"),
+    ), dtypes=("float64", "bfloat16")),
+    Case("fp8-values", _attention([(1, 12), (3, 8)], kv_format=("bfloat16", "none", E4M3, "head")),
+         dtypes=("float64", "bfloat16")),
+    # Older positions in a cache of their own: none, a block, all but one; rows of several shares, queries of several tiles.
+    Case("older", _attention([(1, 9), (1, 1), (1, 6), (1, 17), (3, 11), (5, 5)], older=(8, 0, 4, 16, 8, 0))),
+    Case("older-none", _attention([(1, 12), (4, 9)], older=(0, 0))),
+    Case("older-long", _attention(
+        [(1, 200), (1, 0), (1, 65), (20, 90), (1, 33), (2, 3)], older=(176, 0, 64, 64, 32, 0), block_size=16, scattered=True,
+    )),
+    Case("older-odd", _attention(
+        [(1, 11), (1, 70), (3, 8)], older=(9, 66, 3), heads=3, kv_heads=1, head_dim=20, block_size=3, softcap=3.0,
+    ), dtypes=("float64", "bfloat16")),
+    Case("older-no-groups", _attention([(1, 5), (9, 15), (3, 7)], older=(4, 4, 0), heads=3, kv_heads=3),
+         dtypes=("float64", "float32")),
+    Case("older-window", _attention([(1, 14), (1, 3), (6, 15)], older=(12, 0, 8), window=5)),
+    *(
+        Case(f"older-{name}", _attention(
+            [(1, 9), (1, 70), (1, 0), (3, 8), (5, 41)], older=(8, 64, 0, 0, 32), kv_format=later, older_format=earlier,
+            scattered=name == "head", head_dim=40 if name == "token" else 16,
+        ), dtypes=("float64", "bfloat16"))
+        for name, earlier, later in (
+            ("wide", None, (E4M3, "token", E4M3, "token")), ("token", (E4M3, "token", E4M3, "token"), None),
+            ("tensor", (E4M3, "tensor", E4M3, "tensor"), None), ("head", (E4M3, "head", E4M3, "head"), None),
+            ("channel", (E4M3, "channel", E4M3, "channel"), None), ("block", (E4M3, "block", E4M3, "block"), None),
+            ("other-scales", (E4M3, "block", E4M3, "channel"), (E4M3, "channel", E4M3, "head")),
+            ("values", ("bfloat16", "none", E4M3, "token"), (E4M3, "tensor", "bfloat16", "none")),
+        )
+    ),
+    # Both parts as the copy engine wants them.
+    Case("older-tiles", _attention(
+        [(1, 33), (5, 21), (2, 35), (30, 160)], older=(32, 16, 32, 128), head_dim=64, block_size=16,
+        older_format=(E4M3, "token", E4M3, "token"),
+    ), dtypes=("float64", "bfloat16")),
+    Case("decode-1", _attention([(1, 256)], **_SMOLLM2), timed=True),
+    Case("decode-8", _attention([(1, 250 + row) for row in range(8)], **_SMOLLM2), timed=True),
+    Case("decode-32", _attention([(1, 240 + row) for row in range(32)], **_SMOLLM2), timed=True),
+    Case("prefill-512", _attention([(512, 512)], **_SMOLLM2), timed=True),
+    Case("older-32", _attention([(1, 240 + row) for row in range(32)], older=(160,) * 32, **_SMOLLM2), timed=True),
+)
+
+
+def decode_attention_cost(
+    *, rows: Rows, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
+    element_bytes: int, **attention: Any,
+) -> Cost:  # fmt: skip
+    """Rotation, write and attention together: queries stay on the chip in between, and so do the newest K and V."""
+    tokens = len(rows)
+    write = rotary_write_cost(
+        tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, block_size=block_size,
+        norm=norm, element_bytes=element_bytes,
+    )  # fmt: skip
+    read = paged_attention_cost(
+        rows=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, element_bytes=element_bytes,
+        **attention,
+    )  # fmt: skip
+    newest = kv_bytes(tokens=tokens, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
+    between = 2 * tokens * heads * head_dim * element_bytes + newest
+    return Cost(write.flops + read.flops, write.bytes + read.bytes - between)
+
+
+def _decode(lengths: Sequence[int], **changes: Any) -> dict[str, Any]:
+    return _attention([(1, length) for length in lengths], **{"rotary_dim": 16, "norm": False, **changes})
+
+
+DECODE_ATTENTION_CASES = (
+    Case("one", _decode([9])),
+    Case("first-of-a-block", _decode([1, 5, 16, 17], norm=True)),
+    Case("partial", _decode([6, 12], rotary_dim=8, heads=4, kv_heads=4)),
+    Case("odd-norm", _decode([11, 8, 2], rotary_dim=6, norm=True, heads=3, kv_heads=1, head_dim=10, block_size=5)),
+    Case("wide-group", _decode([7, 20], heads=20, kv_heads=1, head_dim=24, rotary_dim=24, norm=True)),
+    Case("window-softcap", _decode([14, 3, 18, 40], window=5, softcap=3.0)),
+    Case("padded", _decode([12, 0, 5, 0], scattered=True)),
+    Case("many-shares", _decode([400, 65, 2], heads=64, kv_heads=1, block_size=16, norm=True)),  # merged in two turns
+    Case("shared", _decode([21, 20, 3, 9, 17], scattered=True, shared=(((0, 1, 4), 16), ((2,), 0)), norm=True)),
+    Case("shared-long", _decode(
+        [290, 30, 281, 20, 280], kv_heads=1, heads=64, head_dim=8, rotary_dim=8, block_size=8,
+        shared=(((0, 2, 4), 272), ((1, 3), 16)), softcap=4.0,
+    )),
+    Case("decode-32", _decode([240 + row for row in range(32)], rotary_dim=64, **_SMOLLM2), timed=True),
+)
+
+
+# ── logits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def logprobs_cost(*, rows: int, vocab: int, top_k: int, element_bytes: int) -> Cost:
+    """Softmax statistics (maximum, subtraction, exponential, sum), the rank and the k best, in one reading."""
+    flops = rows * vocab * 6
+    outputs = rows * (element_bytes + INDEX_BYTES) * (1 + top_k)
+    return Cost(flops, rows * vocab * element_bytes + rows * INDEX_BYTES + outputs)
+
+
+LOGPROBS_CASES = (
+    Case("chosen-only", {"rows": 2, "vocab": 16, "top_k": 0}, dtypes=("float64", "float32")),
+    Case("odd", {"rows": 3, "vocab": 37, "top_k": 5}, dtypes=("float64", "float32")),
+    Case("decode-32", {"rows": 32, "vocab": 49152, "top_k": 5}, dtypes=("float32",), timed=True),
+)
+
+
+def sample_cost(*, rows: int, vocab: int, kind: str, element_bytes: int) -> Cost:
+    """Greedy: a comparison per id. Random: subtraction, division, exponential, logarithm, division, comparison. The
+    integer work of the noise and the sorting of the filters are not FLOPs."""
+    flops = rows * vocab * (1 if kind == "greedy" else 6)
+    return Cost(flops, rows * vocab * element_bytes + rows * (INDEX_BYTES + 1))
+
+
+EDITED_BYTES = 1 << 27               # of logits that are being changed before a token is chosen; more go in parts
+PROMPT_LOGPROB_ROWS = 256            # prompt positions whose logits exist at once
+KNOWN_IDS = 256                      # per row: room for the ids it has said, for penalties; grows for longer texts
+
+
+def edited_rows(*, rows: int, vocab: int, element_bytes: int) -> int:
+    return min(rows, max(1, EDITED_BYTES // (vocab * element_bytes)))
+
+
+def sampling_bytes(*, rows: int, vocab: int, element_bytes: int, on_gpu: bool) -> int:
+    """What the sampler keeps for so many rows: logits that are changed, ids that rows have said, and, on a GPU, what
+    its kernels hand to each other."""
+    wide = max(element_bytes, 4)
+    per_row = KNOWN_IDS * (8 + 4)
+    if on_gpu:
+        tiles, race_tiles = -(-vocab // SAMPLE_TILE), 1 << (-(-vocab // SAMPLE_RACE_TILE) - 1).bit_length()
+        groups = tiles * (SAMPLE_TILE // SAMPLE_GROUP)
+        per_row += 4 * groups + 8 * tiles + 12 * SAMPLE_CANDIDATES + 12 * race_tiles + 28
+    return rows * per_row + edited_rows(rows=rows, vocab=vocab, element_bytes=wide) * vocab * wide
+
+
+def mask_bytes(*, rows: int, vocab: int) -> int:
+    """What a grammar allows, a bit for each id, in words of 32."""
+    return rows * -(-vocab // 32) * 4
+
+
+# How the kernels of ops/sampling/sample_kernels.py divide a vocabulary.
+SAMPLE_TILE = 8192                   # ids per program that looks for the best
+SAMPLE_RACE_TILE = 1024              # ids per program that races
+SAMPLE_GROUP = 64                    # ids whose maximum is kept for the filters
+SAMPLE_CANDIDATES = 1024             # ids that one program can cut in registers
+
+
+def greedy_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
+    return Cost(rows * vocab, rows * vocab * element_bytes + rows * (3 * INDEX_BYTES + 1))
+
+
+GREEDY_CASES = (
+    Case("one", {"rows": 1, "vocab": 64}, dtypes=("float64", "float32", "bfloat16", "float16")),
+    Case("odd", {"rows": 5, "vocab": 77}, dtypes=("float64", "float32", "bfloat16", "float16")),
+    Case("decode-32", {"rows": 32, "vocab": 49152}, timed=True),
+)
+
+
+def mask_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
+    """Read, and written to another place."""
+    return Cost(0, mask_bytes(rows=rows, vocab=vocab) + rows * 2 * vocab * element_bytes)
+
+
+MASK_CASES = (
+    Case("one", {"rows": 1, "vocab": 64}, dtypes=("float64", "float32")),
+    Case("odd", {"rows": 3, "vocab": 77}, dtypes=("float64", "float32")),
+    Case("decode-32", {"rows": 32, "vocab": 49152}, dtypes=("float32",), timed=True),
+)
+
+
+SAMPLE_CASES = tuple(
+    Case(f"{kind}{suffix}", {"rows": rows, "vocab": vocab, "kind": kind}, dtypes=("float64", *dtypes), timed=timed)
+    for kind in ("greedy", "random", "filtered", "mixed")
+    for suffix, rows, vocab, dtypes, timed in (
+        ("", 6, 37, ("float32", "bfloat16"), False),
+        ("-32", 32, 49152, ("float32",), True),
+    )
+)
+
+
+# ── linears ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def linear_cost(
+    *, tokens: int, inputs: int, outputs: int, weight_bytes: float, element_bytes: int, bias: bool = False
+) -> Cost:
+    moved = round(inputs * outputs * weight_bytes) + tokens * (inputs + outputs) * element_bytes
+    added = outputs if bias else 0
+    return Cost(tokens * (2 * inputs * outputs + added), moved + added * element_bytes)
+
+
+LINEAR_CASES = (
+    Case("one", {"tokens": 1, "inputs": 16, "outputs": 4, "bias": False}),
+    Case("one-odd", {"tokens": 1, "inputs": 37, "outputs": 7, "bias": True}),
+    Case("one-wide", {"tokens": 1, "inputs": 576, "outputs": 1003, "bias": True}),
+    Case("odd", {"tokens": 3, "inputs": 37, "outputs": 7, "bias": True}),
+    Case("few", {"tokens": 5, "inputs": 96, "outputs": 70, "bias": True}),
+    Case("many", {"tokens": 130, "inputs": 80, "outputs": 65, "bias": False}),
+    Case("decode-1", {"tokens": 1, "inputs": 576, "outputs": 3072, "bias": False}, timed=True),
+)
+
+
+def normed_linear_cost(
+    *, tokens: int, inputs: int, outputs: int, residual: bool, bias: bool, gate: str | None, element_bytes: int
+) -> Cost:
+    """What lies between norm, product and activation is not moved. With a gate, `outputs` counts the pairs."""
+    rows = outputs if gate is None else 2 * outputs
+    norm = rms_norm_cost(tokens=tokens, width=inputs, residual=residual, element_bytes=element_bytes)
+    product = linear_cost(
+        tokens=tokens, inputs=inputs, outputs=rows, weight_bytes=element_bytes, element_bytes=element_bytes
+    )
+    total, inner = norm + product, 2 * tokens * inputs
+    if gate is not None:
+        total += gated_activation_cost(tokens=tokens, intermediate=outputs, kind=gate, element_bytes=element_bytes)
+        inner += 2 * tokens * rows
+    return Cost(total.flops, total.bytes - inner * element_bytes)
+
+
+NORMED_LINEAR_CASES = tuple(
+    Case(name, {
+        "tokens": tokens, "inputs": inputs, "outputs": outputs, "residual": residual, "bias": bias, "gate": gate,
+    }, timed=timed)
+    for name, tokens, inputs, outputs, residual, bias, gate, timed in (
+        ("one", 1, 64, 64, True, False, None, False),
+        ("one-first", 1, 80, 70, False, False, None, False),
+        ("one-gate", 1, 96, 67, True, False, "silu", False),
+        ("one-gate-bias", 1, 64, 64, True, True, "gelu_tanh", False),
+        ("odd", 3, 37, 7, True, True, None, False),
+        ("few-gate", 5, 80, 70, True, True, "gelu", False),
+        ("decode-32", 32, 576, 1536, True, False, "silu", True),
+    )
+)  # fmt: skip
+
+
+def block_linear_cost(
+    *, tokens: int, inputs: int, outputs: int, kind: str, bias: bool, element_bytes: int
+) -> Cost:
+    return linear_cost(
+        tokens=tokens, inputs=inputs, outputs=outputs, weight_bytes={"Q4_1": 20, "Q8_0": 34}[kind] / 32,
+        element_bytes=element_bytes,
+    )  # fmt: skip
+
+
+BLOCK_LINEAR_CASES = tuple(
+    Case(f"{kind}-{name}", {
+        "tokens": tokens, "inputs": inputs, "outputs": outputs, "kind": kind, "bias": outputs == 7,
+    }, dtypes=("float32",), timed=outputs == 3072)
+    for kind in ("Q4_1", "Q8_0")
+    for name, tokens, inputs, outputs in (
+        ("one", 1, 32, 1), ("one-odd", 1, 96, 7), ("odd", 7, 64, 9), ("eight", 8, 64, 4), ("many-odd", 15, 96, 7),
+        ("decode-1", 1, 576, 3072),
+    )
+)  # fmt: skip

@@ -1,0 +1,390 @@
+"""Chat templates: from messages to the text of a prompt. The only file that makes a jinja2 environment.
+
+A template is a program that came with somebody's model file. It runs in jinja2's immutable sandbox, which keeps it from
+Python, and in a small process of its own, which bounds what it costs: a loop without end, a string of 10^9 characters,
+a power of huge numbers or a list that holds itself 2^40 times cannot be interrupted inside a thread, but a process with
+a memory limit and an alarm clock can always be ended. The process sees plain JSON and no secrets, serves one template
+after another in about 0.2 ms each, is started when first needed and leaves when its owner does.
+This file does not know tokens: encoding the rendered text is the tokenizer's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.process.children import start_child
+
+MAX_INPUT_BYTES = 32 << 20           # messages and tools, as JSON
+MAX_RENDERED = 8_000_000             # characters
+RENDER_SECONDS = 1.25
+MEMORY_BYTES = 96 << 20              # what a render may take on top of the idle process
+
+RESERVED = frozenset(
+    "messages tools add_generation_prompt continue_final_message tokenize chat_template "
+    "raise_exception strftime_now namespace range dict".split()
+)
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+TEXT_PARTS = ("text", "input_text", "output_text")       # what OpenAI's APIs call a part of text
+# What clients send in one beside its text when they send back what they got, or as hints; none of it belongs into a prompt.
+PART_FIELDS = frozenset({
+    "type", "text", "id", "index", "name", "annotations", "citations", "logprobs", "refusal", "detail", "cache_control",
+    "prompt_cache_breakpoint", "extras", "additional_kwargs", "provider_specific_fields", "providerOptions", "provider_options",
+})  # fmt: skip
+CONTINUE_MARK = "THE-FINAL-MESSAGE-GOES-ON-HERE"
+
+
+class ChatTemplate:
+    """The templates of one model, by name: "default", and perhaps "tool_use" for requests that bring tools."""
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self.templates = templates
+        self.special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`variables` are what else the template may ask for (enable_thinking …). Every failure is a RequestError."""
+        variables = variables or {}
+        for name in variables.keys() & (RESERVED | self.special_tokens.keys()):
+            raise BadRequest(f"chat template variable {name!r} is reserved; choose another name")
+        if continue_final_message and add_generation_prompt:
+            raise BadRequest("continue_final_message needs add_generation_prompt=false: no new message begins")
+        conversation = plain_messages(messages)
+        if continue_final_message:
+            # The space behind the mark tells whether the template trims messages.
+            conversation[-1]["content"] += CONTINUE_MARK + " "
+        text = _process.render(self._source(bool(tools)), {
+            "documents": None,
+            **self.special_tokens,
+            **variables,
+            "messages": conversation,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        })
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _source(self, with_tools: bool) -> str:
+        if with_tools and "tool_use" in self.templates:
+            return self.templates["tool_use"]
+        if "default" not in self.templates:
+            raise BadRequest(
+                "this model has no chat template: start with --chat-template FILE, "
+                "or send the whole prompt as text to the completions endpoint"
+            )
+        return self.templates["default"]
+
+
+def _cut_at_mark(text: str) -> str:
+    place = text.rfind(CONTINUE_MARK)
+    if place < 0:
+        raise BadRequest("continue_final_message: the chat template leaves out the final message")
+    kept = text[:place]
+    return kept if text.startswith(" ", place + len(CONTINUE_MARK)) else kept.rstrip()
+
+
+# --- messages ---
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A copy in the form templates expect: content is a string, the arguments of tool calls are objects."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise BadRequest("messages must be a list with at least one message")
+    return [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise BadRequest(f"{where} must be an object with a role and a content")
+    if message["role"] in ("user", "system") and message.get("content") is None:
+        raise BadRequest(f"{where}.content is missing; a message of role {message['role']} needs it")
+    plain = {**message, "content": _plain_content(message.get("content"), f"{where}.content")}
+    calls = plain.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, list):
+            raise BadRequest(f"{where}.tool_calls must be a list")
+        plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
+    if reasoning is not None:        # clients and templates call it by different names
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _plain_content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where} must be a string or a list of text parts")
+    return "\n".join(_part_text(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(part, Mapping) or kind not in TEXT_PARTS:
+        raise Unsupported(f"{where} is of type {str(kind)[:40]!r}; only text parts are supported")
+    if not isinstance(part.get("text"), str):
+        raise BadRequest(f"{where}.text must be a text")
+    for name, value in part.items():
+        if name not in PART_FIELDS and value is not None:
+            raise Unsupported(f"{where}.{str(name)[:40]} is not supported; a text part has a type and a text")
+    return str(part["text"])
+
+
+def _plain_call(call: Any, where: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise BadRequest(f"{where} must be an object with a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise BadRequest(f"{where}.function.arguments is not valid JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+# --- the process, seen from outside ---
+
+
+class TemplateProcess:
+    """A child that renders templates. One render at a time; after an accident the next render starts a new child."""
+
+    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
+        self.seconds = seconds
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+
+    def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        try:
+            request = _to_line({"source": source, "variables": variables, "seconds": self.seconds})
+        except (TypeError, ValueError, RecursionError):
+            raise BadRequest("messages, tools and template variables must be plain JSON data") from None
+        if len(request) > MAX_INPUT_BYTES:
+            raise BadRequest(f"the messages take {len(request):,} bytes as JSON; {MAX_INPUT_BYTES:,} are allowed")
+        with self._lock:
+            answer = _from_line(self._exchange(request))
+        if "error" in answer:
+            raise BadRequest(f"the chat template {answer['error']}")
+        return str(answer["text"])
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _exchange(self, request: bytes) -> bytes:
+        child = self._running()
+        assert child.stdin is not None and child.stdout is not None
+        answer = b""
+        with suppress(BrokenPipeError):
+            child.stdin.write(request)
+            child.stdin.flush()
+            answer = child.stdout.readline()
+        if answer.endswith(b"\n"):
+            return answer
+        if self._end() == -signal.SIGALRM:   # it died, perhaps in the middle of its answer
+            raise BadRequest(f"the chat template ran for more than {self.seconds:g} seconds and was stopped")
+        raise BadRequest(f"the chat template could not be rendered within {MEMORY_BYTES >> 20} MiB and was stopped")
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
+            self._owner = os.getpid()        # a forked copy of this process must not share the pipes
+            kept = {name: os.environ[name] for name in ("TZ", "LD_LIBRARY_PATH") if name in os.environ}
+            self._child = start_child(
+                __name__,
+                environment=kept,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        return self._child
+
+    def _end(self) -> int:
+        """Close the pipes, on which it leaves by itself, and see how it ended."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.close()
+        with suppress(BrokenPipeError):
+            child.stdin.close()
+        return child.wait()
+
+
+def _to_line(value: Any) -> bytes:
+    # Lone surrogates travel too; it is the tokenizer that refuses them.
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _from_line(line: bytes) -> Any:
+    return json.loads(line.decode("utf-8", "surrogatepass"))
+
+
+_process = TemplateProcess()
+
+
+# --- the process, seen from inside ---
+
+
+class _Refused(jinja2.TemplateError):
+    """The template itself called raise_exception."""
+
+
+class _TooLong(Exception):
+    """The text grew past the limit."""
+
+
+class _Generation(Extension):
+    """{% generation %} … {% endgeneration %} marks what a model wrote, for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class wants a plain set
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _PlainNamespace(Namespace):
+    """A namespace without underscored names: those are Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, names = args[0], dict(*args[1:], **kwargs)
+        Namespace.__init__(self)
+        for name, value in names.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not isinstance(name, str) or name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot have the name {name!r}")
+        super().__setitem__(name, value)
+
+
+class _PlainDict:
+    """`dict(...)` for templates; the real type has attributes to climb on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refused(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own, leaves HTML characters and other scripts alone: it is text for a model, not for a page."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """The dialect chat templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_PlainNamespace, dict=_PlainDict()
+    )
+    return environment
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    return template_environment().from_string(source)
+
+
+def _rendered(source: str, variables: Mapping[str, Any]) -> str:
+    pieces, length = [], 0
+    for piece in _compiled(source).generate(variables):
+        pieces.append(piece)
+        length += len(piece)
+        if length > MAX_RENDERED:
+            raise _TooLong
+    return "".join(pieces)
+
+
+def _answer(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        return {"text": _rendered(source, variables)}
+    except _Refused as error:
+        reason = f"refused the messages: {error}"
+    except jinja2.TemplateSyntaxError as error:
+        reason = f"is not valid (line {error.lineno}): {error}"
+    except jinja2.exceptions.SecurityError as error:
+        reason = f"tried something unsafe: {error}"
+    except _TooLong:
+        reason = f"makes a text of more than {MAX_RENDERED:,} characters"
+    except MemoryError:
+        reason = f"needs more than {MEMORY_BYTES >> 20} MiB"
+    except RecursionError:
+        reason = "calls itself too deeply"
+    except Exception as error:       # it is a program: anything can go wrong in it
+        reason = f"failed: {type(error).__name__}: {error}"
+    # One line, and no addresses of this process in it.
+    return {"error": re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(reason.split()))[:500]}
+
+
+def serve() -> None:
+    """The child's whole life: a request per line on standard input, an answer per line on standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is for the owner; it closes the pipe when it leaves
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)        # the alarm ends the process wherever it is, in C code too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))    # no file can be written
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _compiled("")                                        # what the library loads lazily is loaded before the limit
+    status = Path("/proc/self/statm")
+    if status.exists():
+        used = int(status.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    for line in sys.stdin.buffer:
+        request = _from_line(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        answer = _to_line(_answer(request["source"], request["variables"]))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(answer)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,222 @@
+"""From token ids back to text, one answer at a time: whole characters only, and stop strings found wherever they lie.
+
+A token is a run of bytes (`Tokenizer.token_bytes`), so the text so far is those bytes decoded, and its last character
+may still be incomplete. Every byte and every character is looked at once: feeding n tokens takes time linear in n.
+This file does not know where the tokens come from, and does not decide when an answer ends for any other reason.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ridgeline.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ridgeline.text.tokenizer import Tokenizer
+
+
+_PIECES = 512                        # that are kept apart; joining them more often would copy the text too often
+
+
+class TextStream:
+    """The text of one answer as its tokens arrive.
+
+    `feed` returns what may be shown at once; a suffix that could begin a stop string waits. `finish` returns the rest.
+    The pieces joined are `text`, whatever the chunks in which the tokens came. When `stopped_by` is set the answer is
+    over: `num_tokens` tokens belong to it, and further tokens are ignored.
+    """
+
+    __slots__ = (
+        "_decoder", "_finder", "_finished", "_held", "_hide_stop", "_length", "_min_tokens", "_pieces", "_shown",
+        "_strip", "num_tokens", "stopped_by", "text_offsets",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: StopStrings | None = None,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        at_start: bool = False,
+    ) -> None:
+        """`at_start`: the tokens begin a text and do not continue a prompt, so a SentencePiece prefix space goes."""
+        self.num_tokens = 0                          # tokens taken; those fed after a stop are not
+        self.text_offsets: list[int] = []            # where in the text each of those tokens begins
+        self.stopped_by: str | None = None
+        self._pieces = tokenizer.token_pieces(skip_special_tokens)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = at_start and tokenizer.has_prefix_space
+        self._min_tokens = min_tokens
+        self._hide_stop = not include_stop_str_in_output
+        self._finder = StopFinder(stop) if stop is not None and stop.strings else None
+        self._held = ""                              # decoded, not yet shown
+        self._shown: list[str] = []
+        self._length = 0                             # characters decoded so far
+        self._finished = False
+
+    @classmethod
+    def for_answers(cls, tokenizer: Tokenizer, params: SamplingParams) -> list[TextStream]:
+        """One for each of the `n` answers to a request; what is the same for all of them is made once."""
+        stop = StopStrings(params.stop)
+        return [
+            cls(
+                tokenizer,
+                stop=stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+            for _ in range(params.n)
+        ]
+
+    @property
+    def text(self) -> str:
+        """Everything shown so far."""
+        if len(self._shown) > 1:
+            self._shown = ["".join(self._shown)]
+        return self._shown[0] if self._shown else ""
+
+    def feed(self, token_ids: Iterable[int], *, ends_with_stop_token: bool = False) -> str:
+        """Take the next tokens, return the text that can be shown now.
+
+        `ends_with_stop_token`: the last of them is the end-of-sequence or stop token that ended the answer. It counts
+        as a token, and is part of the text only with include_stop_str_in_output.
+        """
+        token_ids = list(token_ids)
+        hidden = len(token_ids) - 1 if ends_with_stop_token and self._hide_stop else -1
+        pieces, last_piece = self._pieces, len(self._pieces) - 1
+        for place, token_id in enumerate(token_ids):
+            if self._finished:
+                break
+            self.num_tokens += 1
+            self.text_offsets.append(self._length)
+            # A model's vocabulary may be padded: ids beyond the tokenizer's have no text.
+            piece = pieces[token_id] if 0 <= token_id <= last_piece and place != hidden else b""
+            self._take(self._decoder.decode(piece))
+        return self._show()
+
+    def finish(self) -> str:
+        """The answer is over: return what was held back. Bytes that never became a character turn into U+FFFD."""
+        if not self._finished:
+            self._take(self._decoder.decode(b"", final=True))
+        if not self._finished:
+            self._finished = True
+            if self._finder is not None and self._finder.best is not None:
+                self._stop(self._finder)
+        return self._show()
+
+    def _take(self, text: str) -> None:
+        if not text:
+            return
+        if self._strip:
+            self._strip = False
+            text = text.removeprefix(" ")
+        self._held += text
+        self._length += len(text)
+        if self._finder is not None:
+            self._finder.advance(text, counts=self.num_tokens > self._min_tokens)
+            if self._finder.decided:
+                self._finished = True
+                self._stop(self._finder)
+
+    def _stop(self, finder: StopFinder) -> None:
+        """Cut the held text at the stop string that was found."""
+        assert finder.best is not None
+        start, index = finder.best
+        self.stopped_by = finder.stop.strings[index]
+        end = start if self._hide_stop else start + len(self.stopped_by)
+        self._held = self._held[: end - (self._length - len(self._held))]
+
+    def _show(self) -> str:
+        text = self._held
+        if not self._finished and self._finder is not None:
+            text = text[: len(text) - (self._length - self._finder.settled)]
+        if text:
+            self._held = self._held[len(text) :]
+            self._shown.append(text)
+            if len(self._shown) >= _PIECES:              # a string of its own costs more than its characters
+                self._shown = ["".join(self._shown)]
+        return text
+
+
+class StopStrings:
+    """The stop strings of a request, and the tables to find them with. Never changes, so its answers share one."""
+
+    __slots__ = ("fallbacks", "strings")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = tuple(strings)
+        self.fallbacks = [_fallback_table(string) for string in self.strings]
+
+
+class StopFinder:
+    """Finds the stop string that starts earliest in a text that comes in pieces; at equal start the first listed.
+
+    Each stop string has a Knuth-Morris-Pratt automaton: the length of its longest beginning that the text now ends
+    with. That gives at once what must be held back, and whether an earlier match could still complete. So the answer
+    does not depend on the pieces, at the price of waiting for a few characters where stop strings overlap.
+    """
+
+    __slots__ = ("_matched", "_position", "best", "decided", "stop")
+
+    def __init__(self, stop: StopStrings) -> None:
+        self.stop = stop
+        self.best: tuple[int, int] | None = None     # where it starts, and which of the stop strings it is
+        self.decided = False
+        self._matched = [0] * len(stop.strings)
+        self._position = 0
+
+    @property
+    def settled(self) -> int:
+        """Characters from the start that no stop string can reach any more.
+
+        While a match waits to be decided, a better one is open, and that one starts no later.
+        """
+        return self._position - max(self._matched)
+
+    def advance(self, text: str, counts: bool = True) -> None:
+        """Look at the next characters. With `counts` false a stop string that ends among them is none."""
+        strings, fallbacks = self.stop.strings, self.stop.fallbacks
+        if self.best is None and not any(self._matched):
+            # The usual case: nothing is open and nothing can open before the first character of some stop string.
+            openings = [place for stop in strings if (place := text.find(stop[0])) >= 0]
+            skipped = min(openings, default=len(text))
+            self._position += skipped
+            text = text[skipped:]
+        for character in text:
+            self._position += 1
+            for index, stop in enumerate(strings):
+                length, fallback = self._matched[index], fallbacks[index]
+                while length and stop[length] != character:
+                    length = fallback[length - 1]
+                if stop[length] == character:
+                    length += 1
+                if length == len(stop):
+                    if counts:
+                        found = (self._position - length, index)
+                        self.best = found if self.best is None else min(self.best, found)
+                    length = fallback[length - 1]
+                self._matched[index] = length
+            if self.best is not None and not self._better_may_come(self.best):
+                self.decided = True
+                return
+
+    def _better_may_come(self, best: tuple[int, int]) -> bool:
+        return any(length and (self._position - length, index) < best for index, length in enumerate(self._matched))
+
+
+def _fallback_table(pattern: str) -> list[int]:
+    """For each beginning of the pattern: the length of its longest proper beginning that is also its end."""
+    table = [0] * len(pattern)
+    length = 0
+    for place in range(1, len(pattern)):
+        while length and pattern[place] != pattern[length]:
+            length = table[length - 1]
+        if pattern[place] == pattern[length]:
+            length += 1
+        table[place] = length
+    return table

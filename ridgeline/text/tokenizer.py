@@ -1,0 +1,258 @@
+"""Text to token ids and token ids to text, from a Hugging Face directory or a GGUF file.
+
+The `tokenizers` library does the encoding. Decoding is ours: every token is a run of bytes, and a text is those bytes
+decoded, so that it can be done a token at a time. Spaces are left as the model wrote them: no clean-up.
+This file knows neither requests nor streams (text/detokenizer), nor how a chat template is rendered (text/chat_template).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import tokenizers
+
+from ridgeline.errors import BadRequest
+from ridgeline.models.gguf import GGUFFile
+from ridgeline.text.chat_template import ChatTemplate
+from ridgeline.text.quoting import Quoted, Special
+from ridgeline.text.vocabulary import Vocabulary
+from ridgeline.text.vocabulary_gguf import gguf_vocabulary
+from ridgeline.text.vocabulary_hf import directory_vocabulary
+
+_LONG_TEXT = 4_096                   # characters
+
+
+class Encoded(dict[str, Any]):
+    """What calling a tokenizer gives: `input_ids` and `attention_mask`, as entries and as attributes."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
+
+
+class Tokenizer:
+    """One model's vocabulary. Safe to use from several threads. Public names are those of transformers, as far as they go."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.special_ids = vocabulary.special_ids            # shown only with skip_special_tokens=False
+        self.bos_token_id = vocabulary.bos_token_id
+        self.eos_token_ids = vocabulary.eos_token_ids        # any of them ends an answer
+        self.has_prefix_space = vocabulary.has_prefix_space
+        self._core = vocabulary.core
+        self._plain_core: tokenizers.Tokenizer | None = None
+        self._pieces = vocabulary.pieces
+        self._shown_pieces = list(vocabulary.pieces)
+        for token in self.special_ids:
+            self._shown_pieces[token] = b""
+        self._prefix_ids = vocabulary.prefix_ids
+        self._suffix_ids = vocabulary.suffix_ids
+        self._chat = ChatTemplate(vocabulary.chat_templates, vocabulary.special_tokens)
+        added = vocabulary.core.get_added_tokens_decoder().values()
+        self._special = Special(token.content for token in added if token.special)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a directory with tokenizer.json, or from a .gguf file."""
+        path = Path(path)
+        if path.is_dir():
+            return cls(directory_vocabulary(path))
+        with GGUFFile(path) as file:
+            return cls(gguf_vocabulary(file.metadata, path.name))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows. The model's own vocabulary may be padded beyond it."""
+        return len(self._pieces)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._chat.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._chat.special_tokens.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The one that is called so; `eos_token_ids` are all that end an answer."""
+        named = self.token_id(self.eos_token) if self.eos_token is not None else None
+        return named if named is not None else min(self.eos_token_ids, default=None)
+
+    def get_vocab(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    # --- text to ids ---
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """`parse_special=False` reads the text of control tokens, such as <|im_end|>, as ordinary characters."""
+        core = self._encoder(parse_special)
+        try:
+            if len(text) < _LONG_TEXT:
+                ids: list[int] = core.encode(text, add_special_tokens=False).ids
+            else:
+                # Without the place of each token in the text: half the time, and memory that grows no faster than the text.
+                ids = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except (TypeError, UnicodeEncodeError):
+            raise _not_text(text) from None
+        return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[list[int]]:
+        """Many texts at once, on all cores."""
+        try:
+            encodings = self._encoder(parse_special).encode_batch_fast(list(texts), add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):
+            return [self.encode(text, add_special_tokens, parse_special) for text in texts]    # names the bad one
+        if not add_special_tokens:
+            return [encoding.ids for encoding in encodings]
+        return [[*self._prefix_ids, *encoding.ids, *self._suffix_ids] for encoding in encodings]
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
+        """One text or several, as transformers' tokenizers take and give them; lists, no padding."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoded(input_ids=ids, attention_mask=[1] * len(ids))
+        batch = self.encode_batch(text, add_special_tokens)
+        return Encoded(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The id of each token as the vocabulary writes it; the unknown token's, or None, for what is none."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        known = self.token_id(tokens)
+        return known if known is not None else self.token_id(self._chat.special_tokens.get("unk_token", ""))
+
+    def _encoder(self, parse_special: bool) -> tokenizers.Tokenizer:
+        if parse_special:
+            return self._core
+        if self._plain_core is None:
+            # The switch belongs to the whole object, so the rare other setting gets a copy, made when first asked for.
+            plain_core = tokenizers.Tokenizer.from_str(self._core.to_str())
+            plain_core.encode_special_tokens = True
+            self._plain_core = plain_core
+        return self._plain_core
+
+    # --- ids to text ---
+
+    def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False, *, at_start: bool = True) -> str:
+        """`at_start=False`: the tokens continue a text, so a SentencePiece prefix space stays."""
+        if isinstance(token_ids, int):
+            token_ids = [token_ids]
+        pieces = self.token_pieces(skip_special_tokens)
+        count = len(pieces)
+        text = b"".join([pieces[token] for token in token_ids if 0 <= token < count]).decode("utf-8", "replace")
+        return text.removeprefix(" ") if at_start and self.has_prefix_space else text
+
+    def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
+
+    def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> Any:
+        """Each token as the vocabulary writes it, None for an id that it has not."""
+        if not isinstance(ids, int):
+            return [self.convert_ids_to_tokens(token) for token in ids]
+        return self._core.id_to_token(ids) if 0 <= ids < self.vocab_size else None
+
+    def token_pieces(self, skip_special_tokens: bool = False) -> list[bytes]:
+        """The bytes of every token, by id; not to be changed. Skipped tokens are empty."""
+        return self._shown_pieces if skip_special_tokens else self._pieces
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; none for an id that only pads the model's vocabulary."""
+        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, as shown beside its log-probability. Part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token written exactly so in the vocabulary, such as "<|im_end|>"."""
+        token: int | None = self._core.token_to_id(text)
+        return token
+
+    # --- chat ---
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """All of them by name; most models have a "default" only."""
+        return self._chat.templates
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._chat.templates.get("default")
+
+    @chat_template.setter
+    def chat_template(self, source: str) -> None:
+        self._chat = ChatTemplate({"default": source}, self._chat.special_tokens)
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[True] = True, **kwargs: Any
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], **kwargs: Any
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        check: Callable[[str], None] | None = None,
+        **kwargs: Any,
+    ) -> list[int] | str:
+        """The prompt of a conversation. The template writes its own special tokens, so none are added unless asked for; what
+        messages, tools and variables have that is spelt like one is ordinary text (text/quoting).
+
+        Variables of the template come as keywords, or, where a client chose their names, as `chat_template_kwargs`.
+        `chat_template` is the text of one to use instead of the model's own. `check` may refuse the text before it is
+        tokenised.
+        """
+        chat = self._chat
+        if chat_template is not None:
+            chat = ChatTemplate({"default": chat_template}, chat.special_tokens)
+        variables = {**(chat_template_kwargs or {}), **kwargs}
+        quoted: Quoted | None = None
+        if self._special.are_in([messages, tools, variables]):
+            quoted = self._special.quoted()
+            messages, tools, variables = quoted.hide(messages), quoted.hide(tools), quoted.hide(variables)
+        text = chat.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        if check is not None:
+            check(text)
+        if not tokenize:
+            return text if quoted is None else quoted.shown(text)
+        if quoted is None:
+            return self.encode(text, add_special_tokens)
+        ids = [id for part, plain in quoted.parts(text) for id in self.encode(part, False, parse_special=not plain)]
+        return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
+
+
+def _not_text(text: Any) -> BadRequest:
+    if not isinstance(text, str):
+        return BadRequest(f"a prompt must be a string, got {type(text).__name__}")
+    place = next(place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+    surrogate = f"U+{ord(text[place]):04X}"
+    return BadRequest(f"a prompt must be valid Unicode, but character {place} is the lone surrogate {surrogate}")

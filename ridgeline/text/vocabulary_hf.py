@@ -1,0 +1,158 @@
+"""The vocabulary of a Hugging Face directory: tokenizer.json, and what the configuration files beside it add.
+
+transformers is the reference: the same ids, the same special tokens around a text, the same chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from ridgeline.errors import ModelError
+from ridgeline.models.end_tokens import hf_end_tokens
+from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
+
+SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+def directory_vocabulary(path: Path) -> Vocabulary:
+    core = _read_core(path)
+    settings = _read_json(path / "tokenizer_config.json")
+    model_config = _read_json(path / "config.json")
+    generation_config = _read_json(path / "generation_config.json")
+    special_tokens = _special_tokens({**_read_json(path / "special_tokens_map.json"), **settings})
+    _add_missing_tokens(core, settings, path)
+
+    bos: int | None = core.token_to_id(special_tokens.get("bos_token", ""))
+    eos: int | None = core.token_to_id(special_tokens.get("eos_token", ""))
+    prefix_ids, suffix_ids = _added_around(core)
+    pieces, has_prefix_space = _pieces(core, path)
+    return Vocabulary(
+        core=core,
+        pieces=pieces,
+        special_ids=frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special),
+        bos_token_id=bos if bos is not None else next(iter(_ids(model_config.get("bos_token_id"))), None),
+        eos_token_ids=frozenset(hf_end_tokens(model_config, generation_config, eos)),
+        prefix_ids=prefix_ids,
+        suffix_ids=suffix_ids,
+        has_prefix_space=has_prefix_space,
+        special_tokens=special_tokens,
+        chat_templates=_chat_templates(path, settings),
+    )
+
+
+def _read_core(path: Path) -> tokenizers.Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        other = " (a tokenizer.model alone cannot be read)" if (path / "tokenizer.model").is_file() else ""
+        raise ModelError(f"{path}: no tokenizer.json{other}; save the model's fast tokenizer there")
+    try:
+        core = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:       # the library raises plain Exception whatever is wrong
+        raise ModelError(f"{file}: not a tokenizer: {_one_line(error)}") from None
+    core.no_truncation()
+    core.no_padding()
+    return core
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read as JSON: {_one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _ids(value: Any) -> list[int]:
+    """Token ids are given as a number, as a list, or not at all."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and item >= 0]
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token … each a string, or an object with its content."""
+    contents = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name.endswith("_token")
+    }
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _add_missing_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any], path: Path) -> None:
+    """Tokens that only tokenizer_config.json names. The library numbers new tokens itself, so the ids are checked."""
+    file = path / "tokenizer_config.json"
+    try:
+        listed = {int(token): dict(fields) for token, fields in (settings.get("added_tokens_decoder") or {}).items()}
+        contents = {token: str(fields["content"]) for token, fields in listed.items()}
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise ModelError(f"{file}: added_tokens_decoder must map token ids to objects with a content") from None
+    for token in sorted(listed):
+        content = contents[token]
+        if core.token_to_id(content) is None:
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            core.add_tokens([AddedToken(content, **{name: bool(listed[token].get(name)) for name in flags})])
+            if core.token_to_id(content) != token:
+                raise ModelError(
+                    f"{file}: gives the token {content!r} the id {token}, "
+                    f"but tokenizer.json leaves {core.token_to_id(content)} for it"
+                )
+
+
+def _added_around(core: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """What the post-processor of tokenizer.json puts before and behind a text: it decides, not add_bos_token."""
+    inner = core.encode("a", add_special_tokens=False).ids
+    outer = core.encode("a", add_special_tokens=True).ids
+    for start in range(len(outer) - len(inner) + 1):
+        if outer[start : start + len(inner)] == inner:
+            return outer[:start], outer[start + len(inner) :]
+    return [], []
+
+
+def _pieces(core: tokenizers.Tokenizer, path: Path) -> tuple[list[bytes], bool]:
+    """The bytes of every token, and whether texts carry a prefix space: both read off the decoder of tokenizer.json."""
+    decoder: dict[str, Any] = json.loads(core.decoder.__getstate__()) if core.decoder is not None else {"type": "none"}
+    listed: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    steps = {step["type"]: step for step in listed}
+    byte_level = set(steps) == {"ByteLevel"}
+    if not byte_level and not (steps and set(steps) <= SENTENCEPIECE_STEPS):
+        raise ModelError(
+            f"{path / 'tokenizer.json'}: its decoder ({', '.join(steps)}) is not supported; "
+            "byte-level BPE (ByteLevel) and SentencePiece (Metaspace, or Replace, ByteFallback, Fuse, Strip) are"
+        )
+    piece_of = byte_level_piece if byte_level else sentencepiece_piece
+    added = core.get_added_tokens_decoder()
+    vocabulary = core.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for text, token in vocabulary.items():
+        byte = byte_of(text) if "ByteFallback" in steps else None
+        pieces[token] = text.encode() if token in added else byte if byte is not None else piece_of(text)
+    metaspace = steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+    return pieces, metaspace or int(steps.get("Strip", {}).get("start", 0)) > 0
+
+
+def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """A file of its own wins over chat_template.json, which wins over tokenizer_config.json."""
+    alone = path / "chat_template.jinja"
+    if alone.is_file():
+        return {"default": alone.read_text(encoding="utf-8")}
+    listed = _read_json(path / "chat_template.json").get("chat_template") or settings.get("chat_template") or []
+    if isinstance(listed, str):
+        return {"default": listed}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in listed}
+    except (TypeError, KeyError):
+        raise ModelError(f"{path}: chat_template must be a string or a list of named templates") from None

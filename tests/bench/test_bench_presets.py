@@ -1,0 +1,424 @@
+"""The GPU workloads: the very ids that other engines ran, their floors, and the records, on a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from served_model import write_model
+
+from ridgeline.__main__ import main
+from ridgeline.bench import idle, offline, ops, startup, studies
+from ridgeline.bench.lab import device_log, nvidia_smi
+from ridgeline.bench.workload import floors, presets, quality, shapes, workloads
+from ridgeline.bench.workload.bench_engine import Engine, parse_options
+from ridgeline.bench.workload.floors import preset_floor, step_floor, workload_floor
+from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.bench.workload.workloads import GPU_PRESETS, Lengths, Preset
+from ridgeline.cli.config_options import OptionParser
+from ridgeline.config import EngineConfig
+from ridgeline.errors import ConfigError
+from ridgeline.models.model_config import load_model_config
+from ridgeline.ops.attention.paged_attention import prefix_tile_rows
+from ridgeline.ops.linear import gemm_gated
+from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.roofline.step_cost import DecoderShape, Peaks, decoder_shape, step_cost
+from ridgeline.runner import shared_prefix
+
+H200_FACTS = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), runtime=800 << 20)
+H200 = Peaks(4.38e12, 793e12)
+
+# SHA-256 of json.dumps([[prompt, tokens_out], …]) as the workloads' own generator wrote them.
+IDS = {
+    ("latency_b1", 1): "7bc9e66c1a625a76", ("latency_b1", 2): "43348daacccd3bbb", ("latency_b1", 99): "6d280a8adaf7e43a",
+    ("batch128", 1): "4cf08227dfa900e4", ("batch128", 2): "5db270327bd4d709", ("batch128", 99): "ee21267eca679374",
+    ("throughput", 1): "dcf3f2b1af2a7c62", ("throughput", 2): "a366c8a7bf799507", ("throughput", 99): "a744e072a1620c63",
+    ("prefix", 1): "1806107da0f29f44", ("prefix", 2): "df20a477167dddd8", ("prefix", 99): "39012b251a5aa94f",
+}  # fmt: skip
+
+
+def test_a_check_in_a_process_of_its_own_fails_here() -> None:
+    with pytest.raises(KeyError, match="no such shape"):
+        quality.check_apart("no such shape")
+
+
+@pytest.mark.parametrize(("name", "seed"), IDS)
+def test_the_ids_are_the_ones_that_other_engines_ran(name: str, seed: int) -> None:
+    asked = json.dumps(GPU_PRESETS[name].requests(seed)).encode()
+    assert hashlib.sha256(asked).hexdigest()[:16] == IDS[name, seed]
+
+
+def test_sizes_of_the_workloads() -> None:
+    assert (workloads.TIMED, workloads.FIRST_TOKENS, workloads.WARM_UP) == (1, 2, 99)
+    sizes = {
+        name: (len(asked), sum(len(prompt) for prompt, _ in asked), sum(out for _, out in asked))
+        for name, preset in GPU_PRESETS.items()
+        if (asked := preset.requests(1))
+    }
+    assert sizes == {
+        "latency_b1": (1, 512, 256), "batch128": (128, 65_536, 32_768), "throughput": (1000, 289_264, 218_377),
+        "prefix": (512, 512 * 2064, 512 * 64), "prefill_8k": (1, 8192, 1), "prefill_16k": (1, 16_384, 1),
+        "decode_16x8k": (16, 16 * 8192, 16 * 128),
+    }  # fmt: skip
+    assert GPU_PRESETS["throughput"].longest() == 3072 and not GPU_PRESETS["throughput"].uniform
+    assert max(token for prompt, _ in GPU_PRESETS["batch128"].requests(1, 500) for token in prompt) < 500
+
+
+def test_shapes_are_the_public_models() -> None:
+    billions = {name: load_model_config(write_shape(name)).num_parameters / 1e9 for name in SHAPES}
+    assert billions == pytest.approx(
+        {"llama-3.1-8b": 8.030, "llama-3.2-1b": 1.236, "qwen3-8b": 8.191, "llama-3.1-70b": 70.554}, abs=1e-3
+    )
+    assert load_model_config(write_shape("llama-3.1-70b", 2)).num_layers == 2
+
+
+def test_the_suite_covers_every_shape_and_every_workload() -> None:
+    groups = presets.SUITE.values()
+    assert {group.shape for group in groups} == set(SHAPES) and set(presets.MODEL_OPTIONS) <= set(SHAPES)
+    assert set(presets.SUITE["llama-3.1-8b"].presets) == set(GPU_PRESETS)
+    parser = OptionParser(prog="bench")
+    offline.add_arguments(parser)
+    asked = parser.parse(["--preset", "h200", "--set", "step_time_ms=0"])
+    asked.repeats = 2
+    for name, group in presets.SUITE.items():
+        args = parser.parse(presets.group_words(name, asked, 100.0))
+        assert args.label == name and args.preset == list(group.presets) and args.shape == [group.shape]
+        assert parse_options(args.set) == group.options | {"step_time_ms": 0.0}
+        EngineConfig.of(**parse_options(args.set), **presets.MODEL_OPTIONS.get(group.shape, {}))
+    # Idle time with one row and with 256, wherever there is room for them.
+    assert all({"latency_b1", "batch128"} <= set(group.presets) for group in groups if group.shape != "llama-3.1-70b")
+    modules = {"startup": startup, "studies": studies, "ops": ops}
+    for name in presets.COMMANDS:
+        command, *words = presets.command_words(name, asked)
+        parser = OptionParser(prog="bench")
+        modules[command].add_arguments(parser)
+        assert parser.parse(words).out == f"benchmarks/h200/{name}.json"
+
+
+# -- floors ------------------------------------------------------------------------------------------------------------
+
+
+def llama_8b() -> DecoderShape:
+    return decoder_shape(load_model_config(write_shape("llama-3.1-8b")), "bfloat16", 2.0)
+
+
+@pytest.mark.parametrize("name", list(presets.SUITE))
+def test_every_group_fits_on_the_card_it_is_for(name: str) -> None:
+    group = presets.SUITE[name]
+    longest = presets._context([GPU_PRESETS[preset] for preset in group.presets])
+    options = {"max_model_len": longest, "dtype": "bfloat16", "device": "cuda", "load_format": "dummy"}
+    options |= {"skip_tokenizer_init": True} | presets.MODEL_OPTIONS.get(group.shape, {}) | group.options
+    assert resolve(EngineConfig.of(model=str(write_shape(group.shape)), **options), H200_FACTS).num_blocks * 16 >= longest
+
+
+def test_our_count_agrees_with_the_published_floors() -> None:
+    """Ours also counts norms, rotations and activations, as kernels of their own: a few percent above."""
+    for name, published in floors.H200_FLOORS.items():
+        preset = GPU_PRESETS[name]
+        found = preset_floor(llama_8b(), preset, preset.requests(1), H200, 8192, 1024)
+        for figure, value in published.items():
+            assert found[figure] == pytest.approx(value, rel=0.12), (name, figure)
+
+
+def test_a_step_at_its_floor_is_the_sum_of_its_parts() -> None:
+    rows = [(1, 640)] * 4
+    parts, cost = step_floor(llama_8b(), rows, H200)
+    assert cost == step_cost(llama_8b(), rows).total.cost
+    assert sum(parts.values()) == pytest.approx(cost.bytes / H200.read_bytes_s, rel=1e-9)    # nothing is compute-bound
+
+
+def test_a_shared_prefix_is_read_once() -> None:
+    shape = llama_8b()
+    _, apart = step_floor(shape, [(1, 2100)] * 8, H200)
+    _, shared = step_floor(shape, [(1, 2100)] * 8, H200, shared=2000)
+    assert apart.bytes - shared.bytes == 7 * 2000 * shape.kv_bytes_per_token and apart.flops == shared.flops
+
+
+def test_the_simulated_engine_computes_every_token_once() -> None:
+    asked = [([1] * 30, 4), ([1] * 5, 1), ([1] * 12, 9)]
+    floor = workload_floor(llama_8b(), asked, H200, budget=16, max_rows=2)
+    whole = workload_floor(llama_8b(), asked, H200, budget=1000, max_rows=8)
+    tokens = sum(len(prompt) + out - 1 for prompt, out in asked)
+    answers = sum(out for _, out in asked)
+    qkv = 4096 * 6144
+    after = llama_8b().linear_weights // 32 - qkv        # of the last layer only what has logits goes through these
+    linears = 2 * (32 * qkv * tokens + 31 * after * tokens + after * answers)
+    head = 2 * 4096 * 128256 * answers
+    assert whole.steps == 9 and floor.steps > 9
+    assert linears + head < whole.cost.flops < 1.01 * (linears + head)
+    assert floor.cost.flops == whole.cost.flops and floor.cost.bytes > whole.cost.bytes
+
+
+def test_shares_of_a_floor_are_one_at_it() -> None:
+    floor = {"decode_tok_s": 290, "first_tokens_s": 0.009, "output_tok_s": None}
+    found = floors.shares({"decode_tok_s": 145.0, "first_tokens_s": 0.018, "output_tok_s": 3.0, "seconds": 1.0}, floor)
+    assert found == {"decode_tok_s": 0.5, "first_tokens_s": 0.5}
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = [
+        Preset("latency_b1", 1, 24, 6), Preset("prefix", 4, 8, 3, shared=64),
+        Preset("throughput", 5, Lengths(2.0, 0.5, 4, 20), Lengths(1.5, 0.5, 2, 8)),
+        Preset("prefill_8k", 1, 40, 1),
+    ]  # fmt: skip
+    for preset in tiny:
+        monkeypatch.setitem(workloads.GPU_PRESETS, preset.name, preset)
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
+
+
+def test_presets_on_a_tiny_model(tiny_presets: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "tiny")
+    words = ["--load-format", "dummy", "--directory", str(tmp_path / "records")]
+    names = ["latency_b1", "prefix", "throughput", "prefill_8k"]
+    # A budget that the first prompt fills: those after it find its prefix computed.
+    options = ["--set", "max_num_seqs=8", "device=cpu", "max_num_batched_tokens=72"]
+    assert main(["bench", "offline", str(model), "--preset", *names, *options, *words]) == 0
+    made = json.loads((tmp_path / "records" / "offline-tiny.json").read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == made
+    assert made["commit"] is not None and made["source"] and made["quality"] == "exact" and "torch" in made["versions"]
+    rows = made["figures"]["rows"]
+    assert list(rows) == names and made["figures"]["not_measured"] == {}
+    assert all(len(row["runs"]) == 2 for row in rows.values())
+    assert set(rows["latency_b1"]["median"]) == {"output_tok_s", "first_tokens_s", "decode_tok_s"}
+    assert set(rows["throughput"]["median"]) == {"output_tok_s"} and "decode_tok_s" not in rows["prefill_8k"]["median"]
+    for name, row in rows.items():
+        assert row["counted"]["bytes"] > 0 and row["counted"]["flops"] > 0
+        assert all(0 < share < 1.5 for share in row["share_of_floor"]["counted"].values())
+        cached = {run["cached_tokens"] for run in row["runs"]}
+        assert (cached == {0}) == (name != "prefix")             # only prompts of one run share
+        assert {run["output_tokens"] for run in row["runs"]} == {row["tokens_out"]}
+    run = rows["latency_b1"]["runs"][0]
+    assert run["decode_tok_s"] == pytest.approx(5 / (run["seconds"] - run["first_tokens_s"]))
+
+
+def test_the_record_of_a_gpu_holds_what_it_did(
+    tiny_presets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CPU in a GPU's clothes: a made trace, a made ledger, torch's counters."""
+    monkeypatch.setitem(workloads.GPU_PRESETS, "batch128", Preset("batch128", 3, 24, 6))
+    monkeypatch.setattr(presets, "PROFILED", {"latency_b1": (1,), "batch128": (3, 6)})
+    monkeypatch.setattr(Engine, "config", property(lambda self: dataclasses.replace(self.core.config, device="cuda")))
+    monkeypatch.setattr(idle, "_synchronise", lambda engine: None)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(presets.torch.cuda, name, lambda: 1234)
+
+    def traced(engine: Engine, steps: int, path: Path) -> list[int]:
+        for _ in range(steps):
+            engine.core.step()
+        events = [
+            {"ph": "X", "cat": "kernel", "name": "decode_kernel", "ts": 100.0 * step, "dur": 99.0, "args": {"correlation": step}}
+            for step in range(steps)
+        ]
+        events += [event | {"cat": "cuda_runtime", "name": "cudaGraphLaunch"} for event in events]
+        path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 0}))
+        return [int(1e5) * step for step in range(steps)]
+
+    monkeypatch.setattr(idle, "_traced", traced)
+    start = Engine.__init__
+
+    def start_measured(self: Engine, model: str, **options: Any) -> None:
+        start(self, model, **options)
+        self.memory = {"weights": 90, "steps": 10}
+        self.core.config.memory.clear()
+        self.core.config.memory.update({"weights": 91, "steps": 10})
+
+    monkeypatch.setattr(Engine, "__init__", start_measured)
+    model = write_model(tmp_path / "tiny")
+    words = ["--load-format", "dummy", "--directory", str(tmp_path), "--set", "max_num_seqs=4", "device=cpu"]
+    assert main(["bench", "offline", str(model), "--preset", "latency_b1", "batch128", "prefix", *words]) == 0
+    figures = json.loads((tmp_path / "offline-tiny.json").read_text())["figures"]
+    assert figures["memory"]["error"] == pytest.approx(0.01) and figures["memory"]["measured"] == {"weights": 90, "steps": 10}
+    assert "no reference" in figures["quality"]["not_checked"]
+    one, many, sharing = (figures["rows"][name] for name in ("latency_b1", "batch128", "prefix"))
+    for row in (one, many):
+        assert row["launches_per_step"] == 1 and row["device_idle"]["idle_between_steps_share"] == pytest.approx(0.01, abs=1e-3)
+        assert row["device_idle"]["step_ms"] > 0 and row["peak_memory_bytes"] == 1234
+    assert many["device_idle_6_rows"] == {"not_measured": "max_num_seqs is 4"} and "device_idle" not in sharing
+    assert "latency_b1 and batch128" in sharing["not_profiled"]
+    assert "1 launches a step, idle between steps with 3 and 6 rows: 1.0% and not measured" in capsys.readouterr().out
+
+
+def test_after_the_time_limit_rows_are_named_as_not_measured(tiny_presets: None, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny")
+    words = ["--load-format", "dummy", "--directory", str(tmp_path), "--time-limit", "-1", "--set", "max_num_seqs=8"]
+    assert main(["bench", "offline", str(model), "--preset", "latency_b1", *words]) == 0
+    figures = json.loads((tmp_path / "offline-tiny.json").read_text())["figures"]
+    assert figures["rows"] == {} and figures["not_measured"] == {"latency_b1": "the time limit was over"}
+
+
+def test_the_suite_goes_on_after_a_group_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[str, ...]] = []
+
+    class Child:
+        def __init__(self, *words: str, **popen: Any) -> None:
+            started.append(words)
+            self.code = 1 if "qwen3-8b" in words else 0
+
+        def wait(self) -> int:
+            return self.code
+
+        poll = wait
+
+    monkeypatch.setattr(presets, "start_child", Child)
+    groups = ["llama-3.2-1b", "qwen3-8b", "llama-3.1-70b"]
+    assert main(["bench", "offline", "--preset", "h200", "--group", *groups]) == 1
+    assert "these groups failed: qwen3-8b" in capsys.readouterr().err
+    assert [words[words.index("--label") + 1] for words in started] == groups
+    assert main(["bench", "offline", "--preset", "h200", "--time-limit", "-1"]) == 0
+    assert len(started) == 3 and "not measured" in capsys.readouterr().out
+
+
+def test_every_run_has_its_own_salt() -> None:
+    assert presets._salt() != presets._salt()
+
+
+def test_engine_options_in_words() -> None:
+    found = parse_options(["max-num-seqs=64", "enable_prefix_caching=off", "gpu_memory_utilization=0.97", "dtype=float32"])
+    assert found == {"max_num_seqs": 64, "enable_prefix_caching": False, "gpu_memory_utilization": 0.97, "dtype": "float32"}
+    for word, message in (("nonsense=1", "not an engine option"), ("max_num_seqs", "name=value"), ("max_num_seqs=x", "int")):
+        with pytest.raises(ConfigError, match=message):
+            parse_options([word])
+
+
+# -- quality -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_shape(monkeypatch: pytest.MonkeyPatch) -> str:
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 400,
+    }  # fmt: skip
+    monkeypatch.setitem(shapes.SHAPES, "small", SHAPES["llama-3.1-8b"] | sizes)
+    return "small"
+
+
+PARTS = (
+    quality.Part("one row", 3, 20, 6, together=False, alike=True), quality.Part("many rows", 8, 20, 6, alike=True),
+    quality.Part("long prompt", 1, 600, 4, scored=8), quality.Part("shared prefix", 6, 20, 3, shared=64, compared=3),
+)  # fmt: skip
+
+
+def test_a_correct_engine_agrees_with_the_reference(small_shape: str) -> None:
+    found = quality.check_quality(small_shape, "float32", PARTS, device="cpu")
+    assert found["top1_agreement"] == found["top1_agreement_alike_rows"] == 1.0
+    # The prompt's positions 0, 8 … 592 and its answer; of the six that share a prefix every second.
+    counts = {name: part["positions"] for name, part in found["by_part"].items()}
+    assert counts == {"one row": 18, "many rows": 48, "long prompt": 75 + 4, "shared prefix": 9}
+    assert found["positions"] == sum(counts.values())
+    assert found["reached"] == ["chunked prefill", "prefix caching"] and found["kernels"] == []
+
+
+@pytest.mark.parametrize("wrong", ["one row", "many rows", "long prompt", "shared prefix"])
+def test_a_part_that_is_wrong_shows(wrong: str, small_shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of every answer, and every token that the engine expects in the long prompt."""
+    answered = quality._answered
+
+    def change(engine: Any, part: quality.Part, asked: Any, salt: str) -> list[quality.Heard]:
+        heard = answered(engine, part, asked, salt)
+        if part.name == wrong:
+            for each in heard:
+                each.answer[0] = (each.answer[0] + 1) % 400
+                each.expected = [token + 1 for token in each.expected]
+        return heard
+
+    monkeypatch.setattr(quality, "_answered", change)
+    found = quality.check_quality(small_shape, "float32", PARTS, device="cpu")
+    assert found["by_part"][wrong]["top1_agreement"] < 0.9 and found["top1_agreement"] < quality.LEAST
+    assert all(part["top1_agreement"] == 1.0 for name, part in found["by_part"].items() if name != wrong)
+
+
+def test_the_check_reaches_what_only_long_and_many_rows_do() -> None:
+    """On an H200: a step of the whole token budget and one of over a thousand behind it, and a prefix worth sharing."""
+    parts = {part.name: part for part in quality.PARTS}
+    budget = resolve(EngineConfig.of(model=str(write_shape("llama-3.1-8b", 2)), device="cuda"), H200_FACTS).max_num_batched_tokens
+    assert budget >= gemm_gated.FEWEST_ROWS and parts["long prompt"].tokens_in - budget >= 1024
+    sharing = parts["shared prefix"]
+    rows, prefix_blocks = sharing.count, sharing.shared // 16
+    tables = np.arange(1, rows * 80 + 1, dtype=np.int32).reshape(rows, 80)
+    tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
+    for heads in (4, 8):                                             # query heads of a KV head: 1B, 8B, Qwen3; 70B
+        finder = shared_prefix.SharedPrefixes(16, prefix_tile_rows(heads))
+        found = finder.find(tables, np.arange(rows), np.full(rows, sharing.shared + sharing.tokens_in // 2), rows)
+        assert found is not None and int(found.length.max()) == sharing.shared
+
+
+def test_what_was_reached_is_what_happened_since() -> None:
+    options = SimpleNamespace(execution=SimpleNamespace(deterministic=False))
+    config = SimpleNamespace(max_num_batched_tokens=64, depth=1, kv_dtype="bfloat16", dtype="bfloat16", options=options)
+    runner = SimpleNamespace(forward=SimpleNamespace(replays=7), rows=SimpleNamespace(prefixes=[SimpleNamespace(steps=3)]))
+    engine: Any = SimpleNamespace(config=config, runner=runner)
+    heard = [quality.Heard(PARTS[0], [1] * 64, cached=0)]
+    assert quality.reached(engine, (6, 2), heard) == ["overlap", "recorded graphs", "shared-prefix attention"]
+    assert quality.reached(engine, (7, 3), [quality.Heard(PARTS[0], [1] * 65, cached=0)]) == ["chunked prefill", "overlap"]
+
+
+def test_a_wrong_engine_does_not(small_shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine under test runs with weights that the reference does not have."""
+    copy = quality.copy_weights
+
+    def copy_and_change(weights: dict[str, Any], target: Any) -> None:
+        copy({name: value.roll(1, 0) if "mlp" in name else value for name, value in weights.items()}, target)
+
+    monkeypatch.setattr(quality, "copy_weights", copy_and_change)
+    found = quality.check_quality(small_shape, "float32", PARTS, device="cpu")
+    assert all(part["top1_agreement"] < 0.9 for part in found["by_part"].values())
+
+
+def test_figures_of_a_wrong_engine_do_not_count(
+    small_shape: str, tiny_presets: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are on disk with what was found, and the command fails; not so where a lossy technique was asked for."""
+    parts = {"one row": {"top1_agreement": 0.97, "positions": 9}}
+    agreement = {"top1_agreement": 0.97, "top1_agreement_alike_rows": 0.9, "positions": 9, "by_part": parts, "reached": []}
+    monkeypatch.setattr(presets, "check_quality", lambda *_, **__: agreement)
+    monkeypatch.setitem(shapes.SHAPES, "llama-3.1-8b", shapes.SHAPES[small_shape] | {"num_hidden_layers": 1})
+    words = ["bench", "offline", "--preset", "latency_b1", "--shape", "llama-3.1-8b", "--directory", str(tmp_path)]
+    words += ["--set", "device=cpu"]
+    assert main(words) != 0
+    assert "below 99%: these figures do not count" in capsys.readouterr().err
+    made = json.loads((tmp_path / "offline-llama-3.1-8b.json").read_text())
+    assert made["figures"]["quality"] == agreement and made["figures"]["rows"]["latency_b1"]["runs"]
+    assert main([*words, "--no-quality"]) == 0
+    made = json.loads((tmp_path / "offline-llama-3.1-8b.json").read_text())
+    assert made["figures"]["quality"] == {"not_checked": "left out"} and made["figures"]["memory"] == {}
+
+
+# -- the device log ----------------------------------------------------------------------------------------------------
+
+
+def test_the_device_log_is_summed_up_over_a_range_of_time() -> None:
+    lines = [
+        "2026/11/15 10:00:00.100, 1980, 3201, 120.50, 35, 1000, 0x0000000000000001",
+        "2026/11/15 10:00:01.100, 1755, 3201, 690.10, 61, 130000, 0x0000000000000004",
+        "2026/11/15 10:00:02.100, 1605, 3201, [N/A], 64, 130500, 0x0000000000000024",
+        "2026/11/15 10:00:03.100, 345, 3201, 90.0, 40, 130500, 0x0000000000000001",
+        "2026/11/15 10:00:03.3",
+    ]
+    begin = datetime.datetime(2026, 11, 15, 10, 0, 1).timestamp()
+    assert nvidia_smi.summary("\n".join(lines), begin, begin + 1.5) == {
+        "samples": 2, "sm_clock_mhz": [1605, 1755], "memory_clock_mhz": [3201, 3201], "power_w": [690.1, 690.1],
+        "temperature_c": [61, 64], "memory_used_mib": [130000, 130500],
+        "power_mean_w": 690.1, "throttle_reasons": ["software power cap", "software thermal slowdown"],
+    }  # fmt: skip
+    assert nvidia_smi.summary("", begin, begin + 1) == {"samples": 0}
+
+
+def test_without_a_gpu_there_is_no_log() -> None:
+    if device_log.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with device_log.DeviceLog() as log:
+        assert log.between(0, 1e12) == {} and device_log.gpu_facts() == {}

@@ -1,0 +1,382 @@
+"""The command line: what is printed, what is written, and exit codes. Commands run in this process where they can."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_model import CONTEXT, one_thread, wait_until, write_model
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.__main__ import COMMANDS, main
+from ridgeline.config import declared_options
+from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.ops import native
+from ridgeline.process import embedded
+from ridgeline.version import __version__
+
+OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "600", "--max-num-seqs", "4")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def ridgeline(*argv: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ridgeline", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **{"env": one_thread()} | settings)
+
+
+# -- the command itself ------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_next_to_nothing() -> None:
+    """Start-up time is imports: 150 ms allow the standard library, and nothing of ours but names."""
+    code = "import sys; from ridgeline.__main__ import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "numpy", "msgspec", "zmq", "tokenizers", "rich", "starlette", "uvicorn", "asyncio", "argparse"}
+    assert not heavy & set(done.stderr.split())
+    assert all(f"  {command} " in done.stdout for command in COMMANDS)
+
+
+def test_the_help_of_commands_that_can_do_without_torch_does() -> None:
+    """All in one process: what one of them imported would be found behind it."""
+    words = (["eval"], ["plan"], ["diagnose"], ["serve"], ["bench", "serve"], ["bench", "compare"])
+    code = f"""
+import sys; from ridgeline.__main__ import main
+for words in {words!r}:
+    try: main([*words, '--help'])
+    except SystemExit: pass
+    assert 'torch' not in sys.modules, words
+"""
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
+
+
+def test_the_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    said = capsys.readouterr()
+    assert not said.err and said.out.startswith("usage: ridgeline bench COMMAND")
+    assert [line.split()[1] for line in said.out.splitlines() if line.startswith("  bench ")] == [
+        name.split()[1] for name in COMMANDS if name.startswith("bench ")
+    ]
+
+
+def test_help_is_fast() -> None:
+    """Processor time beside a bare interpreter's, the least of five: neither depends much on who else uses the machine."""
+
+    def seconds(*command: str) -> float:
+        times = []
+        for _ in range(5):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(times)
+
+    assert seconds("-m", "ridgeline", "--help") - seconds("-c", "pass") < 0.05
+
+
+COMMAND_NAMES = [
+    "serve", "chat", "generate", "admin", "eval", "plan", "diagnose", "pull", "build", "bench serve", "bench offline",
+    "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle", "bench startup", "bench soak",
+    "bench loop", "bench kernel", "bench compare", "bench studies",
+]  # fmt: skip
+
+
+def test_the_commands() -> None:
+    assert list(COMMANDS) == COMMAND_NAMES
+
+
+@pytest.mark.parametrize("command", COMMAND_NAMES)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0 and f"ridgeline {command}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"ridgeline {__version__}\n"
+
+
+def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    for declared, kind, _ in declared_options():
+        if declared.name != "model":
+            flag = f"--{declared.name.replace('_', '-')}"
+            assert flag in shown and (kind is not bool or f"--no-{flag[2:]}" in shown)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["serv"], "unknown command 'serv'; did you mean 'serve'?"),
+        (["xyzzy"], "unknown command 'xyzzy'; there are serve"),
+        (["bench"], "bench needs one of: serve, offline, host, grammar, ops, "
+                    "frontend, idle, startup, soak, loop, kernel, compare, studies"),
+        (["build", "all"], "unexpected argument 'all'"),
+        (["serve", "--max-modl-len", "5"], "unknown option --max-modl-len; did you mean --max-model-len?"),
+        (["serve", "--max_modl_len=5"], "unknown option --max-modl-len; did you mean --max-model-len?"),
+        (["serve", "--max-model", "5"], "unknown option --max-model; did you mean --max-model-len?"),
+        (["serve", "a", "b"], "unexpected argument 'b'"),
+        (["serve", "--port", "eighty"], "argument --port: invalid int value: 'eighty'"),
+        (["serve", "--port", "70000", "--load-format", "dummy"], "port must be between 0 and 65535, got 70000"),
+        (["serve", "--max_model_len", "1"], "max_model_len must be at least 2, got 1"),
+        (["serve", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["serve", "--port", "0", "--allowed-host", "http://box"], "allowed_host must list host names or addresses"),
+        (["serve", "/nowhere/model"], "model /nowhere/model does not exist"),
+        (["chat", "/nowhere/model"], "model /nowhere/model does not exist"),
+        (["chat", "--temperature", "-1"], "temperature must be a number between 0 and 100, got -1.0"),
+        (["generate", "/nowhere.jsonl", "/tmp/out.jsonl"], "/nowhere.jsonl: No such file or directory"),
+        (["generate", "only-one"], "the following arguments are required: OUTPUT.jsonl"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "find", lambda: Path("here"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"ridgeline: error: {says}") and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+# -- the embedded model ------------------------------------------------------------------------------------------------
+
+
+def test_pull(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find", lambda: Path("/here/model.gguf"))
+    assert main(["pull", "--quiet"]) == 0 and capsys.readouterr().out == ""
+    assert main(["pull"]) == 0 and capsys.readouterr().out == "/here/model.gguf\n"
+
+
+def test_build(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    compiled: list[list[str]] = []
+
+    def compiler(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        compiled.append(command)
+        Path(command[command.index("-o") + 1]).touch()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(native.subprocess, "run", compiler)
+    for _ in range(2):                                   # the second time it is there
+        assert main(["build"]) == 0
+        assert capsys.readouterr().out == f"{native.path()}\n" and native.path().parent == tmp_path
+    assert len(compiled) == 2 and native.path().is_file()        # compiled and linked, once
+
+
+def test_without_the_embedded_model_there_is_one_line(tmp_path: Path) -> None:
+    done = ridgeline("serve", "--port", "0", env=one_thread() | {"RIDGELINE_CACHE": str(tmp_path)}, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.endswith("fetch it with: ridgeline pull\n")
+
+
+def test_on_a_terminal_the_embedded_model_is_offered(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ridgeline", "chat"]
+    environment = one_thread() | {"RIDGELINE_CACHE": str(tmp_path)}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        seen = b""
+        while b"[Y/n]" not in seen:
+            seen += os.read(ours, 1000)
+        os.write(ours, b"n\n")
+        assert process.wait(20) == 2
+    os.close(ours)
+    assert b"98 MB" in seen
+
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+
+
+def generate(source: Path, target: Path, model: Path, *more: str) -> int:
+    return main(["generate", str(source), str(target), "--model", str(model), *OPTIONS, *more])
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    assert path.read_bytes().endswith(b"\n")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = {"temperature": 0, "ignore_eos": True}
+    source = write_lines(tmp_path / "in.jsonl", [
+        {"prompt": "abc", "max_tokens": 5, "id": "first", **common},
+        {"prompt_token_ids": [1, 2, 3], "n": 2, "seed": 1, "max_tokens": 4},
+        "",
+        {"messages": [{"role": "user", "content": "Hello"}], "id": 77, "logprobs": 1, "max_tokens": 3, **common},
+        "not json",
+        {"prompt": "abc", "temprature": 1},
+        {"prompt": "", "id": "empty"},
+        {"id": "nothing"},
+        {"prompt": "abc", "temperature": "hot", "id": "typed"},
+        {"prompt": "abc", "id": "first"},
+        {"prompt_token_ids": [99999], "id": "range"},
+        {"prompt": "x" * CONTEXT, "id": "long"},
+        {"prompt": "abc", "stop": "zzz", "id": ["list"]},
+        *[{"prompt": f"number {n}", "id": f"n{n}", **common} for n in range(20)],
+    ])  # fmt: skip
+    target = tmp_path / "out.jsonl"
+    assert generate(source, target, model, "--max-tokens", "7") == 0
+    assert capsys.readouterr().err.endswith("23 answered, 9 failed, 0 were there before\n")
+    records = {json.dumps(record["id"]) + ("!" if "error" in record else ""): record for record in read_lines(target)}
+    assert len(records) == 32
+    offline = LLM(model, load_format="dummy", num_gpu_blocks_override=600)
+    expected = offline.generate(["abc"], SamplingParams(temperature=0, ignore_eos=True, max_tokens=5), use_tqdm=False)
+    assert records['"first"']["outputs"][0]["text"] == expected[0].outputs[0].text
+    assert records['"first"']["outputs"][0]["token_ids"] == expected[0].outputs[0].token_ids
+    assert records['"first"']["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "cached_tokens": 0}
+    assert [len(each["token_ids"]) for each in records["2"]["outputs"]] == [4, 4]
+    assert len(records["77"]["outputs"][0]["logprobs"]) == 3
+    assert records['"n3"']["usage"]["completion_tokens"] == 7
+    errors = {"5!": "line 5", "6!": "'temprature'", '"empty"!': "empty", '"nothing"!': "exactly one", '"typed"!': "float",
+              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '13!': "id must be"}  # fmt: skip
+    for name, says in errors.items():
+        assert says in records[name]["error"]
+
+
+def test_generate_goes_on_where_it_stopped(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"prompt": f"number {n}", "id": n, "temperature": 0, "max_tokens": 6, "ignore_eos": True} for n in range(12)]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert generate(source, whole, model) == 0
+    complete = whole.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(complete[:5]) + complete[5][:-10])           # killed in the middle of the sixth
+    assert generate(source, target, model) == 0
+    assert capsys.readouterr().err.endswith("7 answered, 0 failed, 5 were there before\n")
+    assert sorted(target.read_bytes().splitlines()) == sorted(line.rstrip() for line in complete)
+    assert generate(source, target, model) == 0
+    assert capsys.readouterr().err.endswith("0 answered, 0 failed, 12 were there before\n")
+
+
+@pytest.mark.parametrize("left", [1, 4, 20, -1], ids=["a brace", "a few bytes", "half", "all but the end of line"])
+def test_generate_asks_again_for_the_half_written_line(
+    model: Path, tmp_path: Path, left: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Id 0 among them: it is an id as good as any."""
+    lines = [{"prompt": f"number {n}", "id": n, "temperature": 0, "max_tokens": 3, "ignore_eos": True} for n in range(2)]
+    source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert generate(source, target, model) == 0
+    whole = {record["id"]: record for record in read_lines(target)}
+    zero, one = (json.dumps(whole[n], separators=(",", ":")).encode() + b"\n" for n in range(2))
+    target.write_bytes(one + zero[:left])
+    assert generate(source, target, model) == 0
+    assert capsys.readouterr().err.endswith("1 answered, 0 failed, 1 were there before\n")
+    again = read_lines(target)
+    assert [record["id"] for record in again] == [1, 0] and {record["id"]: record for record in again} == whole
+
+
+@pytest.mark.parametrize("text", ["dear diary\ntoday\n", "dear diary", '{"name": 5}\n', '{"id":\n', '{"id":[]}\n'])
+def test_generate_does_not_overwrite_other_files(
+    model: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = write_lines(tmp_path / "in.jsonl", [{"prompt": "abc"}]), tmp_path / "notes.txt"
+    target.write_text(text)
+    assert generate(source, target, model) == 2
+    assert "notes.txt, line 1 is not one of our records" in capsys.readouterr().err
+    assert target.read_text() == text
+
+
+def test_generate_finds_a_bad_tokenizer_before_weights_load(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineCore, "start", None)       # not even called
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "abc"}])
+    for option in ("--tokenizer", "--chat-template"):
+        assert generate(source, tmp_path / "out.jsonl", model, option, str(tmp_path / "nowhere")) == 2
+        error = capsys.readouterr().err
+        assert str(tmp_path / "nowhere") in error and error.count("\n") == 1
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+def test_chat_over_a_pipe(model: Path) -> None:
+    offline = LLM(model, load_format="dummy", num_gpu_blocks_override=600)
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    first = offline.chat([{"role": "user", "content": "Hello"}], greedy, use_tqdm=False)[0].outputs[0].text
+    history = [("user", "Hello"), ("assistant", first), ("user", "More")]
+    messages = [{"role": role, "content": content} for role, content in history]
+    second = offline.chat(messages, greedy, use_tqdm=False)[0].outputs[0].text
+
+    told = "Hello\n\n/reset\n" + "x" * CONTEXT + "\nHello\nMore\n/exit\nHello\n"
+    done = ridgeline("chat", str(model), *OPTIONS, "--temperature", "0", "--max-tokens", "5", input=told)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{first}\n{first}\n{second}\n"
+    assert "max_model_len" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "says"),
+    [
+        ("--chat-template", None, "cannot be read"),
+        ("--chat-template", "{{ raise_exception('no system messages, please') }}", "no system messages, please"),
+        ("--tokenizer", None, "nowhere"),
+    ],
+    ids=["no file", "refusing template", "no tokenizer"],
+)
+def test_chat_finds_a_bad_template_before_weights_load(
+    model: Path, tmp_path: Path, option: str, content: str | None, says: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(AsyncLLM, "start", None)         # not even called
+    file = tmp_path / "nowhere"
+    if content is not None:
+        file.write_text(content)
+    assert main(["chat", str(model), *OPTIONS, "--system", "Be brief.", option, str(file)]) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_chat_on_a_terminal_survives_ctrl_c(model: Path) -> None:
+    """Ctrl-C ends an answer, not the conversation; Ctrl-D ends the conversation."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ridgeline", "chat", str(model), *OPTIONS, "--max-tokens", str(CONTEXT)]
+    # A session of its own, with the terminal as its controlling one: so Ctrl-C arrives as from a keyboard.
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *command], stdin=theirs, stdout=theirs, stderr=theirs, env=one_thread()
+    )
+    os.close(theirs)
+    seen = b""
+
+    def read_until(mark: bytes) -> None:
+        nonlocal seen
+        while mark not in seen:
+            seen += os.read(ours, 4096)
+        seen = seen.split(mark, 1)[1]
+
+    read_until(b">>> ")
+    os.write(ours, b"Hello\n")
+    read_until(b"Hello\r\n")
+    while len(seen) < 50:
+        seen += os.read(ours, 4096)                      # the answer has begun
+    os.write(ours, b"\x03")
+    read_until(b">>> ")
+    time.sleep(0.5)                                      # readline misses a signal between its prompt and its wait for keys
+    os.write(ours, b"\x03")
+    read_until(b"Ctrl-D leaves")
+    read_until(b">>> ")
+    os.write(ours, b"\x04")
+    wait_until(lambda: process.poll() is not None, 20)
+    os.close(ours)
+    assert process.returncode == 0

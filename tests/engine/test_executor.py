@@ -1,0 +1,149 @@
+"""Tensor parallel executors when things go wrong: the reason is one line, in seconds, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from tiny_models import save_checkpoint
+
+from ridgeline.config import EngineConfig
+from ridgeline.engine.core import executor as executor_module
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.errors import EngineDead
+from ridgeline.messages import Request
+from ridgeline.resolve import ResolvedConfig
+from ridgeline.sampling_params import SamplingParams
+
+SOON = 8.0                           # seconds; a shared machine may be slow, a timeout of the network would be 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("executor"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))        # short: a socket's path has 107 characters
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    before = set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) <= before, "a rank is left"
+    assert not list(folder.glob("ridgeline-*")), "the sockets' directory is left"
+    shutil.rmtree(folder)
+    assert not dist.is_initialized()
+
+
+def start(model: Path) -> EngineCore:
+    return EngineCore.start(EngineConfig.of(
+        model=str(model), tensor_parallel_size=2, max_num_seqs=2, num_gpu_blocks_override=20, device="cpu"
+    ))
+
+
+def ask(core: EngineCore, name: str) -> None:
+    core.add(Request(name, [5, 6, 7], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)))
+
+
+def ranks() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "ridgeline.engine.core.rank" in child.cmdline()]
+
+
+def test_a_rank_that_is_killed_ends_the_engine(model: Path) -> None:
+    core = start(model)
+    ask(core, "a")
+    for _ in range(3):
+        core.step()
+    (rank,) = ranks()
+    assert os.getsid(rank.pid) == rank.pid, "Ctrl-C would reach the rank"
+    os.kill(rank.pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineDead, match="rank 1 ended with code -9"):
+        while True:
+            core.step()
+    for act in (core.step, lambda: ask(core, "b")):
+        with pytest.raises(EngineDead, match="the engine has stopped: rank 1 ended with code -9"):
+            act()
+    core.close()
+    core.close()
+    assert time.monotonic() - started < SOON
+
+
+def test_a_rank_that_dies_in_a_collective_is_named(model: Path) -> None:
+    """It is stopped, so that rank 0 waits for it in the middle of a step, and then killed."""
+    core = start(model)
+    ask(core, "a")
+    core.step()
+    (rank,) = ranks()
+    rank.suspend()
+    if (child := os.fork()) == 0:
+        time.sleep(0.5)
+        os.kill(rank.pid, signal.SIGKILL)
+        os._exit(0)
+    with pytest.raises(EngineDead, match="rank 1 ended with code -9"):
+        while True:
+            core.step()
+    os.waitpid(child, 0)
+    core.close()
+
+
+def test_a_rank_that_does_not_leave_is_ended(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "_LEAVE_SECONDS", 0.5)
+    core = start(model)
+    ranks()[0].suspend()
+    started = time.monotonic()
+    core.close()
+    assert time.monotonic() - started < SOON
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [
+    ({"model": "/nowhere"}, "rank 1 failed: model /nowhere does not exist"),
+    ({"max_num_seqs": 0}, "rank 1 failed: max_num_seqs must be at least 1"),
+])
+def test_a_rank_that_cannot_start(model: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], reason: str) -> None:
+    class Pinned:
+        def __init__(self, config: ResolvedConfig) -> None:
+            self.options = pinned(config).flat() | wrong
+
+        def flat(self) -> dict[str, Any]:
+            return self.options
+
+    pinned = ResolvedConfig.pinned
+    monkeypatch.setattr(ResolvedConfig, "pinned", lambda config: Pinned(config))
+    with pytest.raises(EngineDead, match=reason):
+        start(model)
+
+
+def test_a_rank_that_dies_while_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed once it has joined: rank 0 loads to the end, and then does not wait for it."""
+    made = executor_module.make_runner
+
+    def kill_first(*args: Any) -> Any:
+        ranks()[0].kill()
+        time.sleep(0.2)
+        return made(*args)
+
+    monkeypatch.setattr(executor_module, "make_runner", kill_first)
+    started = time.monotonic()
+    with pytest.raises(EngineDead, match="rank 1 ended with code -9"):
+        start(model)
+    assert time.monotonic() - started < 30
+
+
+def test_rank_zero_that_fails_takes_the_others_along(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no memory here")
+
+    monkeypatch.setattr(executor_module, "make_runner", fail)
+    monkeypatch.setattr(executor_module, "_LEAVE_SECONDS", 0.5)
+    with pytest.raises(RuntimeError, match="no memory here"):
+        start(model)

@@ -1,0 +1,1065 @@
+"""Grammars without an engine: what is refused and when, what a matcher allows, what is remembered, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from llguidance import LLExecutor
+from served_model import write_model
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HFTokenizer
+
+from ridgeline import sampling_params
+from ridgeline.engine.client import grammar_check
+from ridgeline.engine.client.grammar_check import GrammarChecker, vocabulary_of
+from ridgeline.engine.ipc import TO_ENGINE, Add
+from ridgeline.errors import BadRequest, Overloaded, RequestError
+from ridgeline.grammar import background, compile_worker
+from ridgeline.grammar.compiler import compile_grammar, make_backend, make_tokenizer
+from ridgeline.grammar.frames import Question
+from ridgeline.grammar.grammar_cache import ByteLimitedCache
+from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
+from ridgeline.grammar.matcher import Masks, Matcher
+from ridgeline.messages import Request
+from ridgeline.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
+from ridgeline.text.tokenizer import Tokenizer
+
+XGRAMMAR = pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
+BACKENDS = ["llguidance", pytest.param("xgrammar", marks=XGRAMMAR)]
+PADDED = 300                         # the model's ids; its tokenizer has 260
+EOS = 257
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_model(tmp_path_factory.mktemp("grammar") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Tokenizer) -> GrammarVocabulary:
+    return vocabulary_of(tokenizer, PADDED, tokenizer.eos_token_ids)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """The library; what a matcher allows must not depend on it."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def checker(tokenizer: Tokenizer) -> Iterator[GrammarChecker]:
+    made = GrammarChecker(tokenizer)
+    yield made
+    made.close()
+
+
+def matcher(vocabulary: GrammarVocabulary, params: SamplingParams, backend: str = "llguidance") -> Matcher:
+    assert params.structured_outputs is not None
+    return Matcher(compile_grammar(make_backend(backend, vocabulary), params.structured_outputs), params, vocabulary.end_ids)
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    """Ids, by the definition of the packing and nothing else."""
+    return [token for token in range(32 * len(mask)) if (int(mask[token // 32]) >> (token % 32)) & 1]
+
+
+def nexts(masks: Masks, at: Matcher) -> list[int]:
+    return allowed(masks.fill([(0, at)], 1)[0])
+
+
+# -- what a request may ask for ----------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def circular() -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    schema["items"] = schema
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "needs exactly one of json, json_object"), ({"json_object": False}, "exactly one"),
+        ({"regex": "a", "choice": ["a"]}, "got regex and choice"), ({"json": {}, "json_object": True}, "json and json_object"),
+        ({"json": nested(10_000)}, "nested more than 64 deep"), ({"json": "[" * 10_000}, "nested more than 64 deep"),
+        ({"json": '{"a":' * 10_000}, "nested more than 64 deep"), ({"json": circular()}, "nested more than 64 deep"),
+        ({"json": {"enum": list(range(1001))}}, "an enum of 1001 values; at most 1000"),
+        ({"json": {"properties": {str(n): {} for n in range(1001)}}}, "1001 properties; at most 1000"),
+        ({"json": {"description": "x" * MAX_GRAMMAR_BYTES}}, "at most 65536 are allowed"),
+        ({"json": "nonsense"}, "json is not JSON"), ({"json": "[1]"}, "must be a JSON object"),
+        ({"json": 3}, "must be an object"),
+        ({"json": {"const": float("nan")}}, "is not JSON"), ({"json": {"const": "\ud800"}}, "valid Unicode"),
+        ({"regex": "a" * 5000}, "regex has 5000 bytes; at most 4096"), ({"regex": ""}, "not blank"),
+        ({"regex": "\ud800"}, "valid Unicode"), ({"grammar": 7}, "grammar must be a text"),
+        ({"choice": []}, "must be a list of texts"), ({"choice": "ab"}, "must be a list of texts"),
+        ({"choice": ["a"] * 1001}, "choice has 1001 entries"), ({"choice": ["x" * 60_000] * 2}, "choice is larger"),
+        ({"choice": ["a", 1]}, "must be a text"), ({"json_object": "yes"}, "json_object must be true or false"),
+        ({"jsom": {}}, "has no field 'jsom'"), ("json", "structured_outputs must be an object"),
+        ({"regex": "a", "disable_any_whitespace": True}, "goes with json"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_at_once_and_by_name(given: Any, words: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(BadRequest, match=r"^structured_outputs") as refused:
+        SamplingParams(structured_outputs=given)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert time.monotonic() - started < 1.0
+
+
+def test_it_crosses_the_wire_and_equal_schemas_are_equal() -> None:
+    schema = {"type": "object", "properties": {"ß": {"enum": [1, None]}}}
+    params = SamplingParams(structured_outputs={"json": schema})  # type: ignore[arg-type]
+    assert params == SamplingParams(structured_outputs=StructuredOutputs(json=json.dumps(schema, indent=3)))
+    for each in (params, SamplingParams(structured_outputs=StructuredOutputs(choice=["a", "b"]))):
+        sent = TO_ENGINE.decode(TO_ENGINE.encode(Add(Request("r", [1], each))))
+        assert isinstance(sent, Add) and sent.request.params == each
+    assert params.structured_outputs is not None and params.structured_outputs.kind == "json"
+    tight = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    assert tight.key != params.structured_outputs.key
+
+
+# -- what a matcher allows ---------------------------------------------------------------------------------------------
+
+
+def test_masks_are_packed_and_hold_only_ids_of_the_tokenizer(vocabulary: GrammarVocabulary, backend: str) -> None:
+    masks = Masks(PADDED)
+    at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(choice=["ab", "ac", "b"])), backend)
+    free = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex=r"[^\x00]*")), backend)
+    spelled = vocabulary.pieces.index
+    filled = masks.fill([(2, at), (0, free)], 3)
+    assert filled.shape == (3, -(-PADDED // 32)) and filled.dtype == np.int32
+    assert allowed(filled[2]) == sorted([spelled(b"a"), spelled(b"b")])
+    assert (filled[1] == -1).all()                       # a row without a grammar
+    everything = allowed(filled[0])
+    assert EOS in everything and spelled(b"z") in everything
+    assert not [token for token in everything if token >= 260]           # padding is nobody's text
+    assert not {256, 258, 259} & set(everything)                         # nor are control tokens
+    assert at.accept(spelled(b"a")) and nexts(masks, at) == sorted([spelled(b"b"), spelled(b"c")]) and not at.ended
+    assert at.accept(spelled(b"c")) and at.ended
+    assert not at.accept(spelled(b"c")) and at.error.startswith("the grammar of structured_outputs failed")
+    assert (masks.fill([(0, at)], 1) == -1).all()        # it failed: nobody reads what is sampled
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(3, 2), (40, 1), (40, 2)])        # one after the other; in threads
+def test_many_rows_get_the_masks_they_would_get_alone(
+    vocabulary: GrammarVocabulary, backend: str, rows: int, threads: int
+) -> None:
+    masks, alone = Masks(PADDED, threads), Masks(PADDED)
+    params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "array", "items": {"type": "integer"}}))
+    text = b"[12, 345, 6,7 , 8]"
+    made = [matcher(vocabulary, params, backend) for _ in range(rows)]
+    for number, at in enumerate(made):
+        assert all(at.accept(vocabulary.pieces.index(text[n : n + 1])) for n in range(number % len(text)))
+    together = masks.fill([(row, at) for row, at in enumerate(made)], rows).copy()
+    for row, at in enumerate(made):
+        assert np.array_equal(together[row], alone.fill([(0, at)], 1)[0])
+    assert masks.filled == rows and masks.seconds > 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_matcher_that_fails_in_a_batch_fails_alone(vocabulary: GrammarVocabulary, backend: str, threads: int) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    made = [matcher(vocabulary, params, backend) for _ in range(8)]
+    made[3]._matcher.consume_token(vocabulary.pieces.index(b"z"))
+    filled = Masks(PADDED, threads).fill(list(enumerate(made)), 8)
+    assert [bool(at.error) for at in made] == [number == 3 for number in range(8)]
+    assert all(allowed(filled[row]) == [vocabulary.pieces.index(b"a")] for row in range(8) if row != 3)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_matchers_are_told_together_what_they_would_be_told_alone(
+    vocabulary: GrammarVocabulary, backend: str, threads: int
+) -> None:
+    masks, spelled = Masks(PADDED, threads), vocabulary.pieces.index
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab{2,4}c"), min_tokens=3)
+    made = [matcher(vocabulary, params, backend) for _ in range(9)]
+    for letters in (b"aaaaaaaaa", b"bbbbzbbbb", b"bbbbbbbbb", b"cccccbbbb"):
+        said = [(at, spelled(letters[row : row + 1])) for row, at in enumerate(made) if not at.error]
+        masks.advance(said)
+        assert [at.accept(token) for at, token in said] == [token != spelled(b"z") for _, token in said]
+    assert [bool(at.error) for at in made] == [row == 4 for row in range(9)]
+    assert [at.ended for at in made] == [row < 4 for row in range(9)]
+    assert nexts(masks, made[8]) == sorted([spelled(b"b"), spelled(b"c")])
+    assert not made[4].accept(spelled(b"b")) and "failed on this answer" in made[4].error
+
+
+def test_masks_that_are_filled_ahead_are_those_that_would_be_filled(vocabulary: GrammarVocabulary, backend: str) -> None:
+    """Together with the tokens before them; of answers that end, fail, come or were not told meanwhile, too."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "array", "items": {"type": "integer"}}))
+    spelled = vocabulary.pieces.index
+    at, same = ([matcher(vocabulary, params, backend) for _ in range(20)] for _ in range(2))
+    for ours in (at, same):
+        assert all(each.accept(spelled(b"[")) for each in ours[:17])
+    masks, alone = Masks(PADDED, 2), Masks(PADDED, 1)
+    said = [(number, spelled({3: b"]", 5: b"x"}.get(number, b"7"))) for number in range(17)]
+    told = [each for each in said if each[0] != 7]
+    wanted = [(19 - number, number) for number in range(20) if number != 11]             # 17 to 19 begin only now
+    masks.advance([(at[number], token) for number, token in told], [(row, at[number]) for row, number in wanted], 20)
+    for ours in (at, same):
+        assert [ours[number].accept(token) for number, token in said] == [number != 5 for number, _ in said]
+    stay = [(row, number) for row, number in wanted if number not in (3, 5, 9)]          # 9 has been aborted
+    filled = masks.fill([(row, at[number]) for row, number in stay], 20)
+    for row, number in stay:
+        assert np.array_equal(filled[row], alone.fill([(0, same[number])], 1)[0]), number
+    assert (filled[[19 - 3, 19 - 5, 19 - 9, 19 - 11]] == -1).all()
+    again = masks.fill([(row, at[number]) for row, number in stay[:9]], 20)              # nothing is taken for ahead twice
+    assert (again[[row for row, _ in stay[9:]]] == -1).all()
+    masks.close()
+
+
+def test_a_mask_that_takes_too_long_fails_its_own_request(
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    made = [matcher(vocabulary, params) for _ in range(2)]
+
+    class Slow:
+        def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+            time.sleep(0.3)
+
+        def is_error(self) -> bool:
+            return False
+
+    monkeypatch.setattr(made[0], "_matcher", Slow())
+    Masks(PADDED).fill(list(enumerate(made)), 2)
+    assert "took more than" in made[0].error and not made[1].error
+
+
+class Clock:
+    """Stands for the module of time: only what is told to take time takes some."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __getattr__(self, name: str) -> Callable[[], float]:
+        return lambda: self.now
+
+
+class Taking:
+    """A library's matcher whose masks take so long; but for its start, it allows everything."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds, self.filled = clock, seconds, 0
+
+    def deep_copy(self) -> Taking:
+        return Taking(self.clock, self.seconds)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        self.clock.now += self.seconds
+        self.filled += 1
+
+    def is_error(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("ridgeline.grammar.matcher.time", made)
+    return made
+
+
+def taking(clock: Clock, seconds: float, text: str) -> Matcher:
+    made: Any = Taking(clock, seconds)
+    return Matcher(made, SamplingParams(structured_outputs=StructuredOutputs(regex=text)), [EOS])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_grammar_whose_masks_take_most_of_the_steps_fails_alone(
+    clock: Clock, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 answers of it, each mask within the limit for one, beside others: a step may take some tenths of a second once."""
+    masks = Masks(PADDED, threads)
+    monkeypatch.setattr(masks, "_fill_others", lambda listed, _: [each.unsafe_compute_mask_ptr(0, 0) for each, _ in listed])
+    heavy = [taking(clock, 0.16, "heavy") for _ in range(64)]
+    light = [taking(clock, 0.001, f"light{number}") for number in range(8)]
+    steps = list[float]()
+    for _ in range(6):
+        began, alive = clock.now, [at for at in [*light[:4], *heavy, *light[4:]] if not at.error]
+        masks.fill(list(enumerate(alive)), len(alive))
+        steps.append(clock.now - began)
+    looked = steps[1:] if threads > 1 else steps         # with threads it is seen one step later whose fault it is
+    assert all("again and again; use a simpler grammar" in at.error for at in heavy) and not any(at.error for at in light)
+    assert looked[0] < 0.6 and all(each < 0.01 for each in looked[1:]), steps
+    for _ in range(3):                                   # and again: known by now
+        again = [taking(clock, 0.04, "heavy") for _ in range(64)]
+        began, both = clock.now, list(enumerate([*light, *again]))
+        masks._look_for_slow = True
+        masks.fill(both, len(both))
+        assert clock.now - began < 0.2 and all(at.error for at in again) and not any(at.error for at in light)
+
+
+def test_a_step_that_takes_long_now_and_then_fails_nobody(clock: Clock) -> None:
+    masks = Masks(PADDED, 1)
+    many = [taking(clock, 0.002, "many") for _ in range(60)]
+    for _ in range(5):
+        masks.fill(list(enumerate(many)), 60)            # 0.12 s: one warning …
+        clock.now += 61.0                                # … which is forgotten
+    assert not any(at.error for at in many)
+    apart = [taking(clock, 0.0015, f"each{number}") for number in range(60)]
+    for _ in range(100):
+        masks.fill(list(enumerate(apart)), 60)           # 0.09 s, all the time
+    assert not any(at.error for at in apart)
+
+
+def test_grammars_that_are_too_much_together_fail_until_they_are_not(clock: Clock) -> None:
+    masks = Masks(PADDED, 1)
+    each = [taking(clock, 0.01 + number / 1e5, f"each{number}") for number in range(40)]
+    for _ in range(60):
+        alive = [at for at in each if not at.error]
+        began = clock.now
+        masks.fill(list(enumerate(alive)), len(alive))
+        last = clock.now - began
+    assert last <= 0.11 and 5 <= sum(not at.error for at in each) <= 10
+
+
+def test_ends_come_when_the_grammar_and_the_request_allow_them(vocabulary: GrammarVocabulary, backend: str) -> None:
+    masks, a = Masks(PADDED), vocabulary.pieces.index(b"a")
+    regex = StructuredOutputs(regex="a{1,3}")
+
+    def followed(**params: Any) -> list[list[int]]:
+        at, seen = matcher(vocabulary, SamplingParams(structured_outputs=regex, max_tokens=99, **params), backend), []
+        while not at.ended:
+            seen.append(nexts(masks, at))
+            assert at.accept(a)
+        assert EOS in nexts(masks, at)                   # complete: only an end is left, whatever else was asked
+        return seen
+
+    either = sorted([a, EOS])
+    assert followed() == [[a], either, either]
+    assert followed(ignore_eos=True) == [[a], [a], [a]]
+    assert followed(min_tokens=2) == [[a], [a], either]
+    assert followed(min_tokens=50) == [[a], [a], [a]]    # three is the most there can be
+    ended = matcher(vocabulary, SamplingParams(structured_outputs=regex), backend)
+    assert ended.accept(a) and ended.accept(EOS) and ended.ended
+
+
+def test_stop_token_ids_are_held_back_before_min_tokens(vocabulary: GrammarVocabulary, backend: str) -> None:
+    a, b = vocabulary.pieces.index(b"a"), vocabulary.pieces.index(b"b")
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="[ab]{1,3}"), min_tokens=2, stop_token_ids=[b])
+    at, masks = matcher(vocabulary, params, backend), Masks(PADDED)
+    assert nexts(masks, at) == [a] and at.accept(a)
+    assert nexts(masks, at) == [a] and at.accept(a)
+    assert nexts(masks, at) == sorted([a, b, EOS])
+
+
+def test_texts_that_are_spelled_again_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = Pieces(GrammarVocabulary([b"a", b"b", b"ab", b"abc", b"<end>"], [4], [4]))
+    assert pieces("abcab") == [3, 2] == pieces(b"abcab") and pieces("ba<end>?") == [1, 0]
+    spelled, spell = list[bytes](), pieces._spell
+    monkeypatch.setattr(pieces, "_spell", lambda data: spelled.append(data) or spell(data))
+    assert pieces("abcab") == [3, 2] and not spelled
+    assert [pieces("aaa"), pieces("aaa")] == [[0] * 3] * 2 and spelled == [b"aaa"]
+    for number in range(5_000):
+        pieces(f"{number}")
+    assert len(pieces._spelled) <= 4096
+    spelled.clear()
+    long = "abc?" + "abcab" * 100                        # of long ones the rests, too: an answer asks for one at every token
+    assert pieces(long) == [3, *[3, 2] * 100] == pieces(long) and pieces(long[3:]) == pieces(long[4:]) == [3, 2] * 100
+    assert pieces(long[9:]) == [3, 2] * 99 and pieces(long[12:]) == [2, *[3, 2] * 98]
+    assert len(spelled) == 2                             # long[3:] begins with what no token says
+    assert pieces(long[5:]) == [1, 2, *[3, 2] * 99]      # within a token: spelled anew
+    assert pieces("b" + long[5:]) == [1, 1, 2, *[3, 2] * 99] and len(spelled) == 4
+    for number in range(50):
+        pieces("abc" * 100 + "a" * number)
+    assert len(pieces._long) <= 16
+
+
+def test_a_special_token_can_be_named_by_a_grammar(vocabulary: GrammarVocabulary) -> None:
+    at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(grammar='start: "a" <|im_start|> "b"')))
+    masks = Masks(PADDED)
+    assert at.accept(vocabulary.pieces.index(b"a")) and nexts(masks, at) == [258]
+    assert at.accept(258) and at.accept(vocabulary.pieces.index(b"b")) and at.ended
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        (StructuredOutputs(grammar='root ::= "x" [0-9]+'), "x12", "xy"),                         # GBNF
+        (StructuredOutputs(grammar='start: "x" /[0-9]+/'), "x12", "xy"),                         # Lark
+        (StructuredOutputs(json_object=True), '{"a": [1]}', "[1]"),
+        (StructuredOutputs(json={"type": "array"}, disable_any_whitespace=True), "[12,3]", "[ 12]"),
+        (StructuredOutputs(json={"type": "array"}), "[\n    12,\r\n\t3 ]", "[" + "\n" * 50),      # indented, not lost
+        (StructuredOutputs(choice=['say "hi"\n', "ü"]), 'say "hi"\n', "say hi"),
+        (StructuredOutputs(structural_tag={
+            "triggers": ["<f="],
+            "structures": [{"begin": "<f=go>", "schema": {"type": "array", "items": {"type": "null"}}, "end": "</f>"}],
+        }), "free text <f=go>[null]</f> more", "text <f=go>[1]"),
+    ],
+)  # fmt: skip
+def test_every_kind(vocabulary: GrammarVocabulary, backend: str, asked: StructuredOutputs, good: str, bad: str) -> None:
+    if backend == "xgrammar" and asked.disable_any_whitespace:
+        good = good.replace(",", ", ")                   # always so, where llguidance has none
+
+    def fits(text: str) -> bool:
+        at = matcher(vocabulary, SamplingParams(structured_outputs=asked), backend)
+        data = text.encode()
+        return all(at.accept(vocabulary.pieces.index(data[n : n + 1])) for n in range(len(data))) and not at.error
+
+    assert fits(good) and not fits(bad)
+
+
+def test_vocabularies_without_an_end_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadRequest, match="needs a model with an end token"):
+        vocabulary_of(tokenizer, PADDED, frozenset())
+
+
+class Listed:
+    """The library's pool, and what it was given."""
+
+    def __init__(self) -> None:
+        self.pool = LLExecutor(2)
+        self.said, self.rows = list[Any](), list[Any]()
+
+    def consume_token_par(self, listed: list[Any]) -> list[bool]:
+        self.said.append(listed)
+        return self.pool.consume_token_par(listed)
+
+    def unsafe_compute_mask_ptr(self, listed: list[Any], *given: Any) -> None:
+        self.rows.append(listed)
+        self.pool.unsafe_compute_mask_ptr(listed, *given)
+
+
+def test_copies_of_one_grammar_stand_beside_each_other(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for each other: one thread should get them."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    assert params.structured_outputs is not None
+    prototypes = [compile_grammar(make_tokenizer(vocabulary), params.structured_outputs) for _ in range(3)]
+    made = [Matcher(prototypes[number % 3], params, vocabulary.end_ids) for number in range(12)]
+    masks, pool, a = Masks(PADDED, 2), Listed(), vocabulary.pieces.index(b"a")
+    monkeypatch.setattr(masks, "_pool", pool)
+    masks.fill(list(enumerate(made)), 12)
+    masks.advance([(at, a) for at in made], list(enumerate(made)), 12)
+    families = {id(at._matcher): at.family for at in made}
+    for listed in (pool.said[0], *pool.rows):
+        order = [families[id(each)] for each, _ in listed]
+        assert len(order) == 12 and [len(list(group)) for _, group in itertools.groupby(order)] == [4, 4, 4]
+
+
+def test_where_threads_cannot_tell_each_is_told_alone(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def consume_token_par(self, listed: list[Any]) -> list[bool]:
+            raise ValueError("no threads")
+
+        def unsafe_compute_mask_ptr(self, *given: Any) -> None:
+            raise ValueError("no threads")
+
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab"))
+    made, a, b = [matcher(vocabulary, params) for _ in range(6)], vocabulary.pieces.index(b"a"), vocabulary.pieces.index(b"b")
+    masks = Masks(PADDED, 2)
+    monkeypatch.setattr(masks, "_pool", Broken())
+    masks.advance([(at, a) for at in made], list(enumerate(made)), 6)
+    assert all(at.accept(a) for at in made)
+    assert [allowed(row) for row in masks.fill(list(enumerate(made)), 6)] == [[b]] * 6
+
+
+# -- how forced text is spelled ----------------------------------------------------------------------------------------
+
+
+def worded(*words: bytes) -> GrammarVocabulary:
+    """All bytes, these words, and an end."""
+    pieces = [*(bytes([byte]) for byte in range(256)), *words, b"<end>"]
+    return GrammarVocabulary(pieces, [len(pieces) - 1], [len(pieces) - 1])
+
+
+def test_the_library_spells_forced_text_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would have to be asked under its lock, by every thread that fills masks."""
+    monkeypatch.setattr(Pieces, "__call__", lambda self, text: pytest.fail("Python was asked"))
+    vocabulary = worded(b"an", b"ana", b"na", "ü".encode())
+    at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex="banana <end>ü!")))
+    masks, said = Masks(len(vocabulary.pieces)), list[bytes]()
+    while not at.ended:
+        (token,) = nexts(masks, at)
+        assert at.accept(token)
+        said.append(vocabulary.pieces[token])
+    assert said == [b"b", b"an", b"ana", *(bytes([byte]) for byte in b" <end>"), "ü".encode(), b"!"]
+
+
+SAMPLES = [
+    '{"name": "Anna Maria", "age": 42, "tags": ["red", "green"]}', '"description": "', "I cannot answer this question.",
+    '{"type": "function", "parameters": {"location": "Paris, France", "unit": "celsius"}}', "don't they've O'Neil's it'll",
+    "https://www.example.com/a/b?c=d&e=f#top", "2026-11-15T18:44:03.123456Z", "user@example.org", "+49 (0) 30 123456-78",
+    "def main(argv):\n    return sum(x ** 2 for x in argv)\n", "snake_case_name camelCaseName SCREAMING_CASE",
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>', "Größe, naïve café – œuvre",
+    "Привет, мир! Как дела?", "你好，世界。今天天气很好。", "emoji 🙂👍🏽 done", "  two spaces   three\t\ttabs",
+    'SELECT * FROM users WHERE id >= 10 AND name != "x";', "0x1F 3.14159 1,000,000 1e-9", '{\n  "a": [\n    1,\n    2\n  ]\n}',
+    "the quick brown fox jumps over the lazy dog; extraordinary internationalization",
+]  # fmt: skip
+SINCE_GPT_4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CUTS = {
+    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "Llama 3": SINCE_GPT_4.replace("DIGITS", "{1,3}"),
+    "Qwen": SINCE_GPT_4.replace("DIGITS", ""),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: Path) -> None:
+    """With vocabularies that were learnt under their ways to cut a text."""
+    whole = HFTokenizer(models.BPE())
+    whole.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(CUTS[cut]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    whole.decoder = decoders.ByteLevel()
+    learner = trainers.BpeTrainer(
+        vocab_size=4_000, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), special_tokens=["</s>"],
+        show_progress=False,
+    )  # fmt: skip
+    learnt = [path.read_text() for path in sorted((Path(__file__).parents[2] / "ridgeline" / "grammar").glob("*.py"))]
+    whole.train_from_iterator([*learnt, *SAMPLES, *SAMPLES], learner)
+    whole.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    tokenizer = Tokenizer.load(tmp_path)
+    spell = make_tokenizer(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenize_str
+    for text in [*SAMPLES, *learnt]:
+        assert [*spell(text)] == tokenizer.encode(text, False), text
+
+
+@pytest.mark.real_model
+def test_forced_text_is_spelled_as_the_embedded_model_does(embedded_model: Path) -> None:
+    """But for blanks before a digit: it cuts between all digits before anything else."""
+    tokenizer = Tokenizer.load(embedded_model)
+    spell = make_tokenizer(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenize_str
+    assert [text for text in SAMPLES if [*spell(text)] != tokenizer.encode(text, False)] == ['{\n  "a": [\n    1,\n    2\n  ]\n}']
+
+
+LONG: dict[str, Callable[[int], dict[str, Any]]] = {     # a grammar with a text of so many letters
+    "const": lambda size: {"json": {"const": "abcdefgh" * (size // 8)}},
+    "one letter": lambda size: {"json": {"const": "a" * size}},
+    "blanks": lambda size: {"json": {"const": " " * size}},
+    "choice": lambda size: {"choice": ["x" + "abcd " * (size // 5), "y" + "9" * size]},
+    "enum": lambda size: {"json": {"enum": ["x" + "abcd " * (size // 5), "x" + "y" * size]}},
+    "literal": lambda size: {"grammar": f'start: "{"(ab) " * (size // 5)}"'},
+    "pattern": lambda size: {"regex": f"(abcdefgh){{{size // 8}}}"},
+}
+
+
+@pytest.mark.parametrize("spelled_by", ["the library", "Python"])
+@pytest.mark.parametrize("what", LONG)
+def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: str) -> None:
+    """[R-20] Of a mask: the processor's time, the least of many."""
+    words = [b"aa", b"ab", b"cd", b"ef", b"gh", b"abcd", b"99", b"  ", b"((", b".get"]
+    vocabulary = worded(*words, *([b"ab"] if spelled_by == "Python" else []))
+    assert (vocabulary.ranks() is None) == (spelled_by == "Python")
+    backend, masks, following = make_tokenizer(vocabulary), Masks(len(vocabulary.pieces), 1), list[Matcher]()
+    for size in (5_000, 10_000, 20_000):
+        asked = SamplingParams(structured_outputs=LONG[what](size))  # type: ignore[arg-type]
+        assert asked.structured_outputs is not None
+        following.append(Matcher(compile_grammar(backend, asked.structured_outputs), asked, vocabulary.end_ids))
+    least = [float("inf")] * len(following)
+
+    def is_linear() -> bool:
+        return all(twice <= 2.3 * once + 2e-5 for once, twice in itertools.pairwise(least))
+
+    for number in range(100):
+        if number >= 15 and is_linear():
+            break
+        for place, at in enumerate(following):
+            began = time.thread_time()
+            masks.fill([(0, at)], 1)
+            if number > 4:                               # one text only is left
+                least[place] = min(least[place], time.thread_time() - began)
+            assert at.accept(nexts(masks, at)[-1]), at.error
+    assert is_linear(), least
+    assert least[-1] < 0.02                              # it was 0.16 s, spelled in one piece
+
+
+def test_a_text_that_no_token_can_say_fails_its_own_answer() -> None:
+    vocabulary = GrammarVocabulary([b"a", b"b", b"ab", b"<end>"], [3], [3])
+    assert vocabulary.ranks() == {b"a": 0, b"b": 1, b"ab": 2}
+    asked = [StructuredOutputs(regex=regex) for regex in ("a(a|bc)", "aab")]
+    at, other = (matcher(vocabulary, SamplingParams(structured_outputs=each)) for each in asked)
+    masks = Masks(len(vocabulary.pieces))
+    assert at.accept(0) and at.accept(1) and other.accept(0)     # now "c" is all that could follow
+    filled = masks.fill([(0, at), (1, other)], 2)
+    assert "no token can say" in at.error and allowed(filled[1]) == [2] and not other.error
+    with pytest.raises(BadRequest, match="cannot be used: no token can say"):
+        matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex="acb")))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "why"),
+    [
+        (GrammarVocabulary([b"a", b"b", "ü".encode(), b"<end>"], [3], [3]), "a byte is only part of a letter"),
+        (worded(b"an", b"an"), "two ids say the same"),
+        (GrammarVocabulary([*worded().pieces, b"\xff\xfe"], [256, 257], [256]), "a special token has no name"),
+    ],
+)
+def test_other_vocabularies_are_spelled_by_python(vocabulary: GrammarVocabulary, why: str) -> None:
+    assert vocabulary.ranks() is None, why
+    at = matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex="(ab){3}")))
+    masks = Masks(len(vocabulary.pieces))
+    for letter in b"ababab":
+        assert nexts(masks, at) == [vocabulary.pieces.index(bytes([letter]))] and at.accept(nexts(masks, at)[0])
+    assert at.ended and not at.error
+
+
+def test_an_engine_takes_the_front_ends_word_for_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is sent is text that was checked; to do it again would stand between two steps."""
+    frame = TO_ENGINE.encode(Add(Request("a", [1], SamplingParams(structured_outputs=StructuredOutputs(json={"type": "null"})))))
+    looked: list[str] = []
+    monkeypatch.setattr(sampling_params, "_check_shape", lambda name, _: looked.append(name))
+    TO_ENGINE.decode(frame)
+    assert looked == ["structured_outputs.json"]
+    monkeypatch.setattr(sampling_params, "_schemas_are_checked", False)   # and back, after this test
+    sampling_params.take_schemas_as_checked()
+    decoded = TO_ENGINE.decode(frame)
+    assert len(looked) == 1 and TO_ENGINE.encode(decoded) == frame
+    StructuredOutputs(json={"type": "null"})                             # what is no text yet is looked at
+    assert len(looked) == 2
+
+
+# -- the compiler's process --------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "exponential regex": {"regex": "(a|b)*a(a|b){20}"},
+    "nested repetition": {"regex": "((a{1,300}){1,300}){1,300}"},
+    "wide repetition": {"regex": ".{0,400}x.{0,400}y.{0,400}z"},
+    "huge repetition": {"regex": "(a{1,100000}){1,100000}"},
+    "parentheses": {"regex": "(" * 2000 + ")" * 2000},
+    "unbounded": {"json": {"type": "string", "maxLength": 10**9, "minLength": 10**8}},
+    "huge array": {"json": {"type": "array", "minItems": 10**7, "items": {"type": "array", "minItems": 10**7}}},
+    "wide union": {"json": {"anyOf": [
+        {"type": "object", "properties": {f"{chr(97 + n)}{m}": {} for n in range(26)}} for m in range(180)
+    ]}},
+    "many properties": {"json": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}},
+    "large enum": {"json": {"enum": [f"value {n}" for n in range(1000)]}},
+    "reference to itself": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    "reference outside": {"json": {"$ref": "http://127.0.0.1:1/schema.json"}},
+    "file reference": {"json": {"$ref": "file:///etc/passwd"}},
+    "left recursion": {"grammar": 'start: start "a" | "a"'},
+    "no end": {"grammar": 'start: "a" start'},
+    "empty cycle": {"grammar": 'start: b\nb: c\nc: b | "x"'},
+    "ambiguous": {"grammar": 'start: s\ns: s s s | s s | "a"'},
+    "deep lark": {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "long const": {"json": {"const": "a" * 65_000}},
+    "long choices": {"choice": ["ab" * 16_000, "ab" * 16_000 + "c"]},
+    "long enum": {"json": {"enum": [letter + "word " * 6_000 for letter in "xy"]}},
+    "long literal": {"grammar": f'start: "{"(ab) " * 13_000}"'},
+    "doubling": {"grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + '\nr60: "a"'},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def other_checker(tokenizer: Tokenizer) -> Iterator[GrammarChecker]:
+    made = GrammarChecker(tokenizer, "xgrammar")
+    yield made
+    made.close()
+
+
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+AB = {"type": "object", "properties": {"a": TEXT, "b": TEXT}}
+TAGGED = [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "xy"]
+UNKEPT: list[tuple[dict[str, Any], str, Any]] = [        # with an answer that the library would allow, against the schema
+    (AB | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "beside anyOf", None),
+    (AB | {"required": ["c"]}, 'required property that properties does not list, "c"', {"a": "x"}),
+    ({"type": "array", "items": {"type": "object", "required": ["c"]}}, "does not list", [{}]),
+    ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf of which an answer could fit two", 1),
+    ({"oneOf": [AB, AB | {"required": ["a"]}]}, "oneOf of which", {"a": "x"}),
+    ({"allOf": [AB | {"required": ["a"]}, AB | {"required": ["b"]}]}, "allOf of several", {"a": "x"}),
+    ({"type": "string", "not": {"const": "a"}}, "not", "a"),
+    (AB | {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if", {"a": "x"}),
+    (AB | {"dependentRequired": {"a": ["b"]}}, "dependentRequired", {"a": "x"}),
+    ({"type": "array", "items": TEXT, "uniqueItems": True}, "uniqueItems", ["b", "b"]),
+    ({"type": "array", "items": TEXT, "contains": {"const": "a"}}, "contains", ["b"]),
+    ({"minimum": 5}, "minimum without type", 3),
+    ({"minLength": 5}, "minLength without type", "a"),
+    ({"type": "string", "enum": [5, "a"]}, "type beside enum", 5),
+    ({"enum": ["a", "bbb"], "minLength": 2}, "minLength beside enum", "a"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "maxLength beside pattern", "aaa"),
+    ({"$defs": {"d": AB}, "$ref": "#/$defs/d", "required": ["a"]}, "required beside $ref", {}),
+    ({"$defs": {"d": AB | {"required": ["c"]}}, "type": "array", "items": {"$ref": "#/$defs/d"}}, "does not list", [{"a": "x"}]),
+    ({"type": "integer", "multipleOf": 2, "minimum": 4}, "multipleOf", 5),
+    (AB | {"patternProperties": {"^c": WHOLE}}, "patternProperties beside properties", {"c": "x"}),
+]
+KEPT: list[tuple[dict[str, Any], Any]] = [
+    (AB | {"required": ["a"], "title": "T", "description": "D", "additionalProperties": False}, {"a": "x"}),
+    ({"$defs": {"d": TEXT}, "anyOf": [{"$ref": "#/$defs/d"}, {"type": "null"}], "default": None}, None),
+    ({"oneOf": [TEXT, WHOLE]}, 1),
+    ({"oneOf": TAGGED}, {"kind": "y"}),
+    ({"oneOf": [{"const": "a"}, {"enum": ["b", "c"]}]}, "c"),
+    ({"allOf": [WHOLE]}, 1),
+    ({"type": "string", "enum": ["a", "b"]}, "b"),
+    ({"type": ["integer", "null"], "minimum": 3}, 4),
+    ({"type": "object", "properties": {"not": TEXT, "if": WHOLE}, "required": ["if"]}, {"if": 1}),
+    ({"properties": {"a": {"$ref": "#"}}, "type": "object"}, {"a": {}}),
+]
+
+
+@XGRAMMAR
+def test_schemas_that_the_other_compiler_would_not_keep_to_are_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ridgeline.grammar import xgrammar_backend
+
+    backend = make_backend("xgrammar", vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
+
+    def accepts(schema: Any, answer: Any) -> bool:
+        matcher = compile_grammar(backend, StructuredOutputs(json=json.dumps(schema)))
+        return all(matcher.consume_token(token) for token in tokenizer.encode(json.dumps(answer), False))
+
+    for schema, answer in KEPT:
+        assert accepts(schema, answer), schema
+    for schema, says, answer in UNKEPT:
+        with pytest.raises(BadRequest, match="default backend") as refused:
+            accepts(schema, answer)
+        assert says in str(refused.value) and "\n" not in str(refused.value)
+        tag = {"triggers": ["<"], "structures": [{"begin": "<", "schema": schema, "end": ">"}]}
+        with pytest.raises(BadRequest, match="default backend"):
+            compile_grammar(backend, StructuredOutputs(structural_tag=json.dumps(tag)))
+    monkeypatch.setattr(xgrammar_backend, "require_what_is_kept", lambda schema: None)
+    for schema, _, answer in UNKEPT:                     # the library has learnt some of them: no longer refuse these
+        assert accepts(schema, answer), schema
+
+
+@XGRAMMAR
+@pytest.mark.slow                                        # it imports torch, again after every grammar that ended it
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_end_no_more_than_the_other_compiler(other_checker: GrammarChecker, name: str) -> None:
+    """The library has no limits of its own; those of its process must do."""
+    other_checker.check(StructuredOutputs(choice=[name]))   # nobody has asked for it: the process is there
+    started = time.monotonic()
+    try:
+        params = SamplingParams(structured_outputs=HOSTILE[name])  # type: ignore[arg-type]
+        assert params.structured_outputs is not None
+        other_checker.check(params.structured_outputs)
+    except BadRequest as refused:
+        assert str(refused).startswith("structured_outputs") and "\n" not in str(refused)
+        assert "/" not in str(refused).replace("$defs/", "") or "reference" in name, "a place in somebody's sources"
+    assert time.monotonic() - started < 2.5
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarChecker, name: str) -> None:
+    started = time.monotonic()
+    try:
+        params = SamplingParams(structured_outputs=HOSTILE[name])  # type: ignore[arg-type]
+        assert params.structured_outputs is not None
+        checker.check(params.structured_outputs)
+    except BadRequest as refused:
+        assert str(refused).startswith("structured_outputs") and "\n" not in str(refused)
+    except Overloaded as refused:                        # the other tests have the processors
+        assert "too busy" in str(refused)
+    assert time.monotonic() - started < 2.5 + 5          # the process may have to be started first
+    checker.check(StructuredOutputs(regex="[0-9]+"))     # nobody else notices
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (StructuredOutputs(regex="(a"), "regex cannot be used: .*unclosed group"),
+        (StructuredOutputs(regex="(?!a)b"), "regex cannot be used: .*look-around"),
+        (StructuredOutputs(json={"type": "wrong"}), "json cannot be used"),
+        (StructuredOutputs(json={"type": "integer", "minimum": 5, "maximum": 3}), "json cannot be used: Unsatisfiable"),
+        (StructuredOutputs(json={"type": "array", "uniqueItems": True}), "json cannot be used: Unimplemented"),
+        (StructuredOutputs(grammar="no grammar at all"), "grammar cannot be used"),
+        (StructuredOutputs(json={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text can ever match it"),
+        (StructuredOutputs(structural_tag={"triggers": []}), "structural_tag needs triggers and structures"),
+        (StructuredOutputs(structural_tag={"triggers": ["<a>"], "structures": [{"begin": "<b>", "schema": {}, "end": ""}]}),
+         "no trigger begins '<b>'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_grammar_is_refused_in_one_line(checker: GrammarChecker, asked: StructuredOutputs, words: str) -> None:
+    for _ in range(2):                                   # compiled; remembered
+        with pytest.raises(BadRequest, match=words) as refused:
+            checker.check(asked)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+class Fake:
+    """A library that does something else."""
+
+    def __init__(self, does: Callable[[], object]) -> None:
+        self._does = does
+
+    def compile(self, asked: StructuredOutputs) -> Any:
+        self._does()
+        raise ValueError("it is only a fake")
+
+
+def out_of_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("does", "verdict"),
+    [
+        (lambda: collections.deque(itertools.repeat(0), 0), "late"),      # for ever, inside a library
+        (lambda: time.sleep(60), "busy"),                # it had no processor
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "memory"),
+        (out_of_memory, "memory"),
+        (lambda: None, "refused"),
+    ],
+    ids=["spins", "waits", "dies", "raises", "says no"],
+)
+def test_each_grammar_is_compiled_in_a_copy_with_limits(does: Callable[[], object], verdict: str) -> None:
+    began = time.monotonic()
+    found = compile_worker._in_a_copy(Fake(does), Question(StructuredOutputs(regex="a"), 0.5))  # type: ignore[arg-type]
+    assert found.verdict == verdict and ("only a fake" in found.reason) == (verdict == "refused")
+    assert time.monotonic() - began < 5
+
+
+def test_the_compiler_steps_back(checker: GrammarChecker) -> None:
+    checker.check(StructuredOutputs(regex="steps?back"))
+    assert checker._compiler is not None
+    child = checker._compiler._process.pid
+    assert os.getpriority(os.PRIO_PROCESS, child) == background.NICE
+    group = Path(f"/proc/{child}/autogroup")
+    if group.exists() and Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1":
+        assert group.read_text().endswith(f"nice {background.NICE}\n")
+
+
+def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    process, ask = checker._compiler._process, checker._compiler.ask
+
+    def answering(verdict: str) -> None:
+        def answer(*given: Any) -> bytes:
+            return msgspec.msgpack.encode((verdict,)) if verdict else ask(*given)
+
+        monkeypatch.setattr(checker._compiler, "ask", answer)
+
+    answering("late")
+    with pytest.raises(BadRequest, match="regex takes more than 2 s to compile; use a simpler grammar"):
+        checker.check(StructuredOutputs(regex="b"))
+    answering("")
+    checker.check(StructuredOutputs(regex="c"))
+    assert process.poll() is None                        # the same one
+    with pytest.raises(BadRequest, match="more than 2 s"):
+        checker.check(StructuredOutputs(regex="b"))      # refused without a look …
+    monkeypatch.setattr(grammar_check.time, "monotonic", lambda now=time.monotonic: now() + 100)
+    checker.check(StructuredOutputs(regex="b"))          # … for a while
+    answering("busy")
+    with pytest.raises(Overloaded, match="too busy to compile a grammar"):
+        checker.check(StructuredOutputs(regex="d"))
+    answering("")
+    checker.check(StructuredOutputs(regex="d"))          # at once
+    checker.close()
+
+
+def test_grammars_that_take_long_are_paced_while_others_generate(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes when the share is used up waits for its turn, or is refused for now if that takes too long; not when nobody
+    generates, not what is known already, and not what a short try is enough for."""
+    checker = GrammarChecker(tokenizer)
+    spent, long = 0.0, True
+
+    def answer(frame: bytes, seconds: float) -> bytes:
+        tried = msgspec.msgpack.decode(frame, type=Question).of_a_processor > 0
+        return msgspec.msgpack.encode(("late", "", 0.0) if tried and long else ("good", "", 0.0 if tried else spent))
+
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    monkeypatch.setattr(checker._compiler, "ask", answer)
+    checker._allowance = grammar_check._Allowance(0.1, 0.02, 1.0)
+
+    def seconds(text: str, others: bool = True, ends: float | None = None) -> float:
+        began = time.monotonic()
+        checker.check_soon(StructuredOutputs(regex=text), lambda: others, ends).result(10)
+        return time.monotonic() - began
+
+    spent = 0.05
+    assert seconds("b") < 0.15                           # out of what was saved: 0.03 s are missing now, a tenth of 0.3
+    assert 0.2 < seconds("c") < 0.9
+    spent = 5.0
+    assert seconds("d", others=False) < 0.15
+    long = False
+    assert seconds("short") < 0.15
+    long = True
+    assert 0.5 < seconds("e") < 1.9                      # however much one has taken, its turn comes
+    assert seconds("e") < 0.15
+    with pytest.raises(Overloaded, match="too many new grammars are waiting"):
+        seconds("f", ends=time.monotonic() + 0.3)
+    checker.close()
+
+
+def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little of a processor's time, taken very often, is much of it."""
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    monkeypatch.setattr(checker._compiler, "ask", lambda *_: msgspec.msgpack.encode(("good", "", 0.02)))
+    checker._try_allowance = grammar_check._Allowance(0.1, 0.02, 1.0)
+    began = time.monotonic()
+    waiting = [checker.check_soon(StructuredOutputs(regex=f"b{n}"), lambda: True) for n in range(6)]
+    for each in waiting:
+        each.result(10)
+    assert 0.6 < time.monotonic() - began < 3            # 0.12 s of a processor, of which 0.02 were saved
+    checker.close()
+
+
+def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer) -> None:
+    """As many as the request queue lets in, also while somebody generates."""
+    checker = GrammarChecker(tokenizer)
+    choices = [StructuredOutputs(choice=[f"yes {n}", f"no {n}"]) for n in range(128)]
+    schemas = [StructuredOutputs(json=json.dumps({"properties": {f"p{n}": {"type": "integer"}}})) for n in range(128)]
+    waiting = [checker.check_soon(each) for each in choices + schemas]
+    beside = [checker.check_soon(StructuredOutputs(choice=[f"a{n}", "b"]), lambda: True) for n in range(40)]
+    for each in waiting + beside:
+        assert each.result(30) is None
+    checker.close()
+
+
+def test_small_grammars_do_not_wait_behind_those_that_take_long(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+
+    def answer(frame: bytes, seconds: float) -> bytes:
+        question = msgspec.msgpack.decode(frame, type=Question)
+        if "bomb" in str(question.asked.regex) and not question.of_a_processor:
+            time.sleep(0.3)
+        return msgspec.msgpack.encode(("late" if "bomb" in str(question.asked.regex) and question.of_a_processor else "good",))
+
+    monkeypatch.setattr(checker._compiler, "ask", answer)
+    bombs = [checker.check_soon(StructuredOutputs(regex=f"bomb{n}")) for n in range(6)]
+    time.sleep(0.1)
+    for number in range(3):
+        began = time.monotonic()
+        checker.check_soon(StructuredOutputs(regex=f"b{number}")).result(10)
+        assert time.monotonic() - began < 0.6            # one of them, at most
+    assert not bombs[-1].done()
+    assert bombs[-1].cancel()                            # whose client has left is not compiled
+    for each in bombs[:-1]:
+        each.result(10)
+    time.sleep(0.1)
+    assert checker._verdicts.get(StructuredOutputs(regex="bomb5").key) is None
+    checker.close()
+
+
+def test_what_takes_long_is_given_up_after_a_short_try(tokenizer: Tokenizer) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    pattern = {"type": "string", "pattern": "a{1,40}"}
+    bomb = StructuredOutputs(json=json.dumps({"type": "object", "properties": {f"p{n}": pattern for n in range(200)}}))
+    began = time.monotonic()
+    assert not checker._is_through(bomb, 2.0, 0.001)
+    assert time.monotonic() - began < 0.5
+    checker.close()
+
+
+def test_a_compiler_that_does_not_answer_is_ended(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    process = checker._compiler._process
+    process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(checker, "_seconds", 0.0)
+    with pytest.raises(Overloaded, match="too busy"):
+        checker.check(StructuredOutputs(regex="b"))
+    assert process.poll() is not None
+    monkeypatch.setattr(checker, "_seconds", 2.0)
+    checker.check(StructuredOutputs(regex="b"))          # a new one
+    checker.close()
+
+
+def test_a_compiler_that_dies_refuses_one_grammar(tokenizer: Tokenizer) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    compiler = checker._compiler
+
+    class Dying:
+        alive = True
+
+        def ask(self, frame: bytes, seconds: float) -> bytes:
+            compiler._process.kill()
+            compiler._process.wait()
+            return compiler.ask(frame, seconds)
+
+    checker._compiler = Dying()  # type: ignore[assignment]
+    with pytest.raises(BadRequest, match="takes too much memory"):
+        checker.check(StructuredOutputs(regex="b"))
+    checker.check(StructuredOutputs(regex="c"))
+    checker.close()
+
+
+def test_too_many_waiting_grammars_are_turned_away(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tokenizer)
+    monkeypatch.setattr(GrammarChecker, "_compile", lambda *_: time.sleep(0.02) or grammar_check._Verdict(""))
+
+    monkeypatch.setattr(grammar_check, "_PENDING_BYTES", 60_000)
+
+    async def ask() -> list[Any]:
+        asked = [StructuredOutputs(regex=f"a{n}" + "b" * 4_000) for n in range(3)]
+        waiting = []
+        for each in asked[:-1]:
+            waiting.append(asyncio.wrap_future(checker.check_soon(each)))
+        with pytest.raises(Overloaded, match="waiting to be compiled"):
+            checker.check_soon(asked[-1])
+        await asyncio.gather(*waiting)
+        assert checker.check_soon(asked[0]).done()       # known by now
+        return [await asyncio.wrap_future(checker.check_soon(asked[-1]))]
+
+    assert asyncio.run(ask()) == [None]
+
+
+def test_a_compiler_that_cannot_start_says_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = grammar_check.start_child
+    monkeypatch.setattr(grammar_check, "start_child", lambda module, *rest, **options: start("ridgeline.version", **options))
+    with pytest.raises(RequestError, match="could not be started"):
+        GrammarChecker(tokenizer).check(StructuredOutputs(regex="a"))
+
+
+def test_the_worker_ends_with_its_parent(checker: GrammarChecker) -> None:
+    made = GrammarChecker(checker._tokenizer)
+    made.check(StructuredOutputs(regex="a"))
+    assert made._compiler is not None
+    process = made._compiler._process
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(10) == 0
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_holds_so_many_bytes_and_forgets_the_least_used() -> None:
+    cache: ByteLimitedCache[str] = ByteLimitedCache(100)
+    for key in "abc":
+        cache.put(key, key.upper(), 30)
+    assert cache.get("a") == "A"                         # used: b is the oldest now
+    cache.put("d", "D", 30)
+    assert [cache.get(key) for key in "abcd"] == ["A", None, "C", "D"] and cache.num_bytes == 90
+    cache.put("huge", "H", 101)
+    assert cache.get("huge") is None and len(cache) == 3
+    cache.put("e", "E", 95)
+    assert [cache.get(key) for key in "acde"] == [None, None, None, "E"] and cache.num_bytes == 95
+    cache.put("e", "F", 10)
+    assert cache.get("e") == "F" and cache.num_bytes == 10
+
+
+def test_neither_front_end_nor_engine_imports_the_library_before_a_grammar_comes() -> None:
+    code = "import sys, ridgeline.engine.client.processor, ridgeline.engine.core.grammars; sys.exit('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

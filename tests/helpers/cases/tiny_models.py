@@ -1,0 +1,213 @@
+"""Tiny random checkpoints of every family, made with transformers, and a bare driver that runs our decoder on them.
+
+The weights are drawn so that nothing hides: logits spread by more than 1, norm weights differ from 1, biases from 0, and
+attention scores are large enough for caps, windows and rotations to matter.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.distributed.comm import Communicator
+from ridgeline.layers.batch import Batch, GroupBatch
+from ridgeline.layers.kv import LayerKV
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config
+from ridgeline.models.weights import load_weights
+
+VOCAB = 131                          # odd, so that sharding it needs padding
+WINDOW = 7                           # not a multiple of the block size
+ORIGINAL_CONTEXT = 24
+MAX_POSITION = 96
+
+BASE = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": MAX_POSITION, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": "eager",
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": ORIGINAL_CONTEXT}
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        "beta_fast": 4.0, "beta_slow": 0.5}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.2, 3.9]}
+PLAIN = {"rope_type": "default", "rope_theta": 1e3}
+GEMMA_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+               "sliding_attention": {"rope_type": "default", "rope_theta": 1e2}}
+
+# name: (the class of transformers without its suffix, what differs from BASE)
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-bias": ("Llama", {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True,
+                             "num_key_value_heads": 1}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN, "num_key_value_heads": 4, "head_dim": 8}),
+    "smollm2": ("Llama", {"rope_parameters": PLAIN, "hidden_size": 72, "num_attention_heads": 9,
+                          "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"rope_parameters": PLAIN, "use_sliding_window": True, "sliding_window": WINDOW,
+                        "max_window_layers": 1}),
+    "qwen2.5-yarn": ("Qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"rope_parameters": PLAIN, "head_dim": 16}),
+    "qwen3-window": ("Qwen3", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True,
+                               "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "phi3": ("Phi3", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "sliding_window": WINDOW}),
+    "phi3-long": ("Phi3", {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+                           "original_max_position_embeddings": ORIGINAL_CONTEXT}),
+    "gemma2": ("Gemma2", {"rope_parameters": PLAIN, "head_dim": 16, "query_pre_attn_scalar": 24,
+                          "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {"rope_parameters": GEMMA_ROPES, "head_dim": 16, "query_pre_attn_scalar": 24,
+                          "sliding_window": WINDOW, "num_hidden_layers": 7}),
+}
+
+
+def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    """Write checkpoint `name` into the directory `path`, with config.json as transformers 4 or 5 spells it."""
+    build_model(name, dtype, **overrides).save_pretrained(path)
+    if spelling == 4:
+        config_file = path / "config.json"
+        config_file.write_text(json.dumps(as_version_4(json.loads(config_file.read_text()))))
+    return path
+
+
+def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """The transformers model itself, with weights that depend only on the name."""
+    import transformers  # takes seconds: only for the tests that need it
+
+    kind, differences = CHECKPOINTS[name]
+    config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    config = config_class(**BASE | differences | overrides)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
+    randomise(model, seed=sorted(CHECKPOINTS).index(name), norm_mean=0.0 if kind.startswith("Gemma") else 1.0)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(like: Tensor, mean: float, deviation: float) -> None:
+        like.copy_(torch.randn(like.shape, generator=generator, dtype=torch.float64) * deviation + mean)
+
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            noise(parameter, norm_mean, 0.3)
+        elif name.endswith("bias"):
+            noise(parameter, 0.0, 0.5)
+        elif "embed_tokens" in name or "lm_head" in name:
+            noise(parameter, 0.0, 0.4)
+        else:
+            noise(parameter, 0.0, 1.5 * parameter.shape[1] ** -0.5)
+
+
+def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
+    """The same facts as transformers 4 wrote them, and nothing that it left to its classes' defaults."""
+    rope = config.pop("rope_parameters")
+    local = rope.get("sliding_attention")
+    rope = dict(rope.get("full_attention", rope))
+    if local is not None:
+        config["rope_local_base_freq"] = local["rope_theta"]
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if config["model_type"] == "phi3":
+        rope.pop("original_max_position_embeddings", None)
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    config.pop("layer_types", None)
+    config.pop("_sliding_window_pattern", None)
+    if config["model_type"].startswith("gemma"):
+        del config["tie_word_embeddings"], config["hidden_activation"]
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.50.0"
+    return config
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, config: ModelConfig | None = None,
+         comm: Communicator | None = None, max_model_len: int = MAX_POSITION) -> Decoder:
+    """Our decoder with the checkpoint's weights; `config` in place of the checkpoint's own to try a change."""
+    config = config or load_model_config(path)
+    model = Decoder(config, comm or Communicator(), dtype, "cpu", max_model_len)
+    load_weights(model, path, config)
+    return model
+
+
+@dataclass
+class PagedSequences:
+    """Sequences driven through a decoder with a KV cache of scattered blocks: no scheduler, no sampler."""
+
+    model: Decoder
+    block_size: int = 4
+    num_blocks: int = 64
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        dtype = self.model.norm.weight.dtype
+        self.specs = kv_groups(self.model.config, self.block_size, self.tp_size)
+        self.kv: list[LayerKV] = [None] * self.model.config.num_layers  # type: ignore[list-item]
+        for spec in self.specs:
+            shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+            for layer in spec.layers:
+                # NaN: a read of a slot that was never written shows.
+                self.kv[layer] = LayerKV(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
+        generator = torch.Generator().manual_seed(0)
+        self.free = [torch.randperm(self.num_blocks - 1, generator=generator).add(1).tolist() for _ in self.specs]
+        self.tables: dict[int, list[list[int]]] = {}
+        self.lengths: dict[int, int] = {}
+
+    def step(self, tokens: dict[int, list[int]]) -> dict[int, Tensor]:
+        """Feed each sequence some tokens; returns the logits after every one of them, [tokens, vocabulary]."""
+        starts = [self.lengths.get(sequence, 0) for sequence in tokens]
+        counts = [len(each) for each in tokens.values()]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        positions = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        groups = []
+        for group, free in enumerate(self.free):
+            tables = []
+            for sequence, end in zip(tokens, ends, strict=True):
+                table = self.tables.setdefault(sequence, [[] for _ in self.specs])[group]
+                while len(table) * self.block_size < end:
+                    table.append(free.pop())
+                tables.append(table)
+            width = max(len(table) for table in tables)
+            block_table = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+            slots = torch.cat([
+                block_table[row, where // self.block_size] * self.block_size + where % self.block_size
+                for row, where in enumerate(positions)
+            ])
+            groups.append(GroupBatch(slots.long(), block_table))
+        query_start = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        batch = Batch(
+            tokens=torch.tensor([token for each in tokens.values() for token in each]),
+            positions=torch.cat(positions),
+            query_start=torch.tensor(query_start, dtype=torch.int32),
+            kv_len=torch.tensor(ends, dtype=torch.int32),
+            query_start_host=query_start,
+            kv_len_host=ends,
+            groups=groups,
+            logits_index=torch.arange(sum(counts)),
+            sample_rows=torch.arange(sum(counts)),
+            picks=np.arange(sum(counts)),
+            device_picks=torch.arange(sum(counts)),
+        )
+        logits = self.model.logits(self.model(batch, self.kv)[batch.logits_index])
+        self.lengths.update(zip(tokens, ends, strict=True))
+        return dict(zip(tokens, logits.split(counts), strict=True))
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def teacher_forced_logits(model: Decoder, tokens: list[int], prefill: int, tp_size: int = 1) -> Tensor:
+    """Logits after every token: one prefill, then one step per token."""
+    sequences = PagedSequences(model, tp_size=tp_size)
+    logits = [sequences.step({0: tokens[:prefill]})[0]]
+    logits += [sequences.step({0: [token]})[0] for token in tokens[prefill:]]
+    return torch.cat(logits)

@@ -1,0 +1,196 @@
+"""A device half without arithmetic: it obeys plans, and checks that every KV slot a token would read is the right one.
+
+Each slot is stamped with its group and a hash of all tokens up to its position. Before a row computes, every visible
+position must carry the stamp of its own prefix; a stale block, a wrong table or a lost token shows at once. A step in
+flight may touch its slots at any moment until it is collected, so they are checked when it is submitted and again when
+it is collected: a block reused too early shows too. The next token is a function of the prefix alone, so answers can be
+compared whatever else was in the batch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ridgeline.messages import Logprobs, RowAdded, StepPlan, StepResult, Want
+from ridgeline.sizes.kv_spec import KVGroupSpec
+
+
+class SlotError(AssertionError):
+    pass
+
+
+def stamp(previous: int, token: int) -> int:
+    return zlib.crc32(token.to_bytes(8, "little", signed=True), previous)
+
+
+def next_token(prefix_stamp: int, vocab: int) -> int:
+    return zlib.crc32(b"next", prefix_stamp) % vocab
+
+
+class _Row:
+    def __init__(self, added: RowAdded) -> None:
+        self.tokens = added.token_ids.tolist()
+        self.num_prompt = added.num_prompt
+        self.length = added.num_computed
+        self.tables = [table.tolist() for table in added.block_ids]
+        self.stamps = [0]
+        for token in self.tokens:
+            self.stamps.append(stamp(self.stamps[-1], token))
+
+    def push(self, token: int) -> None:
+        self.tokens.append(token)
+        self.stamps.append(stamp(self.stamps[-1], token))
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step between submit and collect."""
+
+    plan: StepPlan
+    tokens: list[int | None] = field(default_factory=list)           # by place in the batch; None = nothing sampled
+    lengths: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    touched: list[tuple[int, int, int]] = field(default_factory=list)    # slot, group, stamp
+    newest: set[int] = field(default_factory=set)                        # slots that it writes
+    older: set[int] = field(default_factory=set)                         # slots that were written before, by whoever
+
+
+class FakeRunner:
+    def __init__(
+        self, groups: list[KVGroupSpec], num_blocks: int, vocab: int = 64, fail_tokens: tuple[int, ...] = ()
+    ) -> None:
+        self.groups, self.vocab, self.fail_tokens = groups, vocab, fail_tokens
+        self.num_blocks = num_blocks
+        self.slots: dict[int, tuple[int, int]] = {}      # one memory for all groups: slot -> group, stamp
+        self.rows: dict[int, _Row] = {}
+        self.reads = 0
+        self._submitted: _Step | None = None
+        self._steps: deque[_Step] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        for row in plan.removed.tolist():
+            if row not in self.rows:
+                raise SlotError(f"row {row} is removed, it was not there")
+            del self.rows[row]
+        for added in plan.added:
+            if added.row in self.rows:
+                raise SlotError(f"row {added.row} is added twice")
+            self.rows[added.row] = _Row(added)
+        for group, row, index, block in plan.appended.tolist():
+            table = self.rows[row].tables[group]
+            if index != len(table):
+                raise SlotError(f"row {row} got table entry {index}, it has {len(table)}")
+            table.append(block)
+        if len(set(plan.rows.tolist())) != len(plan.rows):
+            raise SlotError("a row is scheduled twice")
+        step = _Step(plan)
+        work = zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.want.tolist(), strict=True)
+        for place, (number, count, want) in enumerate(work):
+            if number not in self.rows:
+                raise SlotError(f"row {number} is scheduled, it is not there")
+            row = self.rows[number]
+            self._compute(row, number, count, step)
+            if want & Want.PROMPT_LOGPROBS:
+                first, last = row.length - count + 1, min(row.length + 1, row.num_prompt)
+                if last > first:
+                    step.prompt_logprobs[place] = fake_logprobs(row.tokens[first:last])
+            step.tokens.append(self._sample(row, number) if want & Want.TOKEN else None)
+            step.lengths.append(row.length)
+        # A kernel that has one token of each row writes and attends in one go.
+        if plan.total_tokens == len(plan.rows) and step.newest & step.older:
+            raise SlotError(f"step {plan.step}: a row sees what another one of single tokens writes")
+        self._check(step)
+        self._submitted = step
+
+    def _slot(self, row: _Row, group: int, position: int) -> int:
+        size = self.groups[group].block_size
+        index = position // size
+        block = row.tables[group][index] if index < len(row.tables[group]) else -1
+        if not 0 < block < self.num_blocks:
+            raise SlotError(f"group {group}: position {position} has block {block}")
+        return block * size + position % size
+
+    def _compute(self, row: _Row, number: int, count: int, step: _Step) -> None:
+        start, end = row.length, row.length + count
+        if count <= 0 or end > len(row.tokens):
+            raise SlotError(f"row {number} computes {start}..{end} of {len(row.tokens)} known tokens")
+        for group, spec in enumerate(self.groups):
+            first = 0 if spec.window is None else max(0, start - spec.window + 1)
+            slots = [self._slot(row, group, position) for position in range(first, end)]
+            for slot, value in zip(slots[start - first :], row.stamps[start + 1 : end + 1], strict=True):
+                self.slots[slot] = (group, value)
+            step.newest.update(slots[start - first :])
+            step.older.update(slots[: start - first])
+            step.touched += zip(slots, [group] * len(slots), row.stamps[first + 1 : end + 1], strict=True)
+        row.length = end
+
+    def _check(self, step: _Step) -> None:
+        """Every slot the step reads or writes holds what it should."""
+        self.reads += len(step.touched)
+        for slot, group, value in step.touched:
+            if self.slots.get(slot) != (group, value):
+                raise SlotError(f"step {step.plan.step}, group {group}: slot {slot} holds somebody else's KV")
+
+    def _sample(self, row: _Row, number: int) -> int:
+        if row.length != len(row.tokens):
+            raise SlotError(f"row {number} samples before its known tokens are computed")
+        token = next_token(row.stamps[-1], self.vocab)
+        row.push(token)
+        return token
+
+    def sample(self, masks: None = None) -> None:
+        assert self._submitted is not None
+        self._steps.append(self._submitted)
+        self._submitted = None
+
+    def start_over(self) -> bool:
+        """Rows and the step that could not be launched are forgotten; whoever goes on is added again."""
+        assert not self._steps, "steps that ran are collected first"
+        self._submitted = None
+        self.rows.clear()
+        return True
+
+    def collect(self) -> StepResult:
+        step = self._steps.popleft()
+        self._check(step)
+        values = np.array([[-1 if token is None else token] for token in step.tokens], np.int32).reshape(-1, 1)
+        logprobs = {
+            place: fake_logprobs([token])
+            for place, token in enumerate(step.tokens)
+            if token is not None and step.plan.want[place] & Want.LOGPROBS
+        }
+        return StepResult(
+            step=step.plan.step,
+            tokens=values,
+            num_new=(values[:, 0] >= 0).astype(np.int32),
+            lengths=np.array(step.lengths, np.int32),
+            logprobs=logprobs,
+            prompt_logprobs=step.prompt_logprobs,
+            failed={place: "planted" for place, token in enumerate(step.tokens) if token in self.fail_tokens},
+            useful=step.plan.total_tokens - step.plan.recomputed,
+            recomputed=step.plan.recomputed,
+        )
+
+
+def fake_logprobs(tokens: list[int]) -> Logprobs:
+    """Log-probabilities that say nothing but which tokens they belong to."""
+    ids = np.array(tokens, np.int32)
+    return Logprobs(ids, -ids.astype(np.float32), np.ones_like(ids), ids[:, None], -ids[:, None].astype(np.float32))
+
+
+def expected_answer(prompt: list[int], limit: int, stop_ids: frozenset[int] = frozenset(), vocab: int = 64) -> list[int]:
+    """What a request must produce, whatever happens around it."""
+    value, answer = 0, []
+    for token in prompt:
+        value = stamp(value, token)
+    while len(answer) < limit:
+        token = next_token(value, vocab)
+        answer.append(token)
+        value = stamp(value, token)
+        if token in stop_ids:
+            break
+    return answer

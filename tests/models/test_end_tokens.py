@@ -1,0 +1,85 @@
+"""The engine stops at exactly the tokens that the tokenizer takes for the end of an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_model_config import LLAMA
+
+from ridgeline.errors import ModelError
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens
+from ridgeline.models.gguf import GGUFFile
+from ridgeline.models.model_config import load_model_config
+from ridgeline.text.tokenizer import Tokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TURN = {"gemma-like-small": "<end_of_turn>", "llama-bpe-small": "<|eot_id|>", "phi-3-small": "<|end|>",
+        "qwen2-small": "<|im_end|>", "llama-spm-small": "</s>"}
+
+
+@pytest.mark.parametrize("name", TURN)
+def test_golden_files(name: str) -> None:
+    path = GOLDEN / f"{name}.gguf"
+    tokenizer = Tokenizer.load(path)
+    with GGUFFile(path) as file:
+        ends = gguf_end_tokens(file.metadata)
+    assert set(ends) == tokenizer.eos_token_ids
+    assert tokenizer.token_id(TURN[name]) in ends
+
+
+def test_embedded_model(embedded_model: Path) -> None:
+    ends = load_model_config(embedded_model).eos_token_ids
+    assert set(ends) == Tokenizer.load(embedded_model).eos_token_ids == {0, 2}
+
+
+def tokens(**types: int) -> dict[str, Any]:
+    return {"tokenizer.ggml.tokens": list(types), "tokenizer.ggml.token_type": list(types.values())}
+
+
+@pytest.mark.parametrize(("metadata", "ends"), [
+    ({"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eom_token_id": 4}, (2, 4)),
+    (tokens(**{"a": 1, "<|im_end|>": 1, "</s>": 1}) | {"tokenizer.ggml.eos_token_id": 0}, (0, 1)),
+    (tokens(**{"a": 1, "</s>": 3}) | {"tokenizer.ggml.eos_token_id": 9}, (1,)),
+    (tokens(a=1, b=1, c=1) | {"tokenizer.ggml.model": "llama"}, (2,)),
+    ({"tokenizer.ggml.tokens": ["</s>", "<eos>"], "tokenizer.ggml.eot_token_id": True}, (1,)),
+])
+def test_rule_for_gguf(metadata: dict[str, Any], ends: tuple[int, ...]) -> None:
+    assert gguf_end_tokens(metadata) == ends
+
+
+def directory(path: Path, **files: dict[str, Any]) -> Path:
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+VOCABULARY = {"model": {"type": "BPE", "vocab": {"a": 0, "<end>": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
+              "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+              "added_tokens": [{"id": 4, "content": "<|turn|>", "single_word": False, "lstrip": False, "rstrip": False,
+                                "normalized": False, "special": True}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "place"), [
+    ({"eos_token": "<|turn|>"}, 4),
+    ({"eos_token": {"content": "<|turn|>"}}, 4),
+    ({"eos_token": "<end>"}, 1),
+    ({"eos_token": "<late>", "added_tokens_decoder": {"5": {"content": "<late>"}}}, 5),
+    ({"eos_token": "<nowhere>"}, None),
+    ({}, None),
+])
+def test_directory(tmp_path: Path, settings: dict[str, Any], place: int | None) -> None:
+    config = LLAMA | {"text_config": {"eos_token_id": 8}}
+    path = directory(tmp_path, config=config, generation_config={"eos_token_id": [7, 2]}, tokenizer_config=settings,
+                     tokenizer=VOCABULARY)  # fmt: skip
+    assert directory_eos_token(path) == place
+    ends = {2, 7, 8} | ({place} if place is not None else set())
+    assert set(load_model_config(path).eos_token_ids) == Tokenizer.load(path).eos_token_ids == ends
+
+
+def test_damaged_settings_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON"):
+        directory_eos_token(tmp_path)

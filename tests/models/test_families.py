@@ -1,0 +1,278 @@
+"""Every family against transformers, on tiny random checkpoints: prefill and 20 decode steps through the paged KV cache.
+
+Equality is judged by rounding. A model's own rounding noise is how far its float32 logits lie from its float64 logits;
+two correct float32 models differ by a few times that. In float64 the noise shrinks with the machine epsilon, to about
+1e-13, which leaves no room for a formula that is merely close. transformers keeps norms, softmax and rotations in
+float32 whatever the model's dtype, so its float64 run needs `AllFloat64`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    CHECKPOINTS,
+    MAX_POSITION,
+    ORIGINAL_CONTEXT,
+    WINDOW,
+    PagedSequences,
+    build_model,
+    load,
+    random_tokens,
+    save_checkpoint,
+    teacher_forced_logits,
+)
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ridgeline.errors import ModelError
+from ridgeline.models.family import Family
+from ridgeline.models.model_config import (
+    FAMILIES,
+    ModelConfig,
+    hf_model_config,
+    kv_groups,
+    layer_groups,
+    load_model_config,
+)
+from ridgeline.models.rope import Rope
+
+PREFILL, DECODE = 40, 20
+TOKENS = random_tokens(PREFILL + DECODE)
+EPSILON_RATIO = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+MARGIN = 8                           # in units of one model's own noise: two models, and their different orders of sums
+CLEARLY = 100                        # a switched-off flag must show this many times above the tolerance
+
+# What is not a flag: names, and facts about files.
+NOT_FLAGS = {"name", "architectures", "gguf", "defaults", "names", "gguf_names", "gguf_permuted", "prefixes", "ignored"}
+
+
+class AllFloat64(TorchFunctionMode):
+    """Within it, whoever asks for float32 gets float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+    def __enter__(self) -> AllFloat64:
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        torch.set_default_dtype(torch.float32)
+
+
+@dataclass
+class Case:
+    """A checkpoint with transformers' logits for it, and the tolerances derived from the model's own noise."""
+
+    path: Path
+    oracle32: Tensor
+    oracle64: Tensor
+    ours32: Tensor
+    ours64: Tensor
+
+    @property
+    def tolerance32(self) -> float:
+        return MARGIN * float((self.ours32 - self.ours64).abs().max())
+
+    @property
+    def tolerance64(self) -> float:
+        return self.tolerance32 * EPSILON_RATIO
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    made: dict[str, Case] = {}
+    for name in CHECKPOINTS:
+        path = save_checkpoint(name, tmp_path_factory.mktemp(name), spelling=4, dtype=torch.float64)
+        with torch.no_grad():
+            oracle32 = build_model(name)(torch.tensor([TOKENS]), use_cache=False).logits[0]
+            with AllFloat64():
+                oracle64 = build_model(name, torch.float64)(torch.tensor([TOKENS]), use_cache=False).logits[0]
+        made[name] = Case(
+            path, oracle32, oracle64,
+            teacher_forced_logits(load(path, torch.float32), TOKENS, PREFILL),
+            teacher_forced_logits(load(path, torch.float64), TOKENS, PREFILL),
+        )
+    return made
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_agree(cases: dict[str, Case], name: str) -> None:
+    case = cases[name]
+    assert case.oracle32.std() >= 1
+    assert PREFILL > WINDOW and PREFILL > ORIGINAL_CONTEXT and len(TOKENS) <= MAX_POSITION
+    assert case.tolerance32 < 1e-3, "a model this noisy would prove nothing"
+    assert float((case.ours32 - case.oracle32).abs().max()) <= case.tolerance32
+    assert float((case.ours64 - case.oracle64).abs().max()) <= case.tolerance64
+
+
+def test_every_family_is_covered() -> None:
+    covered = {architecture for kind, _ in CHECKPOINTS.values() for architecture in [f"{kind}ForCausalLM"]}
+    assert covered == {family.architectures[0] for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_both_spellings_are_the_same_model(cases: dict[str, Case], name: str, tmp_path: Path) -> None:
+    new = load_model_config(save_checkpoint(name, tmp_path, spelling=5, dtype=torch.float64))
+    assert new == load_model_config(cases[name].path)
+
+
+# ---- every flag matters ----------------------------------------------------------------------------------------------
+
+
+def set_flags(family: Family) -> list[str]:
+    """The flags in which a family differs from plain Llama."""
+    return [
+        field.name for field in dataclasses.fields(Family)
+        if field.name not in NOT_FLAGS and getattr(family, field.name) != field.default
+    ]
+
+
+def flag_cases() -> list[tuple[str, str]]:
+    """(checkpoint, flag) for every flag of every family, with a checkpoint in which it is used."""
+    special = {("phi3", "longrope"): "phi3-long"}
+    chosen = []
+    for family in FAMILIES:
+        for flag in set_flags(family):
+            usual = {"qwen3": "qwen3-window"}.get(family.name, family.name)
+            chosen.append((special.get((family.name, flag), usual), flag))
+    return chosen
+
+
+def shows(case: Case, config: ModelConfig) -> bool:
+    """Whether running this config on the case's checkpoint is caught: refused at loading, or clearly different."""
+    try:
+        logits = teacher_forced_logits(load(case.path, torch.float64, config), TOKENS, PREFILL)
+    except ModelError:
+        return True
+    return float((logits - case.oracle64).abs().max()) > CLEARLY * case.tolerance64
+
+
+@pytest.mark.parametrize(("name", "flag"), flag_cases())
+def test_switching_off_a_flag_shows(cases: dict[str, Case], name: str, flag: str) -> None:
+    case = cases[name]
+    raw = json.loads((case.path / "config.json").read_text())
+    family = load_model_config(case.path).family
+    default = next(field.default for field in dataclasses.fields(Family) if field.name == flag)
+    switched = dataclasses.replace(family, **{flag: 1 if flag == "full_every" else default})
+    try:
+        config = hf_model_config(raw, {}, switched)
+    except ModelError:
+        return                       # the checkpoint asks for what the switched family does not have
+    assert shows(case, config)
+
+
+PLAIN_FACTS: dict[str, Any] = {
+    "tied": False, "qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "post_norms": False,
+    "norm_offset": 0.0, "embedding_scale": 1.0, "attention_softcap": None, "final_softcap": None, "activation": "silu",
+}
+
+
+def fact_changes(config: ModelConfig) -> dict[str, ModelConfig]:
+    """Every way to make the model plainer by one fact."""
+    changes = {
+        fact: dataclasses.replace(config, **{fact: plain})
+        for fact, plain in PLAIN_FACTS.items() if getattr(config, fact) != plain
+    }
+    if any(config.windows):
+        changes["windows"] = dataclasses.replace(config, windows=(None,) * config.num_layers)
+        shifted = config.windows[1:] + config.windows[:1]
+        if shifted != config.windows:
+            changes["which layers slide"] = dataclasses.replace(config, windows=shifted)
+        wider = tuple(window and window + 1 for window in config.windows)
+        changes["window + 1"] = dataclasses.replace(config, windows=wider)
+    for fact, plain in {"divisors": (), "long_divisors": (), "scale": 1.0, "dim": config.head_dim, "theta": 777.0}.items():
+        ropes = tuple(plainer(rope, fact, plain) for rope in config.ropes)
+        if ropes != config.ropes:
+            changes[f"rope {fact}"] = dataclasses.replace(config, ropes=ropes)
+    if len(set(config.ropes)) > 1:
+        changes["local rope"] = dataclasses.replace(config, ropes=(config.ropes[-1],) * config.num_layers)
+    changes["attention scale"] = dataclasses.replace(config, attention_scale=config.attention_scale * 1.01)
+    changes["epsilon"] = dataclasses.replace(config, rms_norm_eps=config.rms_norm_eps * 2)
+    return changes
+
+
+def plainer(rope: Rope, fact: str, plain: Any) -> Rope:
+    if fact == "dim" and rope.divisors:
+        return rope                  # divisors belong to a number of dimensions
+    if fact == "divisors" and rope.long_divisors:
+        return rope                  # not used here: the context is longer than the original
+    return dataclasses.replace(rope, **{fact: plain})
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_making_any_fact_plainer_shows(cases: dict[str, Case], name: str) -> None:
+    config = load_model_config(cases[name].path)
+    changes = fact_changes(config)
+    assert {"attention scale", "rope theta"} <= set(changes)
+    assert [fact for fact, changed in changes.items() if not shows(cases[name], changed)] == []
+
+
+# ---- beside the common path ------------------------------------------------------------------------------------------
+
+
+def test_short_longrope_is_chosen_by_the_longest_context(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["phi3-long"]
+    tokens = TOKENS[:ORIGINAL_CONTEXT]
+    with torch.no_grad(), AllFloat64():
+        expected = build_model("phi3-long", torch.float64)(torch.tensor([tokens]), use_cache=False).logits[0]
+    short = load(case.path, torch.float64, max_model_len=ORIGINAL_CONTEXT)
+    logits = teacher_forced_logits(short, tokens, 10)
+    assert float((logits - expected).abs().max()) <= case.tolerance64
+    assert float((logits - case.ours64[:ORIGINAL_CONTEXT]).abs().max()) > CLEARLY * case.tolerance64
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen2"])
+def test_a_batch_of_unequal_rows_gives_each_row_its_own_logits(cases: dict[str, Case], name: str) -> None:
+    model = load(cases[name].path, torch.float64)
+    lengths = {0: 1, 1: 23, 2: 9}
+    prompts = {row: random_tokens(length + 3, seed=10 + row) for row, length in lengths.items()}
+    together = PagedSequences(model)
+    batched = {row: [logits] for row, logits in together.step({r: prompts[r][:n] for r, n in lengths.items()}).items()}
+    for extra in range(3):           # row 2 stays out of the middle step
+        rows = [row for row in lengths if not (row == 2 and extra == 1)]
+        step = together.step({row: [prompts[row][lengths[row] + len(batched[row]) - 1]] for row in rows})
+        for row, logits in step.items():
+            batched[row].append(logits)
+    for row, length in lengths.items():
+        joined = torch.cat(batched[row])
+        alone = teacher_forced_logits(model, prompts[row][: len(joined)], length)
+        torch.testing.assert_close(joined, alone, rtol=0, atol=cases[name].tolerance64)
+
+
+def test_chunked_prefill_gives_the_same_logits(cases: dict[str, Case]) -> None:
+    for name in ("gemma3", "phi3", "qwen2"):
+        sequences = PagedSequences(load(cases[name].path, torch.float64), block_size=3)
+        chunks = [TOKENS[:5], TOKENS[5:6], TOKENS[6:19], TOKENS[19:]]
+        logits = torch.cat([sequences.step({0: chunk})[0] for chunk in chunks])
+        assert float((logits - cases[name].ours64).abs().max()) <= cases[name].tolerance64
+
+
+def test_layers_are_grouped_by_window(cases: dict[str, Case]) -> None:
+    config = load_model_config(cases["gemma3"].path)
+    assert config.windows == (WINDOW,) * 5 + (None, WINDOW)
+    groups = kv_groups(config, block_size=4)
+    assert [(group.window, group.layers) for group in groups if group.window is None] == [(None, (5,))]
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(7))
+    assert [groups[group].window for group in layer_groups(config)] == list(config.windows)
+
+
+def test_logits_are_float32_at_least(cases: dict[str, Case]) -> None:
+    model = load(cases["llama"].path, torch.bfloat16)
+    logits = teacher_forced_logits(model, TOKENS[:8], 6)
+    assert logits.dtype == torch.float32
+    # bfloat16 keeps 8 bits: the noise of float32, scaled by the ratio of the epsilons.
+    ratio = torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
+    assert float((logits - cases["llama"].oracle32[:8]).abs().max()) <= cases["llama"].tolerance32 * ratio

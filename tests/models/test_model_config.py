@@ -1,0 +1,222 @@
+"""ModelConfig from config.json and GGUF metadata: what is wrong is named in one line, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_writer import write_gguf
+
+from ridgeline.errors import ConfigError, ModelError
+from ridgeline.models.model_config import FAMILIES, hf_model_config, kv_groups, load_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "eos_token_id": 2, "bos_token_id": 1, "torch_dtype": "bfloat16",
+}
+GGUF: dict[str, Any] = {
+    "general.architecture": "llama", "llama.block_count": 2, "llama.attention.head_count": 4,
+    "llama.embedding_length": 64, "llama.feed_forward_length": 96, "llama.context_length": 256,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+def test_defaults_of_an_old_llama() -> None:
+    config = hf_model_config(LLAMA, {})
+    assert (config.num_kv_heads, config.head_dim, config.dtype) == (4, 16, "bfloat16")
+    assert config.ropes[0].theta == 10_000.0 and config.attention_scale == 0.25
+    assert config.eos_token_ids == (2,) and not config.tied
+
+
+def test_end_tokens_of_both_files_are_joined() -> None:
+    assert hf_model_config(LLAMA, {"eos_token_id": [7, 2, 9]}).eos_token_ids == (2, 7, 9)
+    assert hf_model_config(without(LLAMA, "eos_token_id"), {}).eos_token_ids == ()
+
+
+def test_yarn_stretches_the_context() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert hf_model_config(LLAMA | {"rope_scaling": scaling}, {}).max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported; supported: "
+                                              "LlamaForCausalLM, MistralForCausalLM, "),
+    ({"architectures": []}, "architectures is missing"),
+    ({"hidden_size": None}, "hidden_size is missing"),
+    ({"vocab_size": "many"}, "vocab_size must be an integer of at least 1, got 'many'"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
+    ({"num_attention_heads": True}, "num_attention_heads must be an integer of at least 1, got True"),
+    ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads evenly"),
+    ({"hidden_size": 66}, "hidden_size 66 is not a multiple of 4 heads, and no head_dim is given"),
+    ({"head_dim": 15}, "15 rotated dimensions of a head of 15: must be even"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number, got -1"),
+    ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported; supported: default, "),
+    ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ({"rope_scaling": {"type": "linear"}}, "linear rope needs a positive number as factor, got None"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "llama3 rope needs a positive number as low_freq_factor"),
+    ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for llama"),
+    ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported: silu, "),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
+    ({"torch_dtype": "int8"}, "dtype 'int8' is not supported; supported: float32, "),
+    ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq) is not supported; use the "
+                                                        "unquantised checkpoint or a GGUF file"),
+])
+def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        hf_model_config(LLAMA | change, {})
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("config.json: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"layer_types": ["full_attention"]}, "layer_types must list 2 layers, got ['full_attention']"),
+    ({"layer_types": ["full_attention", "chunked"]}, "layer type 'chunked' is not supported; supported: full_attention"),
+    ({"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
+    ({"sliding_window": -4}, "sliding_window must be an integer of at least 1, got -4"),
+])
+def test_a_wrong_window_is_named(change: dict[str, Any], message: str) -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    with pytest.raises(ModelError, match=r"^config\.json: ") as caught:
+        hf_model_config(mistral | change, {})
+    assert message in str(caught.value)
+
+
+def test_a_window_of_null_is_no_window() -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
+    assert hf_model_config(mistral, {}).windows == (4096, 4096)
+    assert hf_model_config(mistral | {"sliding_window": None}, {}).windows == (None, None)
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 1}
+    assert hf_model_config(qwen, {}).windows == (None, None)
+    assert hf_model_config(qwen | {"use_sliding_window": True}, {}).windows == (None, 8)
+
+
+def test_longrope_needs_its_factors() -> None:
+    phi = LLAMA | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su", "short_factor": [1.0] * 8}}
+    with pytest.raises(ModelError, match="longrope needs 8 positive numbers as long_factor, got None"):
+        hf_model_config(phi, {})
+    phi["rope_scaling"]["long_factor"] = [1.0] * 7
+    with pytest.raises(ModelError, match="longrope needs 8 positive numbers as long_factor, got 7"):
+        hf_model_config(phi, {})
+
+
+def test_code_in_the_checkpoint_is_ignored_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("ridgeline.models"), "handle", records.append)
+    hf_model_config(LLAMA | {"auto_map": {"AutoModel": "evil.Model"}}, {})
+    assert ["auto_map" in record.getMessage() for record in records] == [True]
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("{", "config.json is not valid JSON"),
+    ("[]", "config.json must hold a JSON object, got list"),
+])
+def test_a_broken_config_is_named(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError) as caught:
+        load_model_config(tmp_path)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_paths_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"nowhere does not exist: give a directory with config\.json or a \.gguf file$"):
+        load_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"^model some/name does not exist: it looks like a name on a model hub, and those"):
+        load_model_config("some/name")
+    with pytest.raises(ModelError, match=r"^model some/file\.gguf does not exist: give a directory"):
+        load_model_config("some/file.gguf")
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelError, match=r"model\.bin is not a model: give"):
+        load_model_config(tmp_path / "model.bin")
+    with pytest.raises(ModelError, match=r"has no config\.json: give a Hugging Face model directory"):
+        load_model_config(tmp_path)
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(ModelError, match=r"has no config\.json: give the file some\.gguf$"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
+    assert load_model_config(tmp_path).eos_token_ids == (2, 3)
+
+
+# ---- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def gguf(tmp_path: Path, metadata: dict[str, Any], **tensors: np.ndarray) -> Path:
+    embedding = {"token_embd.weight": np.zeros((128, 64), np.float32)}
+    return write_gguf(tmp_path / "m.gguf", metadata, embedding | {name.replace("__", "."): t for name, t in tensors.items()})
+
+
+def test_gguf_says_what_config_json_says(tmp_path: Path) -> None:
+    ours = load_model_config(gguf(tmp_path, GGUF | {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5}))
+    assert ours.eos_token_ids == (2, 5) and ours.tied
+    theirs = hf_model_config(LLAMA, {})
+    same = ("family", "vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ropes", "windows")
+    assert all(getattr(ours, fact) == getattr(theirs, fact) for fact in same)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3, phi3, "),
+    ({"llama.block_count": 0}, "llama.block_count must be an integer of at least 1, got 0"),
+    ({"llama.attention.head_count": 5}, "llama.embedding_length 64 is not a multiple of 5 heads"),
+    ({"llama.attention.head_count_kv": 3}, "4 attention heads cannot share 3 KV heads evenly"),
+    ({"llama.expert_count": 8}, "llama.expert_count 8: mixtures of experts are not supported"),
+    ({"llama.rope.dimension_count": 17}, "llama.rope.dimension_count must be even and at most 16, got 17"),
+    ({"llama.rope.scaling.type": "ntk"}, "llama.rope.scaling.type 'ntk' is not supported; supported: none, linear, "),
+    ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is missing"),
+])
+def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model_config(gguf(tmp_path, GGUF | change))
+    assert str(caught.value).startswith("m.gguf: ") and message in str(caught.value)
+
+
+def test_missing_gguf_parts_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"m\.gguf: llama\.context_length is missing$"):
+        load_model_config(gguf(tmp_path, without(GGUF, "llama.context_length")))
+    with pytest.raises(ModelError, match=r"m\.gguf: tensor rope_freqs\.weight must hold 8 positive numbers$"):
+        load_model_config(gguf(tmp_path, GGUF, rope_freqs__weight=np.ones(7, np.float32)))
+    with pytest.raises(ModelError, match=r"tensor token_embd\.weight is missing or not a matrix$"):
+        load_model_config(write_gguf(tmp_path / "m.gguf", GGUF, {"x": np.zeros(4, np.float32)}))
+
+
+# ---- sharding arithmetic, and what this module must not import -------------------------------------------------------
+
+
+def test_kv_heads_per_rank() -> None:
+    config = hf_model_config(LLAMA | {"num_key_value_heads": 2}, {})
+    assert [kv_groups(config, 16, ranks)[0].num_kv_heads for ranks in (1, 2, 4)] == [2, 1, 1]
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not fit 2 KV heads: use at most 2, or a multiple"):
+        kv_groups(config, 16, 3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 8 is more than the model's 4 attention heads"):
+        kv_groups(config, 16, 8)
+
+
+def test_family_names_are_unique() -> None:
+    names = [name for family in FAMILIES for name in (family.name, *family.architectures)]
+    assert len(names) == len(set(names))
+
+
+def test_no_torch() -> None:
+    probe = "import sys, ridgeline.models.model_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    """Phi-4-mini says 262,144 of a context of 131,072: its layers see everything, and are computed like others that do."""
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    assert hf_model_config(mistral | {"sliding_window": 255}, {}).windows == (255, 255)
+    for window in (256, 262_144):
+        assert hf_model_config(mistral | {"sliding_window": window}, {}).windows == (None, None)

@@ -1,0 +1,217 @@
+"""The native CPU kernels beyond the op contract: long contexts, independence of neighbours and threads, broken rows, builds,
+and other machines: `native_check.c` compares them with plain loops for every vector width, under an emulator if need be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_laws import USUAL, requests, run
+from tiny_models import save_checkpoint
+
+from ridgeline.errors import ConfigError
+from ridgeline.ops import native
+from ridgeline.ops.attention.paged_attention import paged_attention_native, paged_attention_reference
+from ridgeline.ops.registry import REGISTRY, Site
+from ridgeline.ops.rms_norm import rms_norm_native
+from ridgeline.process.platform import cpu_flags
+
+LENGTHS = [3, native.SPLIT - 1, native.SPLIT, native.SPLIT + 1, 2 * native.SPLIT + 37]
+
+
+@pytest.fixture(autouse=True)
+def built() -> None:
+    assert native.library() is not None, "make install builds the kernels"
+
+
+def cache(lengths: list[int], heads: int = 6, kv_heads: int = 2, width: int = 64, size: int = 16) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    blocks = [-(-length // size) for length in lengths]
+    ids = (torch.randperm(sum(blocks), generator=generator) + 1).int()
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    for row, part in enumerate(ids.split(blocks)):
+        table[row, : len(part)] = part
+    shape = (sum(blocks) + 1, size, kv_heads, width)
+    return {
+        "q": torch.randn(len(lengths), heads, width, generator=generator),
+        "k_cache": torch.randn(shape, generator=generator),
+        "v_cache": torch.randn(shape, generator=generator),
+        "block_table": table,
+        "query_start": torch.arange(len(lengths) + 1, dtype=torch.int32),
+        "kv_len": torch.tensor(lengths, dtype=torch.int32),
+        "query_start_host": list(range(len(lengths) + 1)),
+        "kv_len_host": lengths,
+        "scale": width**-0.5,
+    }
+
+
+def row_of(inputs: dict[str, Any], row: int) -> dict[str, Any]:
+    """The same row, alone."""
+    one = slice(row, row + 1)
+    return inputs | {
+        "q": inputs["q"][one], "block_table": inputs["block_table"][one], "kv_len": inputs["kv_len"][one],
+        "query_start": inputs["query_start"][:2], "query_start_host": [0, 1], "kv_len_host": inputs["kv_len_host"][one],
+    }  # fmt: skip
+
+
+def wide(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 1, 100, native.SPLIT, native.SPLIT + 100])
+@pytest.mark.parametrize("width", [64, 80, 128])
+def test_long_contexts(width: int, window: int | None, softcap: float | None) -> None:
+    inputs = cache(LENGTHS, width=width) | {"window": window, "softcap": softcap}
+    expected = paged_attention_reference(**wide(inputs))
+    # Sums of up to 1,061 products of weights that add up to 1 and values below 5, in float32.
+    torch.testing.assert_close(paged_attention_native(**inputs).double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_on_threads() -> None:
+    inputs = cache(LENGTHS)
+    together = paged_attention_native(**inputs)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for row in range(len(LENGTHS)):
+                assert torch.equal(paged_attention_native(**row_of(inputs, row))[0], together[row])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_decodes_and_chunks_in_one_batch() -> None:
+    inputs = cache([40, 70, 33, 20])
+    queries = [1, 1, 5, 1]
+    starts = [0, 1, 2, 7, 8]
+    inputs |= {
+        "q": torch.randn(8, 6, 64), "query_start": torch.tensor(starts, dtype=torch.int32), "query_start_host": starts,
+    }  # fmt: skip
+    assert [end - start for start, end in itertools.pairwise(starts)] == queries
+    expected = paged_attention_reference(**wide(inputs))
+    torch.testing.assert_close(paged_attention_native(**inputs).double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_query_does_not_depend_on_its_chunk_or_on_threads(window: int | None) -> None:
+    length, last = 200, 150
+    generator = torch.Generator().manual_seed(4)
+    queries = torch.randn(last, 6, 64, generator=generator)
+    whole = chunk(cache([length]), queries, length) | {"window": window}
+    together = paged_attention_native(**whole)
+    torch.testing.assert_close(together.double(), paged_attention_reference(**wide(whole)), rtol=2e-6, atol=2e-6)
+    threads = torch.get_num_threads()
+    try:
+        for count, size in itertools.product((1, 2), (7, 64, 149)):
+            torch.set_num_threads(count)
+            parts = [
+                paged_attention_native(**whole | chunk(whole, part, length - last + start + len(part)))
+                for start, part in zip(range(0, last, size), queries.split(size), strict=True) if len(part) > 1
+            ]
+            joined = torch.cat(parts)
+            assert torch.equal(joined, together[: len(joined)])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def chunk(inputs: dict[str, Any], queries: torch.Tensor, kv_len: int) -> dict[str, Any]:
+    """The only row of `inputs`, with these queries at the end of its first `kv_len` positions."""
+    starts = [0, len(queries)]
+    return inputs | {
+        "q": queries, "query_start": torch.tensor(starts, dtype=torch.int32), "query_start_host": starts,
+        "kv_len": torch.tensor([kv_len], dtype=torch.int32), "kv_len_host": [kv_len],
+    }  # fmt: skip
+
+
+def test_a_broken_row_stays_broken_and_alone() -> None:
+    inputs = cache(LENGTHS)
+    healthy = paged_attention_native(**inputs)
+    inputs["k_cache"][inputs["block_table"][1, 2].item(), 3] = torch.nan
+    broken = paged_attention_native(**inputs)
+    assert broken[1].isnan().all()
+    others = [row for row in range(len(LENGTHS)) if row != 1]
+    assert torch.equal(broken[others], healthy[others])
+    x = torch.randn(3, 40)
+    x[1, 7] = torch.nan
+    norm = rms_norm_native(x, torch.ones(40), 1e-5)
+    assert isinstance(norm, torch.Tensor)
+    assert norm[1].isnan().all() and norm[[0, 2]].isfinite().all()
+
+
+def test_auto_takes_them_and_reference_does_not() -> None:
+    site = Site("cpu", torch.float32, 64)
+    for name in ("rms_norm", "rotary", "gated_activation", "kv_write", "paged_attention"):
+        assert REGISTRY[name].choose(site).name == "native"
+        assert REGISTRY[name].choose(Site("cpu", torch.float64, 64)).name == "reference"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "phi3"])
+def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
+    """float32, where rounding could in principle decide: these seeds have no ties."""
+    model = save_checkpoint(name, tmp_path, tie_word_embeddings=False)
+    options = USUAL | {"dtype": "float32", "max_num_batched_tokens": 24}
+    plain = run(model, options | {"kernels": "reference"}, requests()).answers
+    assert run(model, options, requests()).answers == plain
+
+
+X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
+
+
+@pytest.mark.parametrize(("machines", "needs", "architecture"), [
+    (X86, "sse2", "x86-64"),
+    (X86, "avx2", "x86-64-v3"),
+    (X86, "avx512f", "x86-64-v4"),
+    (ARM, "asimd", "armv8-a"),
+])
+def test_every_vector_width(machines: tuple[str, ...], needs: str, architecture: str, tmp_path: Path) -> None:
+    emulator: list[str] = []
+    compiler = "cc"
+    if platform.machine() not in machines:
+        compiler = "aarch64-linux-gnu-gcc" if machines is ARM else "x86_64-linux-gnu-gcc"
+        emulator = ["qemu-aarch64-static" if machines is ARM else "qemu-x86_64-static"]
+        missing = [tool for tool in (compiler, *emulator) if shutil.which(tool) is None]
+        if missing or needs == "avx512f":                # which the emulator does not know
+            pytest.skip(f"another machine, and no {' and no '.join(missing) or 'emulator for it'}")
+    elif needs not in cpu_flags():
+        pytest.skip(f"this machine has no {needs}")
+    own = {"-O3": "-O1", "-march=native": f"-march={architecture}", "-fopenmp": "-Wno-unknown-pragmas", "-fPIC": "-static"}
+    flags = [own.get(flag, flag) for flag in native.FLAGS if emulator or flag != "-fPIC"]
+    checked = tmp_path / "check"
+    source = Path(__file__).with_name("native_check.c")
+    subprocess.run([compiler, *flags, f"-I{native.SOURCE.parent}", str(source), "-o", str(checked), "-lm"], check=True)
+    done = subprocess.run([*emulator, str(checked)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_source_or_machine_has_another_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = native.path()
+    assert here.is_file()
+    monkeypatch.setattr(native.platform, "cpu_flags", lambda: frozenset({"other"}))
+    assert native.path() != here
+    monkeypatch.undo()
+    changed = tmp_path / "native.c"
+    changed.write_text(native.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(native, "SOURCE", changed)
+    assert native.path() != here
+
+
+def test_without_a_compiler_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(ConfigError, match="no C compiler: no-such-compiler"):
+        native.build()
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(ConfigError, match=r"false failed on native\.c"):
+        native.build()
+    assert not list(tmp_path.glob("*.so"))

@@ -1,0 +1,561 @@
+"""Every op × implementation × case against the float64 definition, and the definitions against plain arithmetic.
+
+Triton kernels run on the GPU where there is one. Elsewhere they run in Triton's interpreter, in a second process: the
+interpreter is chosen when triton is imported, and nothing else in the suite should be slowed down by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import math
+import os
+import subprocess
+import sys
+import timeit
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.errors import ConfigError
+from ridgeline.ops import activation, registry, rms_norm, rotary
+from ridgeline.ops.attention import fused_decode, kv_write, paged_attention, qkv_write
+from ridgeline.ops.linear import gguf_blocks, linear_op
+from ridgeline.ops.registry import REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
+from ridgeline.ops.sampling import logprobs, sample
+from ridgeline.sizes.op_costs import Case
+
+OPS: list[Op[Any, Any]] = [
+    rms_norm.rms_norm, rotary.rotary, activation.gated_activation, kv_write.kv_write,
+    paged_attention.paged_attention, logprobs.logprobs, linear_op.linear, linear_op.normed_linear, gguf_blocks.block_linear,
+    qkv_write.rotary_write, sample.apply_mask, fused_decode.decode_attention,
+]  # fmt: skip
+CUDA = torch.cuda.is_available()
+
+
+def device_of(implementation: Implementation, dtype: torch.dtype) -> str | None:
+    """Where this implementation can run here; None if nowhere."""
+    if implementation.name == "triton" and TRITON_INTERPRETED:
+        return "cpu" if implementation.supports(Site("cuda", dtype, 64)) else None
+    for device in ("cuda", "cpu") if CUDA else ("cpu",):
+        if implementation.supports(Site(device, dtype, 64)):
+            return device
+    return None
+
+
+def all_checks() -> list[Any]:
+    checks = []
+    for op in OPS:
+        for implementation in op.implementations:
+            for case in op.cases:
+                for dtype in case.dtypes:
+                    if dtype == "float64" or device_of(implementation, getattr(torch, dtype)) is None:
+                        continue
+                    if case.timed and implementation.name == "triton" and TRITON_INTERPRETED:
+                        continue                         # minutes, in the interpreter
+                    checks.append(pytest.param(
+                        op, implementation, case, dtype, id=f"{op.name}-{implementation.name}-{case.name}-{dtype}"
+                    ))
+    return checks
+
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -> Inputs:
+    return op.inputs(torch.Generator().manual_seed(len(case.name)), dtype, device, **case.sizes)
+
+
+def widened(value: Any) -> Any:
+    if isinstance(value, paged_attention.OlderKV):
+        return dataclasses.replace(value, **{each.name: widened(getattr(value, each.name)) for each in dataclasses.fields(value)})
+    return value.to("cpu", torch.float64) if isinstance(value, torch.Tensor) and value.is_floating_point() else (
+        value.cpu() if isinstance(value, torch.Tensor) else value
+    )
+
+
+def results(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """What a call returns; or, if it returns nothing, the arguments it has changed."""
+    returned = function(*args, **kwargs)
+    if returned is None:
+        return [value for value in args if isinstance(value, torch.Tensor)]
+    return list(returned) if isinstance(returned, tuple) else [returned]
+
+
+@pytest.mark.parametrize(("op", "implementation", "case", "dtype"), all_checks())
+def test_implementation_matches_the_float64_definition(
+    op: Op[Any, Any], implementation: Implementation, case: Case, dtype: str
+) -> None:
+    device = device_of(implementation, getattr(torch, dtype))
+    assert device is not None
+    args, kwargs = make_inputs(op, case, getattr(torch, dtype), device)
+    if implementation.name == "native" and not implementation.supports(Site(device, getattr(torch, dtype), args[0].shape[-1])):
+        pytest.skip("this width runs the definition")
+    wide_args = tuple(widened(value) for value in args)
+    wide_kwargs = {name: widened(value) for name, value in kwargs.items()}
+    expected = results(op.implementations[-1].function, wide_args, wide_kwargs)
+    actual = results(implementation.function, args, kwargs)
+    assert len(actual) == len(expected)
+    tolerance = op.tolerance[dtype]
+    # Where hardware rounds to the nearest narrow number, the interpreter cuts: twice the error.
+    slack = 2 if device == "cpu" and implementation.name == "triton" and dtype != "float32" else 1
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.shape == wanted.shape
+        if got.is_floating_point():
+            assert got.dtype == getattr(torch, dtype)
+            torch.testing.assert_close(
+                got.cpu().double(), wanted, rtol=slack * tolerance.relative, atol=slack * tolerance.absolute
+            )
+        else:
+            assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_in_the_interpreter() -> None:
+    selection = ["-k", "float64_definition and triton"]
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, *selection]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    passed = [line for line in run.stdout.splitlines() if line.startswith("PASSED ")]
+    for op in OPS:
+        small = [dtype for case in op.cases if not case.timed for dtype in case.dtypes if dtype != "float64"]
+        kernels = [implementation for implementation in op.implementations if implementation.name == "triton"]
+        wanted = sum(kernel.supports(Site("cuda", getattr(torch, dtype), 64)) for kernel in kernels for dtype in small)
+        assert sum(f"[{op.name}-triton-" in line for line in passed) == wanted
+
+
+# ── the definitions against plain arithmetic ─────────────────────────────────────────────────────────────────────────
+
+
+def float64_cases(name: str) -> Any:
+    small = [case for case in REGISTRY[name].cases if not case.timed]
+    return pytest.mark.parametrize("case", small, ids=lambda case: case.name)
+
+
+def float64_inputs(name: str, case: Case) -> Inputs:
+    return make_inputs(REGISTRY[name], case, torch.float64, "cpu")
+
+
+@float64_cases("rms_norm")
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_definition(case: Case, offset: float) -> None:
+    (x, weight, eps), kwargs = float64_inputs("rms_norm", case)
+    returned = rms_norm.rms_norm(x, weight, eps, **kwargs | {"weight_offset": offset})
+    out = returned
+    if "residual" in kwargs:
+        out, residual = returned
+        x = x + kwargs["residual"]
+        assert torch.equal(residual, x)
+    for got, row in zip(out.tolist(), x.tolist(), strict=True):
+        root = math.sqrt(math.fsum(value * value for value in row) / len(row) + eps)
+        wanted = [value / root * (w + offset) for value, w in zip(row, weight.tolist(), strict=True)]
+        assert got == pytest.approx(wanted, rel=1e-13, abs=1e-15)
+
+
+@float64_cases("normed_linear")
+def test_normed_linear_definition(case: Case) -> None:
+    (x, residual, norm, eps, weight, bias), options = float64_inputs("normed_linear", case)
+    out, stream = linear_op.normed_linear(x, residual, norm, eps, weight, bias, **options)
+    total = x if residual is None else x + residual
+    assert torch.equal(stream, total)
+    normed = rms_norm.rms_norm(total, norm, eps, weight_offset=options["norm_offset"])
+    wanted = normed @ weight.T + (0 if bias is None else bias)
+    if options["gate"] is not None:
+        wanted = activation.gated_activation(wanted, options["gate"])
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-13)
+
+
+@float64_cases("rotary")
+def test_rotary_definition(case: Case) -> None:
+    (q, k, positions, table), _ = float64_inputs("rotary", case)
+    untouched = q.clone(), k.clone()
+    half = table.shape[-1]
+    for heads, out in zip(untouched, rotary.rotary(q, k, positions, table), strict=True):
+        rotation = torch.complex(table[positions, 0], table[positions, 1]).unsqueeze(1)      # turning = multiplying
+        turned = torch.complex(heads[..., :half], heads[..., half : 2 * half]) * rotation
+        wanted = torch.cat((turned.real, turned.imag, heads[..., 2 * half :]), dim=-1)
+        torch.testing.assert_close(out, wanted, rtol=1e-14, atol=1e-14)
+
+
+@float64_cases("gated_activation")
+def test_gated_activation_definition(case: Case) -> None:
+    (x, kind), _ = float64_inputs("gated_activation", case)
+    act = {
+        "silu": lambda g: g / (1 + math.exp(-g)),
+        "gelu": lambda g: g * (1 + math.erf(g / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda g: g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) / 2,
+    }[kind]
+    half = x.shape[1] // 2
+    wanted = [[act(row[i]) * row[half + i] for i in range(half)] for row in x.tolist()]
+    torch.testing.assert_close(
+        activation.gated_activation(x, kind), torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-14
+    )
+
+
+def test_an_unknown_activation_is_named() -> None:
+    with pytest.raises(ValueError, match="'relu' is unknown"):
+        activation.gated_activation(torch.zeros(1, 4), "relu")
+
+
+def page_view(cache: torch.Tensor) -> torch.Tensor:
+    """The same cache as one layer's slice of pages that hold several layers: strided over blocks."""
+    pages = torch.full((cache.shape[0], 3, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=cache.device)
+    pages[:, 1] = cache
+    return pages[:, 1]
+
+
+@float64_cases("kv_write")
+@pytest.mark.parametrize("strided", [False, True])
+def test_kv_write_definition(case: Case, strided: bool) -> None:
+    (k, v, k_cache, v_cache, slots), _ = float64_inputs("kv_write", case)
+    before = k_cache.clone(), v_cache.clone()
+    if strided:
+        k_cache, v_cache = page_view(k_cache), page_view(v_cache)
+    kv_write.kv_write(k, v, k_cache, v_cache, slots)
+    size = k_cache.shape[1]
+    for new, cache, old in ((k, k_cache, before[0]), (v, v_cache, before[1])):
+        for token, slot in enumerate(slots.tolist()):
+            old[slot // size, slot % size] = new[token]
+        assert torch.equal(cache, old)
+
+
+@float64_cases("rotary_write")
+@pytest.mark.parametrize("strided", [False, True])
+def test_rotary_write_definition(case: Case, strided: bool) -> None:
+    """The ops it replaces, in their order."""
+    (qkv, positions, slots, table, k_cache, v_cache), options = float64_inputs("rotary_write", case)
+    heads, kv_heads = options["heads"], options["kv_heads"]
+    q, k, v = qkv.clone().view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
+    if "q_norm" in options:
+        q, k = (
+            rms_norm.rms_norm_reference(part, options[f"{name}_norm"], options["eps"], weight_offset=1.0)
+            for name, part in (("q", q), ("k", k))
+        )
+    q, k = rotary.rotary_reference(q, k, positions, table)
+    wanted = k_cache.clone(), v_cache.clone()
+    kv_write.kv_write_reference(k, v, *wanted, slots)
+    if strided:
+        k_cache, v_cache = page_view(k_cache), page_view(v_cache)
+    assert torch.equal(qkv_write.rotary_write(qkv, positions, slots, table, k_cache, v_cache, **options), q)
+    assert torch.equal(k_cache, wanted[0]) and torch.equal(v_cache, wanted[1])
+
+
+TRITON_DEVICE = "cuda" if CUDA else "cpu"
+runs_triton = pytest.mark.skipif(not (CUDA or TRITON_INTERPRETED), reason="no GPU, and not in the interpreter")
+
+
+@runs_triton
+@pytest.mark.parametrize("case", [case for case in qkv_write.rotary_write.cases if not case.timed], ids=lambda case: case.name)
+@pytest.mark.parametrize("strided", [False, True], ids=["triton-whole", "triton-strided"])
+def test_what_rotary_write_writes_is_the_float64_definition(case: Case, strided: bool) -> None:
+    args, options = make_inputs(qkv_write.rotary_write, case, torch.float32, TRITON_DEVICE)
+    wide = [widened(value) for value in args]
+    qkv_write.rotary_write_reference(*wide, **{name: widened(value) for name, value in options.items()})
+    caches = [page_view(cache) for cache in args[4:]] if strided else args[4:]
+    qkv_write.rotary_write_triton(*args[:4], *caches, **options)
+    for got, wanted in zip(caches, wide[4:], strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=4e-6, atol=4e-6)
+
+
+@float64_cases("decode_attention")
+def test_decode_attention_definition(case: Case) -> None:
+    """The two ops it replaces; and the newest key and value, NaN before, are seen."""
+    args, options = float64_inputs("decode_attention", case)
+    qkv, positions, slots, table, k_cache, v_cache, *rest = args
+    caches = k_cache.clone(), v_cache.clone()
+    names = ("heads", "kv_heads", "q_norm", "k_norm", "eps", "norm_offset")
+    write = {name: value for name, value in options.items() if name in names}
+    q = qkv_write.rotary_write_reference(qkv.clone(), positions, slots, table, *caches, **write)
+    wanted = paged_attention.paged_attention_reference(
+        q, *caches, *rest, **{name: value for name, value in options.items() if name not in write}
+    )
+    assert torch.equal(fused_decode.decode_attention(*args, **options), wanted) and wanted.isfinite().all()
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip((k_cache, v_cache), caches, strict=True))
+
+
+@runs_triton
+@pytest.mark.parametrize("name", ["first-of-a-block", "odd-norm", "padded", "strided"])
+def test_what_decode_attention_writes_on_triton_is_the_float64_definition(name: str) -> None:
+    op = fused_decode.decode_attention
+    case = next(case for case in op.cases if case.name == ("odd-norm" if name == "strided" else name))
+    args, options = make_inputs(op, case, torch.float32, TRITON_DEVICE)
+    wide = [widened(value) for value in args]
+    fused_decode.decode_attention_reference(*wide, **{key: widened(value) for key, value in options.items()})
+    caches = [page_view(cache) if name == "strided" else cache for cache in args[4:6]]
+    fused_decode.decode_attention_triton(*args[:4], *caches, *args[6:], **options)
+    for got, wanted in zip(caches, wide[4:6], strict=True):                      # block 0 is padding's
+        torch.testing.assert_close(got.cpu().double()[1:], wanted[1:], rtol=4e-6, atol=4e-6, equal_nan=True)
+
+
+@runs_triton
+@pytest.mark.parametrize(("layout", "window"), [("tensor", None), ("head", 5), ("token", None), ("channel", None), ("block", 5)])
+def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_definition(
+    layout: paged_attention.ScaleLayout, window: int | None
+) -> None:
+    """What is written is quantised before it is read, as when another kernel had written it."""
+    stored = torch.float16 if TRITON_INTERPRETED else torch.float8_e4m3fn        # the interpreter cannot round to 8 bits
+    sizes = next(case.sizes for case in fused_decode.decode_attention.cases if case.name == "first-of-a-block")
+    args, options = fused_decode.decode_attention.inputs(
+        torch.Generator().manual_seed(5), torch.float32, TRITON_DEVICE, **sizes | {"window": window}
+    )
+    shape = paged_attention.scale_shape(layout, *args[4].shape)
+    form = paged_attention.KVFormat(stored, stored, layout, layout)
+    found = []
+    for function in (fused_decode.decode_attention_triton, two_kernels):
+        caches = [cache.nan_to_num().to(stored) for cache in args[4:6]]
+        scales = [torch.linspace(0.01, 0.02, math.prod(shape), device=TRITON_DEVICE).view(shape) for _ in "kv"]
+        out = function(
+            *args[:4], *caches, *args[6:], **options, kv_format=form, k_scale=scales[0], v_scale=scales[1]
+        )
+        found.append([out, *(cache[1:].float() for cache in caches), *scales])
+    for fused, apart in zip(*found, strict=True):
+        torch.testing.assert_close(fused, apart, rtol=2e-3, atol=1e-5)
+
+
+def two_kernels(
+    qkv: torch.Tensor, positions: Any, slots: Any, table: Any, k: Any, v: Any, *rest: Any, heads: int, kv_heads: int,
+    q_norm: Any = None, k_norm: Any = None, eps: float = 0.0, norm_offset: float = 0.0, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    scales = {name: options[name] for name in ("kv_format", "k_scale", "v_scale")}
+    q = qkv_write.rotary_write_triton(
+        qkv, positions, slots, table, k, v, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        norm_offset=norm_offset, **scales,
+    )  # fmt: skip
+    return paged_attention.paged_attention_triton(q, k, v, *rest, **options)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "head", "token", "channel", "block"])
+def test_rotary_write_with_scales(layout: paged_attention.ScaleLayout) -> None:
+    check_scales(qkv_write.rotary_write_reference, layout, "cpu", torch.float8_e4m3fn, 0.5)
+
+
+@runs_triton
+@pytest.mark.parametrize("layout", ["tensor", "head", "token", "channel", "block"])
+def test_rotary_write_with_scales_on_triton_and_the_float64_definition(layout: paged_attention.ScaleLayout) -> None:
+    # The interpreter cannot round to eight bits, and cuts to sixteen.
+    stored, units = (torch.float16, 1.01) if TRITON_INTERPRETED else (torch.float8_e4m3fn, 0.501)
+    check_scales(qkv_write.rotary_write_triton, layout, TRITON_DEVICE, stored, units)
+
+
+def check_scales(
+    function: Any, layout: paged_attention.ScaleLayout, device: str, stored: torch.dtype, units: float
+) -> None:
+    """What is stored is within so many units in its last place of value / scale, cut to the dtype's range."""
+    case = next(case for case in qkv_write.rotary_write.cases if case.name == "odd-norm")
+    args, options = make_inputs(qkv_write.rotary_write, case, torch.float32, device)
+    wide = [widened(value) for value in args]
+    for cache in wide[4:]:
+        cache.zero_()
+    qkv_write.rotary_write_reference(*wide, **{name: widened(value) for name, value in options.items()})
+    blocks, size, kv_heads, head_dim = wide[4].shape
+    facts = torch.finfo(stored)
+    caches = [torch.zeros(wide[4].shape, device=device).to(stored) for _ in range(2)]
+    shape = paged_attention.scale_shape(layout, blocks, size, kv_heads, head_dim)
+    scales = [torch.rand(shape, generator=torch.Generator().manual_seed(i)).mul_(0.1).add_(0.01).to(device) for i in (1, 2)]
+    kv_format = paged_attention.KVFormat(stored, stored, layout, layout)
+    function(*args[:4], *caches, kv_format=kv_format, k_scale=scales[0], v_scale=scales[1], **options)
+    used = {(slot // size, slot % size) for slot in args[2].tolist()}
+    for cache, scale, wanted in zip(caches, scales, wide[4:], strict=True):
+        options = {"k_scale": scale.cpu(), "kv_format": kv_format}
+        for block, slot in used:
+            ratio = dequantised(torch.ones_like(wanted), "k", options)[block, slot]              # the scales
+            exact = (wanted[block, slot] / ratio).clamp(-facts.max, facts.max)
+            unit = torch.exp2(exact.abs().clamp(min=facts.smallest_normal).log2().floor()) * facts.eps
+            assert ((cache.float().cpu().double()[block, slot] - exact).abs() <= units * unit * (1 + 1e-4)).all()
+        if layout == "token":
+            largest = max(float(cache.float().abs()[block, slot].max()) for block, slot in used)
+            assert largest > 0.9 * facts.max
+
+
+def dequantised(cache: torch.Tensor, which: str, options: dict[str, Any]) -> torch.Tensor:
+    """Value by value: stored times the scale that its layout gives it."""
+    scale = options.get(f"{which}_scale")
+    cache = cache.double()
+    if scale is None:
+        return cache
+    layout = getattr(options["kv_format"], f"{which}_scale")
+    for block, slot, head in itertools.product(*(range(size) for size in cache.shape[:3])):
+        place = {
+            "tensor": (0,), "head": (head,), "token": (block, slot, head), "channel": (head,), "block": (block, head),
+        }[layout]  # fmt: skip
+        cache[block, slot, head] *= scale[place].double()
+    return cache
+
+
+def naive_attention(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+    """One dot product at a time, straight from the sentence that defines what a query sees."""
+    q, k_cache, v_cache, table, query_start, kv_len = args
+    k_cache, v_cache = dequantised(k_cache, "k", options), dequantised(v_cache, "v", options)
+    table_rows = options["table_rows"].tolist() if options.get("table_rows") is not None else range(len(kv_len))
+    table = [table[row].tolist() for row in table_rows]
+    older = options.get("older")
+    if older is not None:                                # its blocks after the others, and in the tables where they belong
+        form = {"kv_format": older.format, "k_scale": older.k_scale, "v_scale": older.v_scale}
+        for row, length in enumerate(older.length.tolist()):
+            blocks = older.block_table[table_rows[row], : length // k_cache.shape[1]]
+            table[row][: len(blocks)] = (blocks + len(k_cache)).tolist()
+        k_cache = torch.cat((k_cache, dequantised(older.k_cache, "k", form)))
+        v_cache = torch.cat((v_cache, dequantised(older.v_cache, "v", form)))
+    out = torch.zeros_like(q)
+    size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
+    for row in range(len(kv_len)):
+        begin, end = int(query_start[row]), int(query_start[row + 1])
+        for token in range(begin, end):
+            position = int(kv_len[row]) - (end - begin) + token - begin
+            if position < 0:
+                continue                                 # a padding row
+            oldest = 0 if options["window"] is None else max(0, position - options["window"] + 1)
+            places = [(int(table[row][p // size]), p % size) for p in range(oldest, position + 1)]
+            for head in range(q.shape[1]):
+                scores = [float(q[token, head] @ k_cache[b, o, head // group]) * options["scale"] for b, o in places]
+                if options["softcap"] is not None:
+                    scores = [options["softcap"] * math.tanh(score / options["softcap"]) for score in scores]
+                weights = [math.exp(score - max(scores)) for score in scores]
+                out[token, head] = sum(
+                    weight * v_cache[b, o, head // group] for weight, (b, o) in zip(weights, places, strict=True)
+                ) / sum(weights)
+    return out
+
+
+@float64_cases("paged_attention")
+@pytest.mark.parametrize("strided", [False, True])
+def test_paged_attention_definition(case: Case, strided: bool) -> None:
+    args, options = float64_inputs("paged_attention", case)
+    wanted = naive_attention(args, options)
+    if strided:
+        args = (args[0], page_view(args[1]), page_view(args[2]), *args[3:])
+    torch.testing.assert_close(paged_attention.paged_attention(*args, **options), wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_paged_attention_splits_do_not_show(
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uneven decode rows are grouped by length and long chunks cut into pieces: same numbers as one row at a time."""
+    rows = [(1, 3), (70, 90), (1, 200), (1, 5), (0, 4), (1, 190), (33, 33), (1, 4), (1, 64)]
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8, "block_size": 4, "window": window, "softcap": softcap}
+    args, options = paged_attention.paged_attention.inputs(
+        torch.Generator().manual_seed(1), torch.float64, "cpu", rows=tuple(rows), **sizes
+    )
+    monkeypatch.setattr(paged_attention, "MASK_ELEMENTS", 1000)
+    monkeypatch.setattr(paged_attention, "GATHER_TOKENS", 300)
+    decode = [row for row, (queries, _) in enumerate(rows) if queries == 1]
+    groups = paged_attention._length_groups(decode, options["kv_len_host"])
+    assert [len(group) for group in groups] == [2, 1, 1, 1, 1]      # 3-4, 5, 64, 190, 200: three times 200 > 300
+    torch.testing.assert_close(
+        paged_attention.paged_attention(*args, **options), naive_attention(args, options), rtol=1e-12, atol=1e-13
+    )
+
+
+def test_paged_attention_never_gathers_a_whole_long_row_for_short_ones() -> None:
+    assert not paged_attention._alike([100] * 31 + [8000])
+    groups = paged_attention._length_groups(list(range(32)), [100] * 31 + [8000])
+    assert [len(group) for group in groups] == [31, 1]
+
+
+@float64_cases("logprobs")
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_logprobs_definition(case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
+    (scores, tokens, top_k), _ = float64_inputs("logprobs", case)
+    chosen, ranks, top_ids, top_logprobs = logprobs.logprobs(scores, tokens, top_k)
+    ties = 0
+    for row, values in enumerate(scores.tolist()):
+        total = math.log(math.fsum(math.exp(value) for value in values))
+        order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+        ties += len(values) - len(set(values))
+        token = int(tokens[row])
+        assert float(chosen[row]) == pytest.approx(values[token] - total, abs=1e-12)
+        assert int(ranks[row]) == order.index(token) + 1
+        assert top_ids[row].tolist() == order[:top_k]
+        best = [values[token] - total for token in order[:top_k]]
+        assert top_logprobs[row].tolist() == pytest.approx(best, abs=1e-12)
+    assert ties > 0
+
+
+def test_logprobs_of_banned_and_broken_rows() -> None:
+    scores = torch.tensor([[float("-inf")] * 4 + [1.0], [float("nan"), 2.0, 3.0, 1.0, 3.0], [0.0] * 5])
+    chosen, ranks, top_ids, _ = logprobs.logprobs(scores, torch.tensor([4, 2, 3]), 3)
+    assert top_ids.tolist() == [[4, 0, 1], [2, 4, 1], [0, 1, 2]]
+    assert ranks.tolist() == [1, 1, 4]
+    assert float(chosen[0]) == 0.0
+    empty = logprobs.logprobs(scores[:0], torch.tensor([], dtype=torch.int64), 3)
+    assert [list(part.shape) for part in empty] == [[0], [0], [0, 3], [0, 3]]
+
+
+# ── the registry ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def toy_op() -> Any:
+    def reference(x: torch.Tensor) -> str:
+        return "reference"
+
+    op = Op(
+        "toy", reference,
+        kernels=[
+            Implementation("native", lambda x: "native", lambda site: site.dtype is torch.float32 and site.width == 4),
+            Implementation("triton", lambda x: "triton", lambda site: site.device == "cuda"),
+        ],
+        cost=lambda **sizes: None, inputs=lambda *a, **k: ((), {}), tolerance={},
+    )  # fmt: skip
+    yield op
+    del REGISTRY["toy"]
+    registry.set_kernels("auto")
+
+
+def test_the_first_implementation_that_supports_the_site_runs(toy_op: Op[Any, Any]) -> None:
+    assert toy_op(torch.zeros(2, 4)) == "native"
+    assert toy_op(torch.zeros(2, 8)) == "reference"
+    assert toy_op(torch.zeros(2, 4, dtype=torch.float64)) == "reference"
+    assert toy_op.choose(Site("cuda", torch.float16, 4)).name == "triton"
+
+
+def test_kernels_reference_switches_every_op_even_after_calls(toy_op: Op[Any, Any]) -> None:
+    assert toy_op(torch.zeros(2, 4)) == "native"
+    registry.set_kernels("reference")
+    assert toy_op(torch.zeros(2, 4)) == "reference"
+    assert toy_op.choose(Site("cuda", torch.float16, 4)).name == "reference"
+    registry.set_kernels("auto")
+    assert toy_op(torch.zeros(2, 4)) == "native"
+    with pytest.raises(ConfigError, match="'auto' or 'reference', got 'fast'"):
+        registry.set_kernels("fast")
+
+
+def test_support_table_names_what_runs(toy_op: Op[Any, Any]) -> None:
+    lines = {line.split()[0]: line.split()[1:] for line in registry.support_table(widths=(4, 8)).splitlines()}
+    header = lines["op"]
+    assert dict(zip(header, lines["toy"], strict=True)) == {
+        "cpu:float64": "reference", "cpu:float32": "native*", "cpu:bfloat16": "reference", "cpu:float16": "reference",
+        "cuda:float64": "triton", "cuda:float32": "native*", "cuda:bfloat16": "triton", "cuda:float16": "triton",
+    }
+    assert set(lines) >= {"op", *(op.name for op in OPS)}
+
+
+def test_on_the_cpu_every_op_runs_its_reference_even_beside_an_interpreter() -> None:
+    for op in OPS:
+        assert op.choose(Site("cpu", torch.float32, 64)).name in ("reference", "native")
+
+
+def test_every_op_declares_an_odd_shape_a_cost_and_tolerances() -> None:
+    for op in OPS:
+        assert any("odd" in case.name for case in op.cases)
+        assert len({case.name for case in op.cases}) == len(op.cases)
+        for case in op.cases:
+            for dtype in case.dtypes:
+                assert op.case_cost(case, dtype).bytes > 0
+                assert dtype == "float64" or dtype in op.tolerance
+
+
+def test_dispatch_is_cheap(toy_op: Op[Any, Any]) -> None:
+    x = torch.zeros(1, 4)
+    direct = toy_op.implementations[0].function
+    toy_op(x)
+    best = min(timeit.repeat(lambda: toy_op(x), number=1000, repeat=20)) / 1000
+    bare = min(timeit.repeat(lambda: direct(x), number=1000, repeat=20)) / 1000
+    assert best - bare < 5e-6                                            # about 0.5 µs on an idle machine

@@ -1,0 +1,96 @@
+"""Child processes import nothing from the current directory, and are told no secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from served_model import one_thread
+from tiny_models import save_checkpoint
+
+from ridgeline.process.children import child_environment, module_path, start_child
+
+PACKAGE = Path(__file__).parents[2]
+TRAP = "import os, pathlib; pathlib.Path(__file__).with_suffix('.imported').touch()\nraise ImportError('from the wrong place')\n"
+
+
+def traps(folder: Path) -> None:
+    for module in ("jinja2", "torch", "zmq", "numpy", "json"):
+        (folder / f"{module}.py").write_text(TRAP)
+
+
+def caught(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.imported"))
+
+
+PROGRAM = """
+import os, sys
+sys.path.remove("")                                      # what this process imports is its own affair …
+from ridgeline import LLM
+from ridgeline.text import chat_template
+sys.path.insert(0, "")                                   # … but a child would search there, too
+chat_template.ChatTemplate({{"default": "hello"}}, {{}}).render([{{"role": "user", "content": ""}}])
+if {parallel}:
+    llm = LLM({model!r}, tensor_parallel_size=2, skip_tokenizer_init=True, num_gpu_blocks_override=20)
+    llm.close()
+else:
+    import asyncio
+    from ridgeline import AsyncLLM
+    async def main():
+        async with AsyncLLM({model!r}, skip_tokenizer_init=True, num_gpu_blocks_override=20):
+            pass
+    asyncio.run(main())
+print("done")
+"""
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_nothing_is_imported_from_the_current_directory(tmp_path: Path, parallel: bool) -> None:
+    model = save_checkpoint("llama", tmp_path / "model")
+    folder = tmp_path / "here"
+    folder.mkdir()
+    traps(folder)
+    program = PROGRAM.format(model=str(model), parallel=parallel)
+    run = subprocess.run([sys.executable, "-c", program], cwd=folder, env=one_thread(), capture_output=True, text=True,
+                         timeout=120)  # fmt: skip
+    assert caught(folder) == [] and run.returncode == 0, run.stderr[-2000:]
+
+
+def test_the_package_is_found_in_the_current_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that is not installed: its directory comes last, where it hides nothing."""
+    monkeypatch.chdir(PACKAGE)
+    monkeypatch.setattr(sys, "path", ["", str(PACKAGE), *sys.path])
+    assert module_path()[-1] == str(PACKAGE) and "" not in module_path()
+    assert module_path().count(str(PACKAGE)) == 1
+
+
+def test_a_child_is_told_settings_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"OMP_NUM_THREADS": "3", "RIDGELINE_LOG": "WARNING", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C"}
+    kept = {"HF_TOKEN": "a", "RIDGELINE_API_KEY": "b", "AWS_SECRET_ACCESS_KEY": "c", "OPENAI_API_KEY": "d", "PYTHONPATH": "/e",
+            "PYTHONSTARTUP": "/f"}  # fmt: skip
+    for name, value in (told | kept).items():
+        monkeypatch.setenv(name, value)
+    environment = child_environment()
+    assert told.items() <= environment.items() and not kept.keys() & environment.keys()
+
+
+def test_the_child_has_its_own_session_and_no_terminal(tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(
+        "import json, os, sys\n"
+        "print(json.dumps([os.getsid(0), os.getpid(), sys.argv[1:], sys.stdin.read(), sorted(os.environ)]))\n"
+    )
+    sys.path.append(str(tmp_path))
+    try:
+        child = start_child("probe", "x", environment={"A": "1"}, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        with child.stdout as out:
+            session, pid, arguments, given, names = json.loads(out.read())
+        assert child.wait() == 0
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert session == pid == child.pid != os.getsid(0) and (arguments, given) == (["x"], "")
+    assert set(names) - {"LC_CTYPE"} == {"A", "PYTHONPATH"}

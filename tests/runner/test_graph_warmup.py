@@ -1,0 +1,134 @@
+"""Steps before anybody asks for them: all that are recorded, and nobody's answer is another for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_checkpoint
+
+from ridgeline.config import EngineConfig
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.executor import LocalExecutor
+from ridgeline.messages import Request, StepPlan
+from ridgeline.runner.runner import Runner
+from ridgeline.runner.start.graph_warmup import Rehearsal
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.sizes.graph_shapes import GraphShapes, Shape
+
+ROWS, TOKENS, LONGEST = 20, 256, 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("qwen3", tmp_path_factory.mktemp("rehearsal"), max_position_embeddings=256)
+
+
+class Seen:
+    """In the place of recorded graphs: what ran, and with what."""
+
+    def __init__(self, runner: Runner, known: set[tuple[Shape, bool]]) -> None:
+        self.known, self.plans = known, list[StepPlan]()
+        submit = runner.submit
+        runner.submit = lambda plan: (self.plans.append(plan), submit(plan))[1]      # type: ignore[method-assign]
+
+    def is_new(self, shape: Shape, greedy: bool) -> bool:
+        return (shape, greedy) not in self.known
+
+
+def start(model: Path, known: set[tuple[Shape, bool]] | None = None) -> tuple[EngineCore, Rehearsal, Seen]:
+    core = EngineCore.start(EngineConfig.of(
+        model=str(model), device="cpu", dtype="float32", max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
+        max_model_len=LONGEST, num_gpu_blocks_override=200,
+    ))  # fmt: skip
+    assert isinstance(core.executor, LocalExecutor)
+    runner = core.executor.runner
+    seen = Seen(runner, known or set())
+    return core, Rehearsal(runner, seen, len(core.config.groups), ROWS, TOKENS, LONGEST), seen       # type: ignore[arg-type]
+
+
+def answer(core: EngineCore, **params: Any) -> dict[str, list[int]]:
+    answers: dict[str, list[int]] = {}
+    for number in range(6):
+        said = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": number, "logprobs": 2} | params)
+        core.add(Request(str(number), [5 + number, *range(3, 20 + 5 * number)], said))
+        answers[str(number)] = []
+    while core.has_work:
+        for delta in core.step():
+            assert not delta.error
+            answers[delta.request_id] += delta.token_ids
+    return answers
+
+
+def test_every_decode_and_every_single_prompt_comes_once(model: Path) -> None:
+    core, rehearsal, seen = start(model)
+    while rehearsal.go_on():
+        pass
+    shapes = GraphShapes(ROWS, TOKENS)
+    assert shapes.decodes == [1, 2, 4, 8, 12, 16, 20] and shapes.prompt_tokens == [64, 128, 192, 256]
+    wanted = [[1], [64], [128], [192], *([1] * size for size in shapes.decodes[1:])]     # a prompt of 256 is too long
+    assert [plan.num_tokens.tolist() for plan in seen.plans] == [counts for counts in wanted for _ in range(2)]
+    kinds = [plan.added[0].params.temperature for plan in seen.plans]
+    assert kinds == [1.0, 0.0] * len(wanted), "drawn, then greedy"
+    assert not rehearsal.go_on()
+    core.close()
+
+
+def test_what_has_come_by_itself_is_left_out(model: Path) -> None:
+    core, rehearsal, seen = start(model, {(Shape(1), False), (Shape(0, 1, 64), True)})
+    for _ in range(2):
+        rehearsal.go_on()
+    seen.known |= {(Shape(0, 1, 128), True), (Shape(0, 1, 128), False)}                  # meanwhile
+    rehearsal.go_on()
+    assert [(plan.num_tokens.tolist(), plan.added[0].params.temperature) for plan in seen.plans] == [
+        ([1], 0.0), ([64], 1.0), ([192], 1.0),
+    ]  # fmt: skip
+    core.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_before_between_and_after_are_the_same(model: Path, temperature: float) -> None:
+    """With the prefix cache on: what is kept for later requests is not written over."""
+    plain, *_ = start(model)
+    expected = answer(plain, temperature=temperature)
+    plain.close()
+    core, rehearsal, _ = start(model)
+    assert answer(core, temperature=temperature) == expected
+    for _ in range(3):
+        for _ in range(7):
+            rehearsal.go_on()
+        assert answer(core, temperature=temperature) == expected
+    assert core.scheduler.manager.counters.hit_tokens > 0
+    core.close()
+
+
+def test_rows_are_free_afterwards(model: Path) -> None:
+    """A row that ended with wishes of its own lends nothing of them, and gets nothing."""
+    core, rehearsal, _ = start(model)
+    answer(core, temperature=1.0, logit_bias={7: 50.0}, prompt_logprobs=1)
+    while rehearsal.go_on():
+        pass
+    assert isinstance(core.executor, LocalExecutor)
+    runner = core.executor.runner
+    assert not runner._num_logprobs and not runner._num_prompt_logprobs
+    assert runner._sampler.all_greedy(np.arange(0)) and not runner._steps
+    core.close()
+
+
+def test_without_memory_it_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, rehearsal, _ = start(model)
+    assert isinstance(core.executor, LocalExecutor)
+    runner = core.executor.runner
+
+    def submit(plan: StepPlan) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "submit", submit)
+        assert not rehearsal.go_on()
+    assert not rehearsal.go_on()
+    assert len(answer(core, temperature=0.0)) == 6
+    core.close()

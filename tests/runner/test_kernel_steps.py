@@ -1,0 +1,202 @@
+"""Every kernel that a request can need is compiled before the first one, many at a time; launches stay what they are.
+
+On a machine without a GPU: processes with a pretended one (pretend_gpu.py), for which kernels are compiled and never launched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import FAKES, import_path
+
+from ridgeline.ops.linear import gemm_gated
+from ridgeline.runner.shared_prefix import FEWEST_ROWS
+from ridgeline.runner.start.kernel_steps import KernelStep, kernel_steps
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def child(tmp_path: Path, *words: str, timeout: int = 250) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def served(tmp_path: Path, shape: str, layers: int, **options: Any) -> dict[str, Any]:
+    out = child(tmp_path, str(FAKES / "pretend_serving.py"), shape, str(layers), json.dumps(options))
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path) -> None:
+    found = served(tmp_path, "llama-3.1-8b", 3, max_num_seqs=300, num_gpu_blocks_override=4000)
+    assert found["ready"]["ahead"] > 40 and found["ready"]["late"] == 0
+    assert {name: late for name, late in found["late"].items() if late} == {}
+    assert set(found["kernels"]) >= {"prefix_kernel", "prompt_kernel", "decode_kernel", "_mask_kernel", "_logprobs_kernel"}
+    assert set(found["launched"]) == set(found["kernels"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "options"), [
+    ("llama-3.2-1b", {}),
+    ("qwen3-8b", {"max_num_seqs": 100}),
+    ("llama-3.1-8b", {"enforce_eager": True, "max_num_seqs": 37}),
+    ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}),
+    ("llama-3.1-8b", {"deterministic": True}),
+    ("llama-3.1-8b", {"max_num_seqs": 700, "max_num_batched_tokens": 2048}),
+    ("llama-3.1-8b", {"dtype": "float32", "max_num_seqs": 64}),
+])  # fmt: skip
+def test_nor_with_other_models_and_options(tmp_path: Path, shape: str, options: dict[str, Any]) -> None:
+    found = served(tmp_path, shape, 3, num_gpu_blocks_override=4000, **options)
+    assert found["ready"]["ahead"] > 20 and found["ready"]["late"] == 0
+    assert {name: late for name, late in found["late"].items() if late} == {}
+
+
+COLLECTED = """
+import threading, time
+import pretend_gpu
+pretend_gpu.install()
+import torch
+from ridgeline.metrics import HAPPENED
+from ridgeline.ops import compile_ahead, registry, rms_norm
+from ridgeline.ops.compile_ahead import CompileAhead
+
+def norm(width):
+    rms_norm.rms_norm_triton(torch.zeros(3, width, dtype=torch.bfloat16), torch.ones(width, dtype=torch.bfloat16), 1e-5)
+
+def norm_elsewhere():
+    with pretend_gpu.Tensors():
+        norm(64)
+
+def launches():
+    return sum(pretend_gpu.LAUNCHED.values())
+
+compile_ahead.platform.cpu_count = lambda: 2
+registry.log_compilations()
+norm(64)
+assert (launches(), HAPPENED["kernel_compile"], registry.COMPILED_AHEAD) == (1, 1, [])
+widths = [128, 256, 512, 1024]
+at_once = most = 0
+build = compile_ahead._Builders._build
+def counted(self, compile_kernel):
+    global at_once, most
+    at_once += 1
+    most = max(most, at_once)
+    time.sleep(0.05)
+    try:
+        return build(self, compile_kernel)
+    finally:
+        at_once -= 1
+compile_ahead._Builders._build = counted
+run, look_up = registry.triton.JITFunction.run, registry.triton.JITFunction._do_compile
+looked_up = []
+def look_up_counted(kernel, key, *others):
+    looked_up.append(key)
+    return look_up(kernel, key, *others)
+registry.triton.JITFunction._do_compile = look_up_counted
+with CompileAhead(torch.device("cuda", 0)) as ahead:
+    with ahead.collecting():
+        for width in [*widths, *widths]:
+            norm(width)
+        assert launches() == 1, "launched while collecting"
+        assert len(looked_up) == len(widths), "a variant was looked for again, while it was being compiled"
+        other = threading.Thread(target=norm_elsewhere)
+        other.start(), other.join()
+        assert launches() == 2, "another thread's launch was taken"
+    assert registry.triton.JITFunction.run is run
+    norm(64)
+    assert launches() == 3, "not launched afterwards"
+    ahead.finish()
+assert len(registry.COMPILED_AHEAD) == len(widths) and most == 2, (registry.COMPILED_AHEAD, most)
+for width in widths:
+    norm(width)
+assert launches() == 3 + len(widths) and HAPPENED["kernel_compile"] == 1, "compiled again"
+norm(2048)
+assert HAPPENED["kernel_compile"] == 2, "what nobody collected is compiled when it is launched, and counted"
+
+compile_ahead._Builders._build = lambda self, compile_kernel: 1 / 0
+with CompileAhead(torch.device("cuda", 0)) as ahead:
+    with ahead.collecting():
+        norm(4096)
+    ahead.finish()
+norm(4096)
+assert HAPPENED["kernel_compile"] == 3, "one that failed is compiled when it is launched"
+try:
+    with CompileAhead(torch.device("cuda", 0)) as ahead, ahead.collecting():
+        norm(32)
+        raise KeyError("a step that fails")
+except KeyError:
+    pass
+assert registry.triton.JITFunction.run is run
+before = launches()
+norm(16)
+norm(32)
+assert launches() == before + 2, "what a step that failed has collected is compiled when it is launched"
+print("ok")
+"""
+
+AGAIN = """
+import pretend_gpu
+pretend_gpu.install()
+import torch
+from ridgeline.metrics import HAPPENED
+from ridgeline.ops import registry, rms_norm
+
+registry.log_compilations()
+rms_norm.rms_norm_triton(torch.zeros(3, 512, dtype=torch.bfloat16), torch.ones(512, dtype=torch.bfloat16), 1e-5)
+assert HAPPENED["kernel_compile"] == 0 and sum(pretend_gpu.LAUNCHED.values()) == 1
+print("ok")
+"""
+
+
+def test_launches_are_collected_and_compiled_at_once(tmp_path: Path) -> None:
+    assert child(tmp_path, "-c", COLLECTED).split()[-1] == "ok"
+    assert child(tmp_path, "-c", AGAIN).split()[-1] == "ok"      # the cache's entries are those of a launch
+
+
+@pytest.mark.parametrize(("max_rows", "budget", "max_model_len"), [
+    (1024, 8192, 131072), (1, 2, 4), (4, 8192, 1000), (64, 48, 4096), (8192, 8192, 100), (7, 512, 2), (300, 64, 40000),
+])  # fmt: skip
+def test_the_steps_are_ones_that_can_be(max_rows: int, budget: int, max_model_len: int) -> None:
+    steps = list(kernel_steps(max_rows, budget, max_model_len))
+    for step in steps:
+        assert 0 < len(step.counts) <= max_rows and min(step.counts) > 0 and sum(step.counts) <= budget
+        assert step.past + max(step.counts) < max_model_len
+        assert step.counts == [1] * step.counts.count(1) + [count for count in step.counts if count > 1]
+    assert sum(steps[0].counts) == min(budget, min(max_rows, budget) * (max_model_len - 1))      # the longest to compile
+    assert [1] in [step.counts for step in steps]
+    going_on = [step for step in steps if not step.added]
+    assert all(max(step.counts) == 1 and step.past == 0 and step.params.temperature == 0 for step in going_on)
+    assert len(going_on) < max_model_len
+
+
+def test_steps_of_every_kind_are_among_them() -> None:
+    steps = list(kernel_steps(256, 8192, 32768))
+
+    def some(kind: str, holds: Any) -> None:
+        assert any(holds(step) for step in steps), kind
+
+    alone = {len(step.counts) for step in steps if max(step.counts) == 1 and not step.past}
+    assert alone >= {1, 2, 4, 8, 16, 32, 64, 128, 256}
+    some("decodes beside a prompt", lambda step: step.counts[0] == 1 and step.counts[-1] > 1)
+    some("a shared prefix", lambda step: step.past * (len(step.counts) - 1) >= 32_768)
+    assert {len(step.counts) for step in steps if step.past} >= {FEWEST_ROWS, 8, 16, 32, 64, 128, 256}
+    some("gate and up written whole", lambda step: sum(step.counts) == gemm_gated.FEWEST_ROWS - 1)
+    some("a mask", lambda step: step.masked)
+    some("log-probabilities", lambda step: step.params.logprobs is not None)
+    some("log-probabilities of a prompt", lambda step: step.params.prompt_logprobs is not None)
+    some("a penalty", lambda step: step.params.repetition_penalty != 1 and step.params.temperature > 0)
+    some("a filter", lambda step: step.params.top_k and len(step.counts) == 1)
+
+
+def test_a_step_is_greedy_unless_it_says_otherwise() -> None:
+    assert KernelStep([1]).params.temperature == 0

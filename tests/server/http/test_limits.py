@@ -1,0 +1,317 @@
+"""What one connection may cost, checked on the real protocol with raw sockets and an application that does nothing; and
+which names the server answers to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from ridgeline.errors import BadRequest, ConfigError, Overloaded
+from ridgeline.server.http import connection_limits
+from ridgeline.server.http.connection_limits import ServerOptions, Slots, limited_protocol
+from ridgeline.server.http.hosts import HostGuard
+from ridgeline.server.lifecycle import NoFiles, raise_file_limit
+
+MAX_BODY = 200_000
+MAX_CONNECTIONS = 5
+
+
+class App:
+    """Reads the body and says how long it was; under /stream it sends without end. Counts clients that left."""
+
+    def __init__(self) -> None:
+        self.gone = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone += 1
+                return
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/stream":
+            gone = asyncio.ensure_future(receive())
+            while not gone.done():
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
+            self.gone += 1
+        await send({"type": "http.response.body", "body": str(size).encode()})
+
+
+class Server:
+    def __init__(self) -> None:
+        self.app = App()
+        options = ServerOptions(max_body_bytes=MAX_BODY, max_connections=MAX_CONNECTIONS)
+        config = uvicorn.Config(
+            self.app, http=limited_protocol(options), ws="none", lifespan="off", log_config=None, access_log=False
+        )
+        self._server = uvicorn.Server(config)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=5)
+
+    def stop(self) -> None:
+        self._server.force_exit = self._server.should_exit = True
+        self._thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HEAD_SECONDS", "BODY_SECONDS", "WRITE_SECONDS", "LINGER_SECONDS"):
+            patch.setattr(connection_limits, name, 0.3)
+        made = Server()
+        yield made
+        made.stop()
+
+
+def talk(server: Server, *pieces: bytes) -> bytes:
+    """Everything the server says until it closes the connection."""
+    with server.connect() as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+        except OSError:
+            pass                                         # it had heard enough
+        return read_all(connection)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    while data := connection.recv(65536):
+        received += data
+    return received
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ([HEAD + b"x: " + b"a" * 20_000 + b"\r\n\r\n"], 431),
+        ([HEAD, b"x: ", *[b"a" * 65536] * 100], 431),
+        ([HEAD + b"".join(b"x%d: y\r\n" % n for n in range(200)) + b"\r\n"], 431),
+        ([HEAD + b"".join(b"x%d: %s\r\n" % (n, b"a" * 10_000) for n in range(10)) + b"\r\n"], 431),
+        ([b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\n\r\n"], 414),
+        ([HEAD + b"content-length: 200001\r\n\r\n"], 413),
+        ([CHUNKED, *[b"10000\r\n" + b"a" * 65536 + b"\r\n"] * 20], 413),
+        ([CHUNKED, b"1;", *[b"a" * 65536] * 20], 431),
+        ([CHUNKED, b"0\r\nx: ", *[b"a" * 65536] * 20], 431),
+        ([HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"], 400),
+        ([HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\naaaaaa"], 400),
+        ([b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(60)], 400),
+        ([b"nonsense\r\n\r\n"], 400),
+        ([HEAD], 408),
+        ([HEAD + b"content-length: 5\r\n\r\nab"], 408),
+        ([CHUNKED, b"5\r\nab"], 408),
+    ],
+    ids=["header", "endless header", "many headers", "all headers", "url", "length", "chunks", "chunk extension",
+         "trailer", "two lengths", "unequal lengths", "tls", "nonsense", "half a head", "half a body", "half a chunk"],
+)  # fmt: skip
+def test_a_request_that_is_too_much_is_told_so_and_cut_off(server: Server, pieces: list[bytes], status: int) -> None:
+    begun = time.monotonic()
+    reply = talk(server, *pieces)
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), reply[:200]
+    assert json.loads(body)["error"]["message"] and b"connection: close" in head
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"\r\n\r\n\r\n"], ids=["nothing", "a line", "lines"])
+def test_a_silent_connection_is_closed(server: Server, sent: bytes) -> None:
+    assert talk(server, sent) == b""
+
+
+def test_requests_within_the_limits_pass_on_one_connection(server: Server) -> None:
+    with server.connect() as connection:
+        for size in (0, 10, MAX_BODY):
+            connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % size + b"a" * size)
+            reply = b""
+            while not reply.endswith(b"0\r\n\r\n"):
+                reply += connection.recv(65536)
+            assert reply.startswith(b"HTTP/1.1 200 ") and b"\r\n%d\r\n" % size in reply
+
+
+def test_a_refused_body_is_a_lost_client_to_the_application(server: Server) -> None:
+    before = server.app.gone
+    assert talk(server, HEAD + b"content-length: 5\r\n\r\nab").startswith(b"HTTP/1.1 408")
+    assert server.app.gone == before + 1
+
+
+def test_a_client_that_does_not_read_is_dropped(server: Server) -> None:
+    before = server.app.gone
+    with server.connect() as connection:
+        connection.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        deadline = time.monotonic() + 5
+        while server.app.gone == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_connections_are_counted(server: Server) -> None:
+    open_ones = [server.connect() for _ in range(MAX_CONNECTIONS)]
+    try:
+        time.sleep(0.05)
+        reply = talk(server)
+        assert reply.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in reply
+    finally:
+        for connection in open_ones:
+            connection.close()
+    time.sleep(0.05)
+    assert talk(server, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_slots_are_given_back() -> None:
+    slots = Slots()
+    slots.limit = 4
+    with slots.taking(1), slots.taking(4, already=1):
+        assert slots.taken == 4
+        with pytest.raises(Overloaded), slots.taking(1):
+            pass
+    with pytest.raises(BadRequest), slots.taking(5):
+        pass
+    assert slots.taken == 0
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def status_for(options: ServerOptions, *hosts: bytes, has_keys: bool = False) -> int:
+    """What a request with these Host headers gets."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/", "headers": [(b"accept", b"*/*"), *((b"host", host) for host in hosts)]}
+    asyncio.run(HostGuard(app, options, has_keys)(scope, None, send))    # type: ignore[arg-type]
+    if sent[0]["status"] != 200:
+        assert json.loads(sent[1]["body"])["error"]["message"]
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (b"localhost", 200),
+        (b"LocalHost.:8000", 200),
+        (b"127.0.0.1", 200),
+        (b"127.0.0.1:1", 200),
+        (b"127.0.0.1:65535", 200),
+        (b"[::1]", 200),
+        (b"[::1]:8000", 200),
+        (b"[0:0:0:0:0:0:0:1]:8000", 200),
+        (b"evil.example", 421),
+        (b"evil.example:8000", 421),
+        (b"localhost.evil.example", 421),
+        (b"127.0.0.1.evil.example:8000", 421),
+        (b"127.1", 421),
+        (b"127.0.0.2", 421),
+        (b"192.168.0.7:8000", 421),
+        (b"[::2]", 421),
+        (b"", 400),
+        (b"x?", 400),
+        (b"localhost/", 400),
+        (b"me@localhost", 400),
+        (b"localhost:", 400),
+        (b"localhost:65536", 400),
+        (b"localhost:80:80", 400),
+        (b"localhost:8o", 400),
+        (b"localhost, evil.example", 400),
+        (b"::1", 400),
+        (b"[::1", 400),
+        (b"[::1]x", 400),
+        (b"[1]", 400),
+        (b"[localhost]", 400),
+        ("localhost\u0661".encode(), 400),
+        (b"\xff", 400),
+    ],
+)
+def test_names_the_server_answers_to(host: bytes, status: int) -> None:
+    assert status_for(ServerOptions(), host) == status
+
+
+def test_a_request_names_one_host() -> None:
+    assert status_for(ServerOptions()) == 400
+    assert status_for(ServerOptions(), b"localhost", b"localhost") == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "known", "unknown"),
+    [
+        ({"host": "192.168.0.7"}, [b"192.168.0.7:8000", b"localhost"], [b"192.168.0.8", b"box"]),
+        ({"host": "Box.local"}, [b"box.local:8000"], [b"box", b"192.168.0.7"]),
+        ({"host": "fe80::0:1"}, [b"[fe80::1]:8000"], [b"[fe80::2]"]),
+        ({"host": "0.0.0.0"}, [b"192.168.0.7", b"10.0.0.1:8000", b"[fe80::1]", b"0.0.0.0"], [b"box", b"evil.example"]),
+        ({"host": "::"}, [b"[fe80::1]:8000", b"192.168.0.7", b"[::]"], [b"box"]),
+        ({"allowed_host": "box, API.example.com,fe80::1,[fe80::2]"},
+         [b"box", b"api.example.com:443", b"[fe80::1]", b"[fe80::2]:8000"], [b"example.com", b"a.box", b"192.168.0.7"]),
+    ],
+    ids=["address", "name", "IPv6 address", "every address", "every IPv6 address", "allowed"],
+)  # fmt: skip
+def test_names_that_options_add(options: dict[str, str], known: list[bytes], unknown: list[bytes]) -> None:
+    assert [status_for(ServerOptions(**options), host) for host in known] == [200] * len(known)
+    assert [status_for(ServerOptions(**options), host) for host in unknown] == [421] * len(unknown)
+
+
+@pytest.mark.parametrize("names", ["http://box", "box:8000/", "a b", "*.box", "box,?"])
+def test_names_that_cannot_be_allowed(names: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_host must list host names"):
+        status_for(ServerOptions(allowed_host=names), b"localhost")
+
+
+def test_every_name_will_do_where_a_key_is_needed_or_all_are_allowed() -> None:
+    named = b"ridgeline:8000"
+    assert status_for(ServerOptions(), named) == 421
+    assert status_for(ServerOptions(), named, has_keys=True) == 200
+    assert status_for(ServerOptions(allowed_host="gpu-box, *"), named) == 200
+    assert status_for(ServerOptions(allowed_host="*"), b"not a name") == 400
+    assert status_for(ServerOptions(), b"not a name", has_keys=True) == 400
+
+
+def test_files_that_run_out_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio tells of every attempt to take a connection, two thousand at a time; uvloop of none."""
+    told: list[dict[str, Any]] = []
+    loop: Any = SimpleNamespace(default_exception_handler=told.append)
+    handler = NoFiles()
+    with caplog.at_level(logging.WARNING, logger="ridgeline"):
+        for _ in range(2000):
+            handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")})
+        handler(loop, {"message": "Task exception was never retrieved"})
+    assert [record.getMessage() for record in caplog.records] == ["no file is left for another connection; those that come wait"]
+    assert told == [{"message": "Task exception was never retrieved"}]
+
+
+def test_there_are_no_more_connections_than_files(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    limits = [(64, 64)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    with caplog.at_level(logging.WARNING, logger="ridgeline"):
+        assert raise_file_limit(4096) == 32
+        assert "32 connections instead of 4096" in caplog.text
+        caplog.clear()
+        limits.append((1024, 100_000))
+        assert raise_file_limit(4096) == 4096 and limits[-1] == (2 * 4096 + 256, 100_000) and not caplog.text

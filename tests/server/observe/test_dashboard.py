@@ -1,0 +1,194 @@
+"""/dashboard: nothing from elsewhere, the headers of a careful page, and (slow) the page in a real browser."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import httpx
+import pytest
+from chromium import BINARY, Browser, Page
+from served_model import ServerProcess, write_model
+
+from ridgeline.server.observe.dashboard import headers, page
+
+PARTS = (
+    "roofline", "split-bar", "split-history", "blocks", "latency", "ttft", "tpot", "prefix-bar", "waiting", "term", "changes",
+    "chat-form", "key-form",
+)  # fmt: skip
+
+
+class Parsed(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.tags.append((tag, found))
+        if found.get("id"):
+            self.ids.append(str(found["id"]))
+
+
+def test_the_page_needs_nothing_else() -> None:
+    text = bytes(page().body).decode()
+    parsed = Parsed(text)
+    for tag, attributes in parsed.tags:
+        assert not attributes.keys() & {"src", "href", "action", "style", "background", "poster", "data"}, (tag, attributes)
+        assert not [name for name in attributes if name.startswith("on")], tag
+    without_namespace = text.replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(r"https?:|//[a-z]|@import|url\(|eval\(|new Function|innerHTML|document\.write|localStorage|cookie",
+                          re.sub(r"^\s*//.*$", "", without_namespace, flags=re.MULTILINE))  # fmt: skip
+    assert "{{" not in text and set(PARTS) <= set(parsed.ids) and len(parsed.ids) == len(set(parsed.ids))
+    # Whatever the script asks for by name is there.
+    assert set(re.findall(r'(?:at|write)\("([a-z-]+)"', text)) <= set(parsed.ids)
+    assert len(text) < 100_000
+
+
+def test_every_answer_has_a_policy_of_its_own() -> None:
+    first, second = page(), page()
+    nonces = [re.findall(r'nonce="([^"]+)"', bytes(each.body).decode()) for each in (first, second)]
+    assert len(nonces[0]) == 2 and len(set(nonces[0])) == 1 and nonces[0] != nonces[1]
+    policy = first.headers["content-security-policy"]
+    assert f"script-src 'nonce-{nonces[0][0]}'" in policy and "default-src 'none'" in policy
+    assert "unsafe" not in policy and "frame-ancestors 'none'" in policy and "connect-src 'self'" in policy
+    assert headers("x")["x-content-type-options"] == "nosniff" and headers("x")["x-frame-options"] == "DENY"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "600")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[str]:
+    with ServerProcess(str(model), *OPTIONS) as made:
+        yield made.url
+
+
+def test_the_page_is_served_and_only_its_data_wants_a_key(model: Path) -> None:
+    with ServerProcess(str(model), *OPTIONS, "--api-key", "secret") as made:
+        reply = httpx.get(f"{made.url}/dashboard")
+        assert reply.status_code == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
+        assert reply.headers["cache-control"] == "no-store" and "tiny" not in reply.text
+        assert httpx.get(f"{made.url}/roofline").status_code == 401
+        assert httpx.get(f"{made.url}/roofline", headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+browser_test = [pytest.mark.slow, pytest.mark.skipif(BINARY is None, reason="no Chromium here")]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as made:
+        yield made
+
+
+def complete(url: str, tokens: int = 200) -> None:
+    body = {"prompt": list(range(40)), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
+
+
+def is_whole(shown: Page) -> None:
+    """Loaded without a complaint, talking to its own server alone, and nowhere wider than the window."""
+    assert shown.errors == []
+    assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    wide = """[...document.querySelectorAll('body *')]
+      .filter((each) => each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.id || each.className)"""
+    assert shown.evaluate(wide) == []
+
+
+class TestBrowser:
+    pytestmark = browser_test
+
+    def test_points_appear_with_the_first_request(self, server: str, browser: Browser, tmp_path: Path) -> None:
+        shown = browser.page(1280, 900)
+        shown.open(f"{server}/dashboard")
+        shown.wait("document.getElementById('state').textContent === 'ready'")
+        shown.wait("document.querySelectorAll('#roofline .roof').length >= 1", 60)       # the machine is measured
+        complete(server)
+        shown.wait("document.querySelectorAll('#roofline .point').length > 50")
+        for kind in ("decode", "prefill"):               # the page asks every now and then: one may come before the other
+            shown.wait(f"document.querySelectorAll('#roofline .point.{kind}').length >= 1")
+        inside = """[...document.querySelectorAll('#roofline .point')].every((point) => {
+          const box = document.getElementById('roofline').getBoundingClientRect(), own = point.getBoundingClientRect();
+          return own.left >= box.left && own.right <= box.right && own.top >= box.top && own.bottom <= box.bottom; })"""
+        assert shown.evaluate(inside)
+        assert shown.evaluate("document.querySelectorAll('#blocks .free').length") == 480
+        assert shown.evaluate("document.querySelectorAll('#split-bar i').length") >= 2
+        assert shown.evaluate("document.getElementById('ttft').cells[1].textContent").endswith("s")
+        assert shown.evaluate("document.querySelectorAll('#changes li').length") >= 1
+        assert {url.removeprefix(server) for url in shown.requests} <= {"/dashboard", "/roofline"}
+        is_whole(shown)
+        shown.screenshot(tmp_path / "points.png")
+        assert (tmp_path / "points.png").stat().st_size > 20_000
+
+    def test_the_chat_box_answers(self, server: str, browser: Browser) -> None:
+        shown = browser.page(1280, 900)
+        shown.open(f"{server}/dashboard")
+        shown.wait("document.getElementById('state').textContent === 'ready'")
+        shown.evaluate("document.getElementById('chat-max').value = 20")
+        shown.evaluate("document.getElementById('chat-input').value = '<b>Hello</b>'")
+        shown.evaluate("document.getElementById('chat-send').click()")
+        shown.wait("document.querySelector('.said.assistant small')?.textContent.includes('tokens, first after')")
+        assert shown.evaluate("document.querySelector('.said.assistant span').textContent.length") > 0
+        assert shown.evaluate("document.querySelector('.said.user span').textContent") == "<b>Hello</b>"
+        assert shown.evaluate("document.querySelectorAll('.said b').length") == 0        # text stays text
+        assert shown.evaluate("document.getElementById('chat-send').textContent") == "Send"
+        is_whole(shown)
+
+    def test_an_answer_can_be_stopped_and_its_request_ends(self, server: str, browser: Browser) -> None:
+        shown = browser.page(1280, 900)
+        shown.open(f"{server}/dashboard")
+        shown.evaluate("document.getElementById('chat-max').value = 8000")
+        shown.evaluate("document.getElementById('chat-input').value = 'on and on'")
+        shown.evaluate("document.getElementById('chat-send').click()")
+        shown.wait("(document.querySelector('.said.assistant span')?.textContent.length || 0) > 20")
+        shown.evaluate("document.getElementById('chat-send').click()")
+        shown.wait("document.getElementById('chat-send').textContent === 'Send'")
+        shown.wait(f"fetch('{server}/load').then((reply) => reply.json()).then((load) => load.running === 0)")
+        assert shown.evaluate("document.querySelector('.said.assistant').textContent").strip()
+        assert [each for each in shown.errors if "ERR_ABORTED" not in each] == []
+
+    def test_a_key_is_asked_for_and_used(self, model: Path, browser: Browser) -> None:
+        with ServerProcess(str(model), *OPTIONS, "--api-key", "secret") as made:
+            shown = browser.page(1280, 900)
+            shown.open(f"{made.url}/dashboard")
+            shown.wait("!document.getElementById('key-form').hidden")
+            shown.evaluate("document.getElementById('key').value = 'secret'")
+            shown.evaluate("document.querySelector('#key-form button').click()")
+            shown.wait("document.getElementById('state').textContent === 'ready'")
+            assert shown.evaluate("document.getElementById('key-form').hidden && !document.getElementById('key').value")
+            assert shown.evaluate("localStorage.length + sessionStorage.length") == 0
+            shown.evaluate("document.getElementById('chat-max').value = 5")
+            shown.evaluate("document.getElementById('chat-input').value = 'Hello'")
+            shown.evaluate("document.getElementById('chat-send').click()")
+            shown.wait("document.querySelector('.said.assistant small')?.textContent.includes('tokens')")
+
+    @pytest.mark.parametrize("scheme", ["dark", "light"])
+    @pytest.mark.parametrize("width", [390, 820, 1280])
+    def test_it_fits_every_width_in_dark_and_light(
+        self, server: str, browser: Browser, tmp_path: Path, scheme: str, width: int
+    ) -> None:
+        running = threading.Thread(target=complete, args=(server, 500))
+        running.start()
+        shown = browser.page(width, 844, scheme)
+        shown.open(f"{server}/dashboard")
+        shown.wait("document.querySelectorAll('#roofline .point').length > 20")
+        is_whole(shown)
+        colour = shown.evaluate("getComputedStyle(document.body).backgroundColor")
+        brightness = sum(int(part) for part in re.findall(r"\d+", colour)[:3])
+        assert (brightness < 200) == (scheme == "dark")
+        assert shown.evaluate("document.getElementById('roofline').getBoundingClientRect().width") >= min(width, 640) * 0.8
+        shown.screenshot(tmp_path / f"{scheme}-{width}.png")
+        running.join()

@@ -1,0 +1,381 @@
+"""Recorded steps: what they cost against the cost model, their windows, what recording costs, and GET /roofline."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import torch
+from served_model import ServerProcess, wait_until, write_model
+from verdict_cases import LLAMA_8B, decode
+
+from ridgeline.distributed.comm import Communicator, ProcessGroup
+from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.core.stats import RooflineReporter
+from ridgeline.engine.llm import LLM
+from ridgeline.messages import StepPlan, StepResult, Want
+from ridgeline.metrics import RooflineStats
+from ridgeline.roofline.live import LiveRoofline, LiveView, Rates, Utilisation, window_of
+from ridgeline.roofline.peaks import MachinePeaks
+from ridgeline.roofline.step_cost import Peaks, step_cost
+from ridgeline.roofline.steps import PHASES, POINT, REMEMBERED, SUMS, PhaseSums, StepRecorder
+from ridgeline.roofline.verdict import TERMS, Setting, judge
+from ridgeline.runner.start import measure_peaks
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.server.observe.roofline_endpoint import HISTORY, RooflineReply, document, window_seconds
+
+H200 = MachinePeaks("NVIDIA H200", 4.38e12, {"bfloat16": 793e12, "float32": 50e12}, 1e-6, "then", 5e-6)
+RATES = Rates(4.38e12, 793e12)
+NONE = np.zeros(0, np.int32)
+
+
+def plan(rows: list[tuple[int, int]], logits: list[int] | None = None, want: int = 0) -> StepPlan:
+    wanted = np.array([want | (Want.TOKEN if has else 0) for has in logits or [1] * len(rows)], np.int8)
+    places, new = np.arange(len(rows), dtype=np.int32), np.array([count for count, _ in rows], np.int32)
+    return StepPlan(1, NONE, [], NONE.reshape(0, 4), places, new, wanted)
+
+
+def result(rows: list[tuple[int, int]], seconds: float, **more: Any) -> StepResult:
+    lengths = np.array([kv for _, kv in rows], np.int32)
+    return StepResult(1, np.zeros((len(rows), 1), np.int32), np.ones(len(rows), np.int32), lengths,
+                      device_seconds=seconds, **more)  # fmt: skip
+
+
+def recorder(*steps: tuple[list[tuple[int, int]], float, dict[str, Any]]) -> StepRecorder:
+    made = StepRecorder(LLAMA_8B, "bfloat16")
+    made.use(H200)
+    for number, (rows, seconds, more) in enumerate(steps):
+        made.planned(plan(rows, more.pop("logits", None)))
+        time.sleep(max(0.002, seconds))
+        made.took(result(rows, seconds, **more), 3, number < len(steps) - 1)
+    made.fold()
+    return made
+
+
+# -- the recorder ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_recorded_with_what_it_costs() -> None:
+    rows = decode(4, 1000)
+    made = recorder((rows, 0.001, {}))
+    sums, cost, best = made.sums["decode"], step_cost(LLAMA_8B, rows), Peaks(4.38e12, 793e12)
+    assert (sums.steps, sums.rows, sums.tokens, sums.sampled) == (1, 4, 4, 4)
+    assert sums.flops == cost.matrix_flops
+    assert (sums.weights, sums.kv_read, sums.kv_written) == (cost.total.weights, cost.total.kv_read, cost.total.kv_written)
+    assert sums.activations == cost.total.activations
+    assert sums.compute == pytest.approx(cost.matrix_flops / 793e12) and sums.memory == pytest.approx(cost.bytes / 4.38e12)
+    roof = sums.on_compute + sums.on_weights + sums.on_kv + sums.on_activations
+    assert roof == pytest.approx(sum(best.floor(cost).values()))
+    assert sums.device == 0.001 and sums.seconds >= 0.002 and sums.queued == pytest.approx(3 * sums.seconds)
+    [point] = made.points
+    assert dict(zip(POINT, point, strict=True))["flops"] == cost.matrix_flops and len(point) == len(POINT)
+
+
+def test_steps_are_told_apart_by_phase() -> None:
+    made = recorder(
+        (decode(2, 50), 0.001, {}), ([(64, 64)], 0.001, {}), ([(1, 9), (32, 32)], 0.001, {}), (decode(1, 7), 0.001, {}),
+        ([(64, 128)], 0.001, {"logits": [0]}),
+    )  # fmt: skip
+    assert [made.sums[phase].steps for phase in PHASES] == [2, 2, 1]
+    assert made.sums["prefill"].sampled == 1 and made.sums["prefill"].tokens == 128
+
+
+def test_launching_costs_the_host_unless_it_is_a_graph() -> None:
+    eager, graph = (recorder((decode(1, 50), 0.001, {"replayed": each})).sums["decode"] for each in (False, True))
+    assert eager.launch == pytest.approx(5 * graph.launch) and graph.replayed == 1 and eager.replayed == 0
+
+
+def test_what_was_shared_is_not_read_again() -> None:
+    apart, shared = (recorder((decode(8, 2100), 0.001, {"shared": each})).sums["decode"] for each in (0, 7 * 2000))
+    assert apart.kv_read - shared.kv_read == 7 * 2000 * 131_072
+
+
+def test_what_is_computed_for_nothing_is_between_mfu_and_hfu() -> None:
+    rows = [(100, 100)]
+    made = recorder((rows, 0.001, {"useful": 75, "recomputed": 25, "padded": 28}))
+    used = Utilisation.of(made.sums["prefill"], RATES)
+    flops, padding = step_cost(LLAMA_8B, rows).matrix_flops, 28 * 2 * LLAMA_8B.linear_weights
+    assert used.hfu / used.mfu == pytest.approx((flops + padding) / (0.75 * flops))
+    assert used.recomputation == pytest.approx(0.25 * flops / (flops + padding))
+    assert used.padding == pytest.approx(padding / (flops + padding)) and used.rejected == 0
+    assert 1 - used.padding - used.recomputation == pytest.approx(used.mfu / used.hfu)
+
+
+def test_what_ranks_wait_for_each_other_is_told_apart(tmp_path: Path) -> None:
+    group = ProcessGroup(0, 1, tmp_path / "store")
+    try:
+        group.all_reduce(torch.ones(4))
+        once = group.waited
+        group.broadcast(torch.ones(4))
+        assert 0 < once < group.waited and Communicator().waited == 0
+    finally:
+        group.close()
+    made = recorder((decode(4, 1000), 0.010, {"communication": 0.006}))
+    window = window_of(1.0, made.sums["decode"])
+    assert window.communication == 0.006
+    assert judge(replace(window, seconds=0.01, busy=0.01), Setting(ranks=2)).term == "communication"
+
+
+def test_time_without_work_belongs_to_no_step() -> None:
+    made = StepRecorder(LLAMA_8B, "bfloat16")
+    for goes_on in (True, False, True, False):
+        made.planned(plan(decode(1, 9)))
+        made.took(result(decode(1, 9), 0.0), 0, goes_on)
+        if not goes_on:
+            time.sleep(0.05)
+    made.fold()
+    assert made.sums["decode"].steps == 4 and made.sums["decode"].seconds < 0.04
+
+
+def test_steps_in_flight_and_a_ring_that_is_bounded() -> None:
+    made = StepRecorder(LLAMA_8B, "bfloat16")
+    made.planned(plan(decode(1, 9)))
+    for _ in range(3 * REMEMBERED):
+        made.planned(plan(decode(1, 9)))
+        made.took(result(decode(1, 9), 0.0), 0, True)
+    assert len(made._notes) < REMEMBERED and len(made.points) <= REMEMBERED
+    made.fold()
+    assert made.num_points == made.sums["decode"].steps == 3 * REMEMBERED
+
+
+def test_new_peaks_begin_anew_and_a_step_that_beats_them_is_told() -> None:
+    made = recorder((decode(1, 1000), 0.010, {}))
+    assert not made.beaten
+    made.use(MachinePeaks("NVIDIA H200", 1e9, {"float32": 1e9}, 1e-6, "now"))
+    assert made.sums["decode"].steps == 0 and not made.points
+    made.planned(plan(decode(1, 1000)))
+    made.took(result(decode(1, 1000), 0.010), 0, False)
+    made.fold()
+    assert made.beaten
+
+
+def test_a_host_that_was_late_beats_nothing() -> None:
+    """It took the step before in late, and so sees only a part of a step that took 4 ms on the device."""
+    made = StepRecorder(LLAMA_8B, "bfloat16")
+    made.use(H200)
+    made.planned(plan(decode(1, 1000)))
+    made.took(result(decode(1, 1000), 0.004), 0, False)  # at once: the host's clock has microseconds for it
+    made.fold()
+    assert made.sums["decode"].device < 0.002 and not made.beaten
+
+
+def test_what_recording_costs() -> None:
+    """A few microseconds a step, with a report every 100 steps; best of several: others run here too."""
+    made = StepRecorder(LLAMA_8B, "bfloat16")
+    made.use(H200)
+    rows = decode(256, 700)
+    planned, got = plan(rows), result(rows, 0.004)
+
+    def noting() -> float:
+        began = time.perf_counter()
+        for _ in range(200):
+            made.planned(planned)
+            made.took(got, 0, True)
+        return (time.perf_counter() - began) / 200
+
+    def folding() -> float:
+        for _ in range(100):
+            made.planned(planned)
+            made.took(got, 0, True)
+        began = time.perf_counter()
+        made.fold()
+        return (time.perf_counter() - began) / 100
+
+    note = min(noting() for _ in range(7))
+    made.fold()
+    fold = min(folding() for _ in range(15))
+    print(f"{note * 1e6:.1f} µs on the way of a step, {fold * 1e6:.1f} µs when it is reported")
+    assert note <= 5e-6 and fold <= 20e-6
+
+
+def test_an_engine_records_every_step(tmp_path: Path) -> None:
+    """The tokens that steps computed are those that were asked for, and their KV lengths are right."""
+    llm = LLM(write_model(tmp_path / "tiny"), load_format="dummy", num_gpu_blocks_override=100, max_num_seqs=4)
+    prompts = [{"prompt_token_ids": [count] * count} for count in (40, 7, 19)]
+    llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    made = llm.core.recorder
+    made.fold()
+    total = sum(made.sums[phase].tokens for phase in PHASES)
+    assert total == 40 + 7 + 19 + 3 * 5 and sum(made.sums[phase].sampled for phase in PHASES) == 18
+    # Decodes: three sequences, five steps each, from one more position than the prompt has.
+    read = sum(count + each for count in (40, 7, 19) for each in range(1, 6)) * made.shape.kv_bytes_per_token
+    assert made.sums["decode"].kv_read == read
+    assert all(0 < each.device <= each.seconds for each in made.sums.values() if each.steps)
+
+
+def test_the_engine_measures_when_it_is_quiet_reports_and_writes_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(measure_peaks.MATRIX, "cpu", 32)
+    monkeypatch.setitem(measure_peaks.BUFFER, "cpu", 2**16)
+    llm = LLM(write_model(tmp_path / "tiny"), load_format="dummy", num_gpu_blocks_override=100, max_num_seqs=4)
+    reporter, now = RooflineReporter(llm.core), time.monotonic()
+    assert llm.core.recorder.peaks is None and not reporter.measure(now)                 # it has just begun
+    first = reporter.report(now)
+    assert first is not None and first.read_bytes_s == 0 and len(first.held) == 99
+    while reporter.measure(now + 5):
+        pass
+    assert llm.core.recorder.peaks is not None
+    prompt = [{"prompt_token_ids": [5] * 40}]
+    llm.generate(prompt, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    second = reporter.report(now + 6)
+    assert second is not None and second.read_bytes_s > 0 and len(second.points) == 9 and max(second.cached) == 100
+    assert not reporter.measure(now + 6.5) and second.weight_bytes == 4 and second.kv_bytes == 4
+    caplog.set_level("INFO", "ridgeline")
+    llm.generate(prompt, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    third = reporter.report(now + 12)
+    assert third is not None and len(third.points) == 9
+    [line] = [each for each in caplog.messages if each.startswith("roofline: ")]
+    assert " rows, " in line and "bound by " in line
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def sums(steps: float, seconds: float, **more: float) -> dict[str, list[float]]:
+    return {"decode": PhaseSums(steps=steps, seconds=seconds, device=seconds, **more).values()}
+
+
+def test_a_window_is_a_difference() -> None:
+    live = LiveRoofline()
+    for second in range(30):
+        live.take(100.0 + second, sums(10 * second, 0.9 * second, sampled=50 * second, weights=3e12 * second))
+    found = live.look(129.0, RATES, Setting())
+    assert found.total.steps == 100 and found.seconds == pytest.approx(10.0) and found.window.busy == pytest.approx(9.0)
+    assert found.total.sampled_s == pytest.approx(500 / 9) and found.total.mbu == pytest.approx(3e13 / 9 / 4.38e12)
+    assert live.look(129.0, RATES, Setting(), seconds=20).total.steps == 200
+    assert live.look(150.0, RATES, Setting()).verdict.term == "idle"      # nothing was heard for long
+    history = live.history(RATES)
+    assert len(history) == 29 and len(history[0]) == len(HISTORY)
+    assert history[-1][1] == pytest.approx(50) and history[-1][5] == pytest.approx(0.9)
+
+
+def test_a_window_begins_with_the_work() -> None:
+    live = LiveRoofline()
+    live.take(100.0, sums(1, 0.01))
+    for second in range(3):
+        live.take(160.0 + second, sums(1 + 10 * second, 0.01 + second, on_weights=0.9 * second))
+    found = live.look(162.0, RATES, Setting())
+    assert found.verdict.term == "weight_bandwidth" and found.seconds == pytest.approx(2.0)
+
+
+def test_another_engine_counts_from_nothing() -> None:
+    live = LiveRoofline()
+    live.take(100.0, sums(1000, 50.0))
+    live.take(101.0, sums(1010, 51.0))
+    live.take(102.0, sums(5, 0.5))
+    assert live.look(102.0, RATES, Setting()).total.steps == 5
+
+
+def test_a_view_keeps_what_was_not_said_again() -> None:
+    view = LiveView()
+    view.take(1.0, RooflineStats(sums(1, 0.1), [[1.0] * len(POINT)], held=[50], cached=[10], measured="a", flops_s={"x": 2.0}))
+    view.take(2.0, RooflineStats(sums(2, 0.2), [[2.0] * len(POINT)], measured="a"))
+    assert (view.stats.held, view.stats.cached, len(view.points)) == ([50], [10], 2)
+    view.take(3.0, RooflineStats(sums(3, 0.3), measured="b"))
+    assert not view.points                                               # those were predicted with other peaks
+    assert len(view.stats.phases["decode"]) == len(SUMS)
+
+
+def test_the_line_in_the_log() -> None:
+    live = LiveRoofline()
+    for second in range(12):
+        live.take(100.0 + second, sums(10 * second, second, rows=40 * second, sampled=40 * second, tokens=40 * second,
+                                       weights=3.4e12 * second, flops=6e13 * second, on_weights=0.78 * second))  # fmt: skip
+    line = live.look(111.0, RATES, Setting()).line()
+    assert line == (
+        "roofline: 40 tok/s, 0 prompt tok/s, 4.0 rows, 0.0 waiting; MFU 7.6%, MBU 77.6%; bound by weight_bandwidth (78%), "
+        "1.3x to the roof; next: weights of 4 bits"
+    )
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = write_model(tmp_path_factory.mktemp("model") / "tiny")
+    with ServerProcess(str(model), "--load-format", "dummy", "--num-gpu-blocks-override", "600") as made:
+        yield made.url
+
+
+def ask(url: str, **query: Any) -> dict[str, Any]:
+    reply = httpx.get(f"{url}/roofline", params=query)
+    assert reply.status_code == 200 and reply.headers["content-type"] == "application/json"
+    msgspec.json.decode(reply.content, type=RooflineReply)
+    return dict(reply.json())
+
+
+def test_the_roofline_of_a_server(server: str) -> None:
+    wait_until(lambda: ask(server)["machine"]["read_bytes_s"] > 0, 60)   # measured in a quiet moment, or remembered
+    body = {"prompt": list(range(40)), "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    for _ in range(2):
+        assert httpx.post(f"{server}/v1/completions", json=body, timeout=60).status_code == 200
+    wait_until(lambda: ask(server)["utilisation"]["steps"] >= 118)       # the second prompt is cached
+    found = ask(server, seconds=60)
+    assert found["model"] == "tiny" and found["state"] == "ok"
+    machine, used = found["machine"], found["utilisation"]
+    assert machine["dtype"] == "float32" and machine["ridge"] == pytest.approx(machine["flops_s"] / machine["read_bytes_s"])
+    assert used["steps"] == sum(each["steps"] for each in found["phases"].values())
+    assert 0 < used["mfu"] <= used["hfu"] < 1 and 0 < used["mbu"] < 1 and used["flops_per_byte"] > 0
+    assert sum(found["split"].values()) == pytest.approx(1)
+    verdict = found["verdict"]
+    assert verdict["term"] in TERMS and verdict["why"] and verdict["next"] == verdict["changes"][0]["what"]
+    points, history = found["points"], found["history"]
+    assert points["fields"] == list(POINT) and points["phases"] == list(PHASES) and len(points["values"]) >= 118
+    assert all(len(row) == len(POINT) and row[0] >= 0 for row in points["values"])
+    assert history["fields"] == list(HISTORY) and all(len(row) == len(HISTORY) for row in history["values"])
+    kv = found["kv"]
+    assert kv["blocks"] == 599 and len(kv["held"]) == len(kv["cached"]) == 480 and max(kv["cached"]) == 100
+    assert found["latency"]["first_token"]["count"] == found["latency"]["per_output_token"]["count"] == 2
+    assert found["prefix"]["rate"] > 0 and found["batch"]["running"] == 0
+
+
+@pytest.mark.parametrize("given", ["0", "121", "x", "nan", "-1"])
+def test_a_window_that_is_not_remembered_is_refused(server: str, given: str) -> None:
+    reply = httpx.get(f"{server}/roofline", params={"seconds": given})
+    assert reply.status_code == 400 and "seconds must be a number from 1 to 120" in reply.json()["error"]["message"]
+
+
+def test_metrics_agree_with_the_roofline(server: str) -> None:
+    body = {"prompt": [5] * 40, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    httpx.post(f"{server}/v1/completions", json=body, timeout=60)
+    time.sleep(0.3)
+    lines = httpx.get(f"{server}/metrics").text.splitlines()
+    bound = [line for line in lines if line.startswith("ridgeline:bound{") and line.endswith(" 1")]
+    assert len(bound) == 1
+    [mbu] = [float(line.split()[-1]) for line in lines if line.startswith("ridgeline:mbu{")]
+    assert 0 < mbu < 1
+    shares = [float(line.split()[-1]) for line in lines if line.startswith("ridgeline:step_time_share{")]
+    assert len(shares) == 3 and sum(shares) == pytest.approx(1)
+
+
+def test_a_server_that_is_still_loading_has_a_roofline() -> None:
+    found = document(AsyncLLM(), "tiny", "loading")
+    assert found.state == "loading" and found.utilisation["steps"] == 0 and found.verdict["term"] == "idle"
+    assert found.machine["read_bytes_s"] == 0 and found.machine["ridge"] is None and found.kv["held"] == []
+    assert msgspec.json.decode(msgspec.json.encode(found), type=RooflineReply)
+
+
+def test_the_data_sheet_stands_beside_what_was_measured() -> None:
+    llm = AsyncLLM()
+    llm.roofline.take(1.0, RooflineStats(sums(1, 0.1), device="NVIDIA H200", dtype="bfloat16", read_bytes_s=4.38e12,
+                                         flops_s={"bfloat16": 793e12, "float8_e4m3fn": 1443e12}, measured="now"))  # fmt: skip
+    machine = document(llm, "tiny", "ok").machine
+    assert machine["ridge"] == pytest.approx(181.05, abs=0.01) and machine["flops_s"] == 793e12
+    sheet = machine["data_sheet"]
+    assert sheet["name"] == "H200" and sheet["read_bytes_s"] == 4.8e12 and round(sheet["ridge"]) == 206
+    assert sheet["all_flops_s"]["float8_e4m3fn"] == pytest.approx(1979e12, rel=0.01)
+
+
+def test_the_query_of_a_window() -> None:
+    assert window_seconds(None) == 10.0 and window_seconds("60") == 60.0 and json.dumps(window_seconds("1")) == "1.0"
