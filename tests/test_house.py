@@ -1,0 +1,211 @@
+"""The house rules: sizes of files, functions, classes and folders, unique names, imports, and plain words.
+
+What exceeds a limit today stands in `house_offenders.json` with its size. The list may only shrink: a new offender fails, a
+larger one fails, and an entry that is not needed any more fails too. `python tests/test_house.py --shrink` rewrites the list,
+and refuses to add anything to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ridgeline"
+LIST = Path(__file__).with_name("house_offenders.json")
+LIMITS = {"file lines": 500, "function lines": 60, "kernel lines": 150, "branches": 15, "attributes": 15, "folder files": 15}
+WORDS = re.compile(r"\b(whoever|nobody|somebody|so many|such a one)\b", re.IGNORECASE)
+MOST_WORDS = 25
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.BoolOp, ast.comprehension, ast.match_case, ast.Assert)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every file of the package, by its path below the package."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+
+
+def is_kernel(node: ast.AST) -> bool:
+    marks = [ast.unparse(each) for each in getattr(node, "decorator_list", ())]
+    return any(re.search(r"(triton|gluon)\w*(_kernel|_function)|\.jit", mark) for mark in marks)
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
+    """With qualified names; functions inside functions count as part of their own and of the outer one."""
+
+    def below(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, Function):
+                yield prefix + child.name, child
+                yield from below(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.ClassDef):
+                yield from below(child, f"{prefix}{child.name}.")
+            else:
+                yield from below(child, prefix)
+
+    return below(tree, "")
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """What the class's methods assign to self."""
+    return {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name) and each.value.id == "self"
+    }
+
+
+def sizes() -> Iterator[tuple[str, str, int]]:
+    """(limit, place, size) of everything that has one."""
+    for name, tree in trees().items():
+        found = list(functions(tree))
+        if not any(is_kernel(node) for _, node in found):
+            yield "file lines", name, len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
+        for function, node in found:
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            yield "kernel lines" if is_kernel(node) else "function lines", f"{name}:{function}", lines
+            if not is_kernel(node):
+                yield "branches", f"{name}:{function}", sum(isinstance(each, BRANCHES) for each in ast.walk(node))
+        for each in ast.walk(tree):
+            if isinstance(each, ast.ClassDef):
+                yield "attributes", f"{name}:{each.name}", len(attributes(each))
+    for top in (PACKAGE, ROOT / "tests"):
+        for folder in (top, *(path for path in top.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+            files = [path for path in folder.iterdir() if path.suffix in (".py", ".c") and path.name != "__init__.py"]
+            yield "folder files", folder.relative_to(ROOT).as_posix(), len(files)
+
+
+def module_name(file: str) -> str:
+    return "ridgeline." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported(node: ast.AST) -> set[str]:
+    """Names of our own modules that an import statement takes, packages left out."""
+    names = {module_name(file) for file in trees()}
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ridgeline":
+        return {full for each in node.names if (full := f"{node.module}.{each.name}") in names} or ({node.module} & names)
+    if isinstance(node, ast.Import):
+        return {each.name for each in node.names} & names
+    return set()
+
+
+def local_imports() -> Iterator[tuple[str, str, int]]:
+    for file, tree in trees().items():
+        for function, node in functions(tree):
+            count = sum(bool(imported(each)) for each in ast.walk(node))
+            if count:
+                yield "own imports in a function", f"{file}:{function}", count
+
+
+def circles() -> list[str]:
+    """Modules that import each other, also where an import stands inside a function; types alone do not count."""
+    arrows: dict[str, set[str]] = {}
+    for file, tree in trees().items():
+        typed = {id(each) for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+                 for each in ast.walk(node)}
+        arrows[module_name(file)] = set().union(*(imported(each) for each in ast.walk(tree) if id(each) not in typed), set())
+    left = {name: {each for each in to if each in arrows and each != name} for name, to in arrows.items()}
+    while free := [name for name, to in left.items() if not to]:
+        for name in free:
+            del left[name]
+        left = {name: to - set(free) for name, to in left.items()}
+    back: dict[str, set[str]] = {name: set() for name in left}
+    for name, to in left.items():
+        for each in to:
+            back[each].add(name)
+    while free := [name for name, by in back.items() if not by]:      # those that only lead into a circle
+        for name in free:
+            del back[name]
+        back = {name: by - set(free) for name, by in back.items()}
+    return sorted(back)
+
+
+def offenders() -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for limit, place, size in sizes():
+        if size > LIMITS[limit]:
+            found.setdefault(limit, {})[place] = size
+    for limit, place, size in local_imports():
+        found.setdefault(limit, {})[place] = size
+    return found
+
+
+def words() -> Counter[str]:
+    return Counter(
+        match.lower() for path in PACKAGE.rglob("*") if path.suffix in (".py", ".c", ".js", ".html")
+        for match in WORDS.findall(path.read_text(encoding="utf-8"))
+    )
+
+
+def allowed() -> dict[str, dict[str, int]]:
+    return dict(json.loads(LIST.read_text(encoding="utf-8")))
+
+
+def test_nothing_exceeds_a_limit_but_what_did_before() -> None:
+    listed = allowed()
+    more = [f"{limit}: {place} has {size}, allowed {listed.get(limit, {}).get(place, LIMITS.get(limit, 0))}"
+            for limit, places in offenders().items() for place, size in places.items()
+            if size > listed.get(limit, {}).get(place, 0)]
+    assert not more, "\n".join(more)
+
+
+def test_the_list_of_offenders_has_shrunk_with_them() -> None:
+    found = offenders()
+    stale = [f"{limit}: {place} is listed with {size} and has {found.get(limit, {}).get(place, 'no more than allowed')}"
+             for limit, places in allowed().items() for place, size in places.items()
+             if size != found.get(limit, {}).get(place)]
+    assert not stale, "run `python tests/test_house.py --shrink`:\n" + "\n".join(stale)
+
+
+def test_no_two_files_have_one_name() -> None:
+    for top in (PACKAGE, ROOT / "tests"):
+        names = Counter(path.name for path in top.rglob("*.py") if path.name != "__init__.py")
+        assert {name for name, count in names.items() if count > 1} == set()
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles() == []
+
+
+def test_the_words_are_plain() -> None:
+    found = words()
+    assert found.total() <= MOST_WORDS, dict(found)
+
+
+def test_the_walks_see_what_they_are_for() -> None:
+    """A rule that finds nothing anywhere would hold for any code."""
+    body = "self.x = self.y = 1\n        if a and b: pass\n        import ridgeline.errors\n"
+    tree = ast.parse(f"class A:\n    def f(self):\n        {body}")
+    assert [name for name, _ in functions(tree)] == ["A.f"]
+    assert attributes(next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))) == {"x", "y"}
+    assert sum(isinstance(each, BRANCHES) for each in ast.walk(tree)) == 2
+    assert set().union(*(imported(node) for node in ast.walk(tree))) == {"ridgeline.errors"}
+    assert any(limit == "kernel lines" for limit, _, _ in sizes()) and len(trees()) > 300
+    assert WORDS.search("Nobody knows") and not WORDS.search("no body")
+
+
+def shrink() -> None:
+    listed, found = allowed() if LIST.exists() else None, offenders()
+    if listed is not None:
+        new = [f"{limit}: {place} {size}" for limit, places in found.items() for place, size in places.items()
+               if size > listed.get(limit, {}).get(place, 0)]
+        if new:
+            sys.exit("mend these instead:\n" + "\n".join(new))
+    ordered = {limit: dict(sorted(places.items())) for limit, places in sorted(found.items())}
+    LIST.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--shrink"]:
+        shrink()
+    else:
+        print(json.dumps(offenders(), indent=1), dict(words()), circles())
