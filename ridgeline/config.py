@@ -36,6 +36,10 @@ class ModelOptions:
     dtype: str = option(
         "auto", "type of weights and activations", ("auto", "float32", "bfloat16", "float16", "float64")
     )
+    quantization: str = option(
+        "none", "fp8: quantise the layers' weights to 8 bits while they load (GPU: half the bytes; changes answers slightly)",
+        ("none", "fp8"),
+    )
     max_model_len: int | None = option(None, "longest prompt and answer together, in tokens", low=2)
     device: str = option("auto", "where the model runs", ("auto", "cpu", "cuda"))
     kernels: str = option("auto", "reference: every op by its definition, to bisect a fault", ("auto", "reference"))
@@ -108,7 +112,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "hf_overrides": (({},), "edit a copy of the model's config.json"),
     "task": (("auto", "generate"), "models generate text here"),
     "runner": (("auto", "generate"), "models generate text here"),
-    "quantization": ((), "weights are used as the model's files have them"),
     "calculate_kv_scales": ((False,), _LEAVE_OUT),
     "cpu_offload_gb": ((0,), "the weights must fit"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),

@@ -121,6 +121,8 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     if graphs and not _has_kernels(config, model, dtype):
         graphs = False
         reasons["enforce_eager"] = "on: definitions in plain torch ask the device for numbers, which no graph can"
+    if config.model.quantization != "none" and device.kind == "cpu":
+        reasons["quantization"] = f"{config.model.quantization} as asked: a CPU expands the weights again, nothing is saved"
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype)
 
@@ -241,10 +243,12 @@ class Memory:
         # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/linear/gemm_gated.py), but steps
         # just below that do, into other pieces of memory than the largest step has left.
         per_token = (width + 3 * model.intermediate_size) * size
+        if config.model.quantization != "none":          # rows as codes, beside the rows themselves
+            per_token += model.hidden_size + model.intermediate_size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
         return cls(
             kind=device.kind, dtype=dtype, room=room, others=allowed - room,
-            weights=weight_bytes(model, dtype, device.kind, ranks) + rotation,
+            weights=weight_bytes(model, dtype, device.kind, ranks, config.model.quantization) + rotation,
             runtime=device.runtime,
             per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
             vocab=model.vocab_size,
@@ -338,6 +342,8 @@ def _has_kernels(config: EngineConfig, model: ModelConfig, dtype: str) -> bool:
 def _check_deterministic(config: EngineConfig, dtype: str) -> None:
     if dtype not in ("bfloat16", "float16"):
         raise ConfigError(f"deterministic has no kernels for {dtype}; use dtype bfloat16 or float16")
+    if config.model.quantization != "none":
+        raise ConfigError(f"deterministic has no kernels for {config.model.quantization} weights; leave quantization out")
     if config.parallel.tensor_parallel_size > 1:
         raise ConfigError("deterministic needs tensor_parallel_size 1: the order of sums over ranks is the library's")
 

@@ -63,6 +63,10 @@ TECHNIQUES = (
         requires=("prefix caching",), device="cuda",
     ),
     Technique(
+        "fp8 weights", {"quantization": "fp8"}, {"quantization": "none"}, "bytes", False,
+        "half the bytes of the layers' weights, and prompts multiplied at up to twice the rate", "quant/fp8.py",
+    ),
+    Technique(
         "fp8 KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,
         "half the bytes of the KV cache: twice the tokens in it, and attention reads half", "runner/kv_buffers.py",
         device="cuda",

@@ -67,7 +67,7 @@ class Linear(nn.Module):
             pieces[f"weight:{part}"] = Piece(
                 (rows.total, columns.total), (kept, slice(columns.start, columns.stop)),
                 self.weight.data[here, : columns.filled], (0.0, columns.total**-0.5),
-                keep_into(self.stored, part) if self.keeps else None,
+                keep_into(self.stored, part) if self.keeps else None, self.scheme.store(self, here, columns.filled),
             )
             if self.bias is not None:
                 pieces[f"bias:{part}"] = Piece((rows.total,), (kept,), self.bias.data[here], (0.0, 0.02))

@@ -19,3 +19,5 @@ class Piece:
     dummy: tuple[float, float]       # mean and deviation of a random stand-in that keeps activations sane
     # Also takes the rows as the file packs them, and the name of the packing; None where a part of a row is kept.
     keep_packed: Callable[[Tensor, str], None] | None = None
+    # Takes the kept part instead of the target, for parameters that do not hold the checkpoint's numbers.
+    store: Callable[[Tensor], None] | None = None

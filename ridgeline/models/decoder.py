@@ -8,6 +8,7 @@ names of weights: layers know their shard, `weights.py` knows checkpoints.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +77,15 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, comm: Communicator, dtype: torch.dtype, device: torch.device | str,
-        max_model_len: int, scheme: Scheme | None = None,
+        max_model_len: int, scheme: Scheme | None = None, layer_scheme: Scheme | None = None,
     ) -> None:
-        """Parameters are allocated on `device`, to be filled by `load_weights`."""
+        """Parameters are allocated on `device`, to be filled by `load_weights`. `layer_scheme`: of the layers' linears, where
+        it is not the head's."""
         super().__init__()
         self.config = config
         device = torch.device(device)
         place = Placement(comm, scheme or unquantised_scheme(device, dtype), dtype, device)
+        inside = place if layer_scheme is None else replace(place, scheme=layer_scheme)
         rotations = {
             rope: rotation_table(rope.frequencies(max_model_len), rope.scale, max_model_len, dtype, place.device)
             for rope in dict.fromkeys(config.ropes)
@@ -92,7 +95,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, window, group, rotations[rope],
-            ), place)
+            ), inside)
             for window, rope, group in zip(config.windows, config.ropes, layer_groups(config), strict=True)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype, place.device)
@@ -130,6 +133,15 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finish()
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Every parameter by name, quantised weights as numbers; what a decoder without quantisation would hold."""
+        found = {name: parameter.data for name, parameter in self.named_parameters()}
+        for name, module in self.named_modules():
+            if isinstance(module, Linear) and not module.shares:
+                found[f"{name}.weight"] = module.scheme.numbers(module)
+                found.pop(f"{name}.scale", None)
+        return found
 
     def bytes_per_weight(self, rows: int) -> float:
         """What a step with that many rows reads of the linears and the head, per weight."""

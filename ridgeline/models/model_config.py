@@ -26,6 +26,7 @@ from ridgeline.models.phi3 import PHI3
 from ridgeline.models.qwen import QWEN2, QWEN3
 from ridgeline.models.rope import Rope, make_rope, yarn_divisors, yarn_scale
 from ridgeline.process.log import get_logger
+from ridgeline.quant.format import FORMATS
 from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -144,7 +145,7 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
     ]
 
 
-def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1) -> int:
+def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none") -> int:
     """What the weights will occupy on one rank, second forms included, up to the padding of uneven shards.
 
     Where the native kernels are not built, the stored blocks are counted and not kept.
@@ -156,7 +157,11 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1)
             if outputs // tp_size >= fewest_outputs()
         )
         blocks = config.stored_block_bytes if tp_size == 1 else 0        # shards have no blocks
-    return numbers * DTYPE_BYTES[dtype] // tp_size + blocks
+    total = numbers * DTYPE_BYTES[dtype]
+    if device == "cuda" and quantization in FORMATS:
+        for count, outputs, inputs in config.matrices[:-1]:              # the head keeps its dtype
+            total += count * (FORMATS[quantization].nbytes(outputs, inputs) - outputs * inputs * DTYPE_BYTES[dtype])
+    return total // tp_size + blocks
 
 
 def layer_groups(config: ModelConfig) -> list[int]:

@@ -194,9 +194,14 @@ def _fill(pieces: dict[str, Piece], source: Source, config: ModelConfig, progres
             piece = pieces[target]
             rows = tensor[first : first + piece.shape[0]]
             first += piece.shape[0]
-            if rows.data_ptr() != piece.target.data_ptr():
-                piece.target.copy_(rows[piece.kept])
-            _check_finite(piece.target, name, source.tensors[name].file)
+            if piece.store is not None:
+                kept = rows[piece.kept]
+                _check_finite(kept, name, source.tensors[name].file)
+                piece.store(kept)
+            else:
+                if rows.data_ptr() != piece.target.data_ptr():
+                    piece.target.copy_(rows[piece.kept])
+                _check_finite(piece.target, name, source.tensors[name].file)
             if piece.keep_packed is not None and isinstance(source, GGUFSource) and source.is_packed(name):
                 packed, packing = source.packed(name)
                 packed = deinterleaved(packed, config.head_dim) if interleaved else packed
@@ -226,8 +231,9 @@ def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) 
     for name, piece in pieces.items():
         target = piece.target
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        whole = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
-        target.copy_(whole.normal_(*piece.dummy, generator=generator)[piece.kept])
+        dtype = target.dtype if piece.store is None else torch.bfloat16
+        whole = torch.empty(piece.shape, dtype=dtype, device=target.device).normal_(*piece.dummy, generator=generator)
+        (target.copy_ if piece.store is None else piece.store)(whole[piece.kept])
         done += target.nbytes
         if progress is not None:
             progress(done, total)

@@ -1,6 +1,8 @@
 """How a linear keeps its weight and multiplies by it. Each linear has a scheme object; layers never ask which.
 
     create        registers the parameters on the linear: zeros where `padded`, else empty
+    store         how values of the checkpoint get into rows of the parameters; None: they are copied
+    numbers       the weight as numbers, whatever is stored
     finish        after loading: whatever layout the product wants
     apply         the product; `batch` is there for schemes that depend on the step's rows
     apply_normed  the product between the norm before it and, with a gate, the gated activation behind it
@@ -15,6 +17,7 @@ A scheme knows one matrix on one device. It knows neither shards nor checkpoints
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -50,6 +53,10 @@ class Scheme(Protocol):
         self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
         device: torch.device,
     ) -> None: ...
+
+    def store(self, linear: nn.Module, rows: slice, columns: int) -> Callable[[Tensor], None] | None: ...
+
+    def numbers(self, linear: nn.Module) -> Tensor: ...
 
     def finish(self, linear: nn.Module) -> None: ...
 
@@ -104,6 +111,12 @@ class Unquantised(Composed):
         new = torch.zeros if padded else torch.empty
         linear.weight = nn.Parameter(new(rows, columns, dtype=dtype, device=device), requires_grad=False)
         linear.bias = nn.Parameter(new(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+
+    def store(self, linear: nn.Module, rows: slice, columns: int) -> Callable[[Tensor], None] | None:
+        return None
+
+    def numbers(self, linear: nn.Module) -> Tensor:
+        return linear.weight.data
 
     def finish(self, linear: nn.Module) -> None:
         pass

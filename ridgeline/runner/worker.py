@@ -18,6 +18,7 @@ from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.start_phases import phase
+from ridgeline.quant.fp8 import layer_scheme
 from ridgeline.quant.scheme import unquantised_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
 from ridgeline.runner.cuda_graphs import GraphForward
@@ -67,7 +68,8 @@ def make_runner(
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
         scheme = unquantised_scheme(device, dtype, options.execution.deterministic)
-        model = Decoder(model_config, comm, dtype, device, config.max_model_len, scheme)
+        inside = layer_scheme(options.model.quantization, scheme)
+        model = Decoder(model_config, comm, dtype, device, config.max_model_len, scheme, inside)
     with phase("rows"), meter.part(ledger.ROWS):
         heads = model.layers[0].attention.qkv.num_heads
         shares = config.shared_prefixes and heads // config.groups[0].num_kv_heads <= PREFIX_QUERIES

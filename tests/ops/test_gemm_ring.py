@@ -95,10 +95,11 @@ def compiled(rows: int, gate: int) -> dict[str, Any]:
     assert plan is not None
     constants = {
         "BLOCK_ROWS": plan.block_rows, "BLOCK_OUTPUTS": plan.block_outputs, "BLOCK_INPUTS": plan.block_inputs,
-        "STAGES": plan.stages, "X_STAGES": plan.x_stages, "GATE": gate, "BIAS": gate == 3, "WARPS": plan.warps,
-        "DEPENDENT": True,
+        "STAGES": plan.stages, "X_STAGES": plan.x_stages, "GATE": gate, "BIAS": gate == 3, "SCALED": False,
+        "PAIRED": False, "WARPS": plan.warps, "DEPENDENT": True,
     }  # fmt: skip
-    types = dict.fromkeys(("weight_ptr", "bias_ptr", "out_ptr"), "*bf16") | {"part_ptr": "*fp32", "arrived_ptr": "*i32"}
+    types = dict.fromkeys(("weight_ptr", "x_scale_ptr", "scale_ptr", "bias_ptr", "out_ptr"), "*bf16")
+    types |= {"part_ptr": "*fp32", "arrived_ptr": "*i32"}
     counts = ("rows", "inputs", "outputs", "tiles", "step", "splits", "weight_stride", "part_inputs")
     types |= dict.fromkeys(counts, "i32") | dict.fromkeys(constants, "constexpr")
     types["x_tiles"] = f"tensordesc<bf16[{plan.block_rows}, {plan.block_inputs}],{module.tile_layout()!r}>"

@@ -120,12 +120,12 @@ def compiled(outputs: int, inputs: int, gate: int) -> dict[str, Any]:
     constants = {
         "TILE": plan.tile, "STEP": plan.step, "BOX": module.BOX, "SPLITS": plan.splits, "STAGES": plan.stages,
         "ROW_STAGES": plan.row_stages, "RUN": module.RUN, "MOST_TILES": module.MOST_TILES, "GATE": gate, "BIAS": False,
-        "DEPENDENT": True,
-    }  # fmt: skip
+        "SCALED": False, "PROMOTED": module.PROMOTED, "DEPENDENT": True,
+    }
     weight = f"bf16[{module.BOX}, 64],{flat!r}" if gate == 0 else f"bf16[2, {module.BOX // 2}, 64],{cube!r}"
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | {
         "x": f"tensordesc<bf16[64, 64],{flat!r}>", "weight": f"tensordesc<{weight}>", "bias_ptr": "*bf16", "out_ptr": "*bf16",
-        "part_ptr": "*fp32", "arrived_ptr": "*i32",
+        "part_ptr": "*fp32", "arrived_ptr": "*i32", "x_scale_ptr": "*bf16", "scale_ptr": "*bf16",
     }  # fmt: skip
     aligned = [name for name in types if name.endswith("_ptr") or name == "outputs"]
     source = GluonASTSource(

@@ -93,7 +93,7 @@ def compiled(inputs: int, gate: int) -> dict[str, Any]:
     assert plan is not None
     constants = {
         "BLOCK": plan.block, "BLOCK_INPUTS": padded, "STAGES": plan.stages, "EVEN": padded == inputs, "NORM": gate > 0,
-        "RESIDUAL": gate > 0, "GATE": gate, "BIAS": gate == 3, "WARPS": plan.warps, "DEPENDENT": True,
+        "RESIDUAL": gate > 0, "GATE": gate, "BIAS": gate == 3, "SCALED": False, "WARPS": plan.warps, "DEPENDENT": True,
     }  # fmt: skip
     types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | dict.fromkeys(constants, "constexpr")
     types |= dict.fromkeys(("inputs", "outputs", "weight_stride"), "i32") | {"eps": "fp32", "norm_offset": "fp32"}

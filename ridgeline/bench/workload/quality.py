@@ -109,7 +109,7 @@ def compare(model: str, dtype: str, parts: Sequence[Part], **options: Any) -> di
         plain = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "plain")]
         spread_head(fast.model)
         spread = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "spread")]
-    weights = {name: parameter.detach() for name, parameter in fast.model.named_parameters()}
+    weights = fast.model.numbers()
     device, used = fast.config.device, fast.config.dtype
     techniques = reached(fast, before, spread)
     fast.close()

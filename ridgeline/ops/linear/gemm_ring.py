@@ -34,8 +34,19 @@ from ridgeline.ops.hopper import (
 from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
-from ridgeline.ops.linear.select import RingGemmPlan, ring_gemm_plan, split_inputs
+from ridgeline.ops.linear.select import SPLIT_UNIT, RingGemmPlan, ring_gemm_plan, split_inputs
 from ridgeline.ops.registry import gluon_kernel, triton
+
+if HAS_GLUON:
+
+    @triton.constexpr_function
+    def _pair_layout(rows, outputs, warps):  # type: ignore[no-untyped-def]
+        """Of [outputs, rows / 2]: as the GEMM leaves its sums, when neighbouring columns have been added."""
+        registers = [[8, 0]] + [[0, 4 << bit] for bit in range((rows // 8).bit_length() - 1)]
+        lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+        return gl.DistributedLinearLayout(
+            registers, lanes, [[16 << bit, 0] for bit in range(warps.bit_length() - 1)], [], [outputs, rows // 2]
+        )
 
 
 @gluon_kernel()
@@ -63,21 +74,26 @@ def _fetch_x(x_tiles, x_ring, filled, slot, unit, units, chunks, first):  # type
 
 @gluon_kernel(do_not_specialize=["rows", "outputs", "tiles", "step", "splits"])
 def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
-    x_tiles, weight_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+    x_tiles, weight_ptr, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
     rows, inputs, outputs, tiles, step, splits, weight_stride, part_inputs,
     BLOCK_ROWS: gl.constexpr, BLOCK_OUTPUTS: gl.constexpr, BLOCK_INPUTS: gl.constexpr, STAGES: gl.constexpr,
-    X_STAGES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
+    X_STAGES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr, PAIRED: gl.constexpr,
+    WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+):
     """Program (first tile, split); tiles are dealt out in turn, and the ring goes on from one to the next.
 
-    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part.
+    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are e4m3
+    codes with a scale for each row of x and each output (no gate). The tensor cores add e4m3 products with about 14 bits, so
+    each block of inputs is summed on its own, and the blocks are added in float32. PAIRED: every two rows of x are the coarse
+    and the fine codes of one row (fp8_rows.py).
     """
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
     SIZE: gl.constexpr = BLOCK_OUTPUTS * BLOCK_ROWS
-    ACROSS: gl.constexpr = BLOCK_INPUTS // 8 if BLOCK_INPUTS < 256 else 32
-    copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 16])
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
+    VECTOR: gl.constexpr = 128 // dtype.primitive_bitwidth
+    ACROSS: gl.constexpr = BLOCK_INPUTS // VECTOR if BLOCK_INPUTS < 32 * VECTOR else 32
+    copied: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 256 // dtype.primitive_bitwidth])
     program = gl.program_id(0)
     split = gl.program_id(1)
     first = split * part_inputs
@@ -110,14 +126,20 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         for unit in range(begin, begin + chunks):
             async_copy.wait_group(STAGES - 2)
             mbarrier.wait(filled.index(x_slot), phase)
-            if GATE == 0:
+            if SCALED:
+                other = warpgroup_mma_wait(0, deps=(other,))         # the block before this one
+                sums += other
+            elif GATE == 0:
                 sums = warpgroup_mma_wait(0, deps=(sums,))
             else:
                 sums, other = warpgroup_mma_wait(0, deps=(sums, other))
             fence_async_shared()
             group_barrier()                              # everybody's copies are there, and the unit before is multiplied
             x = x_ring.index(x_slot).permute((1, 0))
-            if GATE == 0:
+            if SCALED:
+                other = warpgroup_mma(ring.index(slot), x, other, use_acc=False, is_async=True)
+                other = warpgroup_mma_wait(1, deps=(other,))
+            elif GATE == 0:
                 sums = warpgroup_mma(ring.index(slot), x, sums, is_async=True)
                 sums = warpgroup_mma_wait(1, deps=(sums,))
             else:
@@ -134,7 +156,10 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             x_free = x_slot
             phase = gl.where(x_slot == X_STAGES - 1, phase ^ 1, phase)
             x_slot = gl.where(x_slot == X_STAGES - 1, 0, x_slot + 1)
-        if GATE == 0:
+        if SCALED:
+            other = warpgroup_mma_wait(0, deps=(other,))
+            sums += other
+        elif GATE == 0:
             sums = warpgroup_mma_wait(0, deps=(sums,))
         else:
             sums, other = warpgroup_mma_wait(0, deps=(sums, other))
@@ -162,14 +187,26 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             written_rows = gl.where(terms > 0, rows, 0)
         output = tile * step + place_of_output
         end = gl.minimum((tile + 1) * step, outputs)
+        if SCALED:
+            sums *= gl.load(scale_ptr + output, mask=output < end, other=0.0)
+            sums *= gl.load(x_scale_ptr + row, mask=row < rows, other=0.0)
+        if PAIRED:
+            halved: gl.constexpr = _pair_layout(BLOCK_ROWS, BLOCK_OUTPUTS, WARPS)
+            coarse, fine = sums.reshape([BLOCK_OUTPUTS, BLOCK_ROWS // 2, 2]).split()
+            sums = gl.convert_layout(coarse + fine, halved)
+            token = gl.arange(0, BLOCK_ROWS // 2, gl.SliceLayout(0, halved))[None, :]
+            output = tile * step + gl.arange(0, BLOCK_OUTPUTS, gl.SliceLayout(1, halved))[:, None]
+            written_rows = written_rows // 2
+        else:
+            token = row
         if BIAS:
             sums += gl.load(bias_ptr + output, mask=output < end, other=0.0).to(gl.float32)
         if GATE != 0:
             if BIAS:
                 other += gl.load(bias_ptr + outputs + output, mask=output < end, other=0.0).to(gl.float32)
             sums = activated(sums, GATE) * other
-        wanted = (output < end) & (row < written_rows)
-        gl.store(out_ptr + row.to(gl.int64) * outputs + output, sums.to(out_ptr.dtype.element_ty), mask=wanted)
+        wanted = (output < end) & (token < written_rows)
+        gl.store(out_ptr + token.to(gl.int64) * outputs + output, sums.to(out_ptr.dtype.element_ty), mask=wanted)
     async_copy.wait_group(0)
 
 
@@ -185,29 +222,36 @@ def ring_gemm_for(rows: int, outputs: int, inputs: int, gated: bool, device: tor
     return plan if plan.programs * (plan.shared_bytes(gated) + RESERVED) <= shared_memory(device) else None
 
 
-def tile_layout() -> Any:
-    """How tiles of 16 bit numbers lie in shared memory: as the copy engine writes and the tensor cores read them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+def tile_layout(bits: int = 16) -> Any:
+    """How tiles lie in shared memory: as TMA writes and the tensor cores read them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
-def ring_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: RingGemmPlan, *, gate: str | None = None) -> Tensor:
-    """x [rows, inputs] -> [rows, outputs]. 16 bit numbers; the rows of x and the weight at multiples of 16 bytes."""
+def ring_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: RingGemmPlan, *, gate: str | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, paired: bool = False, dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [rows, inputs] -> [rows, outputs], of x's dtype or `dtype`. The rows of x and the weight lie at multiples of 16 bytes.
+
+    16-bit numbers, or e4m3 codes with `scales`: float32, of the rows of x and of the outputs. `paired`: every two rows of x
+    are the coarse and the fine codes of one row.
+    """
     rows, inputs = x.shape
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    tiles, part_inputs = triton.cdiv(outputs, plan.step), split_inputs(inputs, plan.splits)
+    out = torch.empty((rows // 2 if paired else rows, outputs), dtype=dtype or x.dtype, device=x.device)
+    tiles, part_inputs = triton.cdiv(outputs, plan.step), split_inputs(inputs, plan.splits, max(SPLIT_UNIT, plan.block_inputs))
     splits = triton.cdiv(inputs, part_inputs)            # fewer than asked for where the last ones would be empty
     size = tiles * splits * (1 if gate is None else 2) * plan.block_outputs * plan.block_rows if splits > 1 else 0
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
     x_tiles = TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [plan.block_rows, plan.block_inputs], tile_layout()
-    )  # fmt: skip
+        x, list(x.shape), list(x.stride()), [plan.block_rows, plan.block_inputs], tile_layout(8 * x.element_size())
+    )
     programs = min(tiles, max(1, plan.programs * multiprocessors(x.device) // splits))
     _ring_gemm_kernel[programs, splits](
-        x_tiles, weight, weight if bias is None else bias, out, parts, arrivals(x.device),
+        x_tiles, weight, *(scales or (out, out)), out if bias is None else bias, out, parts, arrivals(x.device),
         rows, inputs, outputs, tiles, plan.step, splits, weight.stride(0), part_inputs,
         BLOCK_ROWS=plan.block_rows, BLOCK_OUTPUTS=plan.block_outputs, BLOCK_INPUTS=plan.block_inputs, STAGES=plan.stages,
-        X_STAGES=plan.x_stages, GATE=GATES[gate], BIAS=bias is not None, WARPS=plan.warps,
-        num_warps=plan.warps, **dependent_launch(x.device),
-    )  # fmt: skip
+        X_STAGES=plan.x_stages, GATE=GATES[gate], BIAS=bias is not None, SCALED=scales is not None, PAIRED=paired,
+        WARPS=plan.warps, num_warps=plan.warps, **dependent_launch(x.device),
+    )
     return out

@@ -45,7 +45,7 @@ if HAS_GLUON:
         lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
         return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
 
-BLOCK_INPUTS = 64                    # 128 bytes of a row: the pattern in which tensor cores read shared memory
+PROMOTED = 4                         # blocks of 128 e4m3 products that the tensor cores add before float32 does
 # Neighbouring blocks of the same weight rows are asked for together: one at a time, the product behind the norm takes 5 % longer;
 # four at a time, 14 %: too many of a ring of five wait for each other, it seems.
 RUN = 2
@@ -68,10 +68,10 @@ def _runs(item, blocks, SPLITS: gl.constexpr, RUN: gl.constexpr):  # type: ignor
 def _fetch_weights(  # type: ignore[no-untyped-def]
     weight, ring, full, empty, items, blocks,
     PAIRS: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, PLACES: gl.constexpr, SPLITS: gl.constexpr,
-    STAGES: gl.constexpr, RUN: gl.constexpr,
-):  # fmt: skip
+    STAGES: gl.constexpr, RUN: gl.constexpr, LINE: gl.constexpr,
+):
     """One warp: weights of all items. With PAIRS a box has BOX / 2 gates and their partners."""
-    cube: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    cube: gl.constexpr = gl.NVMMASharedLayout(128, 1024 // LINE, rank=3)
     count = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile = item // SPLITS
@@ -80,14 +80,14 @@ def _fetch_weights(  # type: ignore[no-untyped-def]
             for part in gl.static_range(RUN):
                 slot = (count + part) % STAGES
                 mbarrier.wait(empty.index(slot), (((count + part) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), STEP * 64 * 2)
+                mbarrier.expect(full.index(slot), STEP * 128)
             for box in gl.static_range(STEP // BOX):
                 for part in gl.static_range(RUN):
                     slot = (count + part) % STAGES
                     place = ring.index(slot * PLACES + box)
-                    column = (block + part) * 64
+                    column = (block + part) * LINE
                     if PAIRS:
-                        target = viewed(place, weight.dtype, [2, BOX // 2, 64], cube)
+                        target = viewed(place, weight.dtype, [2, BOX // 2, LINE], cube)
                         fetch(weight, [0, tile * (STEP // 2) + box * (BOX // 2), column], full.index(slot), target)
                     else:
                         fetch(weight, [tile * STEP + box * BOX, column], full.index(slot), place)
@@ -97,8 +97,8 @@ def _fetch_weights(  # type: ignore[no-untyped-def]
 @gluon_kernel()
 def _fetch_rows(  # type: ignore[no-untyped-def]
     x, ring, full, empty, items, blocks, SPLITS: gl.constexpr, STAGES: gl.constexpr, RUN: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):  # fmt: skip
+    LINE: gl.constexpr, DEPENDENT: gl.constexpr,
+):
     """One warp: the rows' inputs of all items, once the kernel before this one has written them."""
     wait_for_kernel_before(DEPENDENT)
     count = 0
@@ -108,9 +108,9 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
             for part in gl.static_range(RUN):
                 slot = (count + part) % STAGES
                 mbarrier.wait(empty.index(slot), (((count + part) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), 2 * 64 * 64 * 2)
+                mbarrier.expect(full.index(slot), 2 * 64 * 128)
                 for half in gl.static_range(2):
-                    fetch(x, [half * 64, (block + part) * 64], full.index(slot), ring.index(slot * 2 + half))
+                    fetch(x, [half * 64, (block + part) * LINE], full.index(slot), ring.index(slot * 2 + half))
             count += RUN
 
 
@@ -119,14 +119,15 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _write(  # type: ignore[no-untyped-def]
-    sums, bias_ptr, out_ptr, tile, rows, outputs,
-    FIRST: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
+    sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, tile, rows, outputs,
+    FIRST: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr,
+    LINE: gl.constexpr,
+):
     """A tile's results of one group. Lanes exchange what they hold until each has eight neighbours of a row: whole sectors
     are written."""
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
     WIDTH: gl.constexpr = sums.shape[1] // HALVES
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, LINE // 4])
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     output = tile * (STEP // HALVES) + place
     live = (place < STEP // HALVES) & (output < outputs)
@@ -136,6 +137,10 @@ def _write(  # type: ignore[no-untyped-def]
         gates, partners = sums.reshape([64, 2 * WIDTH // BOX, 2, BOX // 2]).permute([0, 1, 3, 2]).split()
         result = gl.convert_layout(gates.reshape([64, WIDTH]), layout)
         other = gl.convert_layout(partners.reshape([64, WIDTH]), layout)
+    if SCALED:                                           # no gate
+        token = FIRST + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        result *= gl.load(scale_ptr + output, mask=live, other=0.0)[None, :]
+        result *= gl.load(x_scale_ptr + token, mask=token < rows, other=0.0)[:, None]
     if BIAS:
         result += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
     if GATE != 0:
@@ -153,9 +158,10 @@ def _write(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _add_parts(  # type: ignore[no-untyped-def]
-    sums, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, split, rows, outputs,
+    sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, split, rows, outputs,
     FIRST: gl.constexpr, STEP: gl.constexpr, SPLITS: gl.constexpr, MOST_TILES: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
+    SCALED: gl.constexpr, LINE: gl.constexpr,
+):
     """The same where inputs are split: the part is written, the others are waited for, and a share of the outputs added up.
 
     All programs run at once, so waiting is safe. A part lies in memory as [outputs / 8, rows, 8]: the lanes' values side by
@@ -163,7 +169,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
     """
     TILE: gl.constexpr = sums.shape[1]
     SHARE: gl.constexpr = TILE // SPLITS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, LINE // 4])
     wide: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0])
     parts = part_ptr + ((tile * 2 + FIRST // 64) * SPLITS).to(gl.int64) * (64 * TILE)
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -185,6 +191,9 @@ def _add_parts(  # type: ignore[no-untyped-def]
         total += gl.load(source + other * (64 * TILE), cache_modifier=".cg")
     output = tile * STEP + column
     live = (column < STEP) & (output < outputs)
+    if SCALED:
+        total *= gl.load(scale_ptr + output, mask=live, other=0.0)[None, :]
+        total *= gl.load(x_scale_ptr + FIRST + row, mask=FIRST + row < rows, other=0.0)[:, None]
     if BIAS:
         total += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
     target = out_ptr + (FIRST + row)[:, None] * outputs + output[None, :]
@@ -193,16 +202,22 @@ def _add_parts(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _multiply(  # type: ignore[no-untyped-def]
-    ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
+    ring, row_ring, full, empty, row_full, row_empty, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+    items, blocks, rows, outputs,
     FIRST: gl.constexpr, TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr,
-    BIAS: gl.constexpr,
-):  # fmt: skip
-    """Four warps: rows FIRST to FIRST + 64 of every item."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    weights = viewed(ring, ring.dtype, [STAGES, TILE, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    BIAS: gl.constexpr, SCALED: gl.constexpr, LINE: gl.constexpr, PROMOTED: gl.constexpr,
+):
+    """Four warps: rows FIRST to FIRST + 64 of every item.
+
+    SCALED: the tensor cores add e4m3 products with about 14 bits, so PROMOTED blocks are summed on their own, and these sums
+    are added in float32.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, LINE // 4])
+    weights = viewed(ring, ring.dtype, [STAGES, TILE, LINE], gl.NVMMASharedLayout(128, 1024 // LINE, rank=2))
     count = 0
     sums = gl.zeros([64, TILE], gl.float32, layout)
+    part = sums
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for block in range(_runs(item, blocks, SPLITS, RUN) * RUN):
             slot = count % STAGES
@@ -211,19 +226,33 @@ def _multiply(  # type: ignore[no-untyped-def]
             mbarrier.wait(row_full.index(row_slot), (count // ROW_STAGES) & 1)
             left = row_ring.index(row_slot * 2 + FIRST // 64)
             right = weights.index(slot).permute([1, 0])
-            running = warpgroup_mma(left, right, sums, use_acc=block > 0, is_async=True)
             # To wait at once frees the blocks a turn earlier; the other group keeps the tensor cores busy meanwhile.
-            sums = warpgroup_mma_wait(0, deps=[running])
+            if SCALED:
+                running = warpgroup_mma(left, right, part, use_acc=block % PROMOTED > 0, is_async=True)
+                part = warpgroup_mma_wait(0, deps=[running])
+            else:
+                running = warpgroup_mma(left, right, sums, use_acc=block > 0, is_async=True)
+                sums = warpgroup_mma_wait(0, deps=[running])
             mbarrier.arrive(empty.index(slot), count=1)
             mbarrier.arrive(row_empty.index(row_slot), count=1)
             count += 1
+            if SCALED:
+                if block % PROMOTED == PROMOTED - 1:
+                    sums += part
+        if SCALED:
+            if _runs(item, blocks, SPLITS, RUN) * RUN % PROMOTED > 0:
+                sums += part
         if SPLITS > 1:
             _add_parts(
-                sums, bias_ptr, out_ptr, part_ptr, arrived_ptr, item // SPLITS, item % SPLITS, rows, outputs, FIRST, STEP,
-                SPLITS, MOST_TILES, BIAS,
-            )  # fmt: skip
+                sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, item // SPLITS, item % SPLITS, rows,
+                outputs, FIRST, STEP, SPLITS, MOST_TILES, BIAS, SCALED, LINE,
+            )
         else:
-            _write(sums, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, BOX, GATE, BIAS)
+            _write(
+                sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, BOX, GATE, BIAS, SCALED, LINE
+            )
+        if SCALED:
+            sums = gl.zeros([64, TILE], gl.float32, layout)
 
 
 # ── the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,33 +260,36 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon_kernel(do_not_specialize=["items", "blocks", "rows"])
 def wide_gemm_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
+    x, weight, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
     TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):  # fmt: skip
+    SCALED: gl.constexpr, PROMOTED: gl.constexpr, DEPENDENT: gl.constexpr,
+):
     """x [rows, inputs] and weight [outputs, inputs] or [2, outputs, inputs] are descriptors of the copy engine, which fills
     in zeros beyond them. An item is one part of one tile; with split inputs every program has one at most. What lies in the
     ring beyond STEP is nobody's, and so are its sums."""
-    flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES * (TILE // BOX), BOX, 64], flat)
-    row_ring = gl.allocate_shared_memory(x.dtype, [ROW_STAGES * 2, 64, 64], flat)
+    LINE: gl.constexpr = 128 if SCALED else 64           # inputs in 128 bytes: the pattern in which tensor cores read
+    flat: gl.constexpr = gl.NVMMASharedLayout(128, 1024 // LINE, rank=2)
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES * (TILE // BOX), BOX, LINE], flat)
+    row_ring = gl.allocate_shared_memory(x.dtype, [ROW_STAGES * 2, 64, LINE], flat)
     full, empty = ring_barriers(STAGES, 2)
     row_full, row_empty = ring_barriers(ROW_STAGES, 2)
     gl.warp_specialize([
         (_multiply, (
-            ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows,
-            outputs, 0, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS,
+            ring, row_ring, full, empty, row_full, row_empty, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+            items, blocks, rows, outputs, 0, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS, SCALED,
+            LINE, PROMOTED,
         )),
         (_multiply, (
-            ring, row_ring, full, empty, row_full, row_empty, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows,
-            outputs, 64, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS,
+            ring, row_ring, full, empty, row_full, row_empty, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+            items, blocks, rows, outputs, 64, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS, SCALED,
+            LINE, PROMOTED,
         )),
         (_fetch_weights, (
-            weight, ring, full, empty, items, blocks, GATE != 0, STEP, BOX, TILE // BOX, SPLITS, STAGES, RUN,
+            weight, ring, full, empty, items, blocks, GATE != 0, STEP, BOX, TILE // BOX, SPLITS, STAGES, RUN, LINE,
         )),
-        (_fetch_rows, (x, row_ring, row_full, row_empty, items, blocks, SPLITS, ROW_STAGES, RUN, DEPENDENT)),
-    ], [4, 1, 1], [232, 40, 40])  # fmt: skip
+        (_fetch_rows, (x, row_ring, row_full, row_empty, items, blocks, SPLITS, ROW_STAGES, RUN, LINE, DEPENDENT)),
+    ], [4, 1, 1], [232, 40, 40])
 
 
 @functools.cache
@@ -281,28 +313,33 @@ def wide_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.de
     return plan if plan.splits == 1 or -(-outputs // plan.step) * plan.splits <= multiprocessors(device) else None
 
 
-def wide_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: WidePlan, *, gate: str | None = None) -> Tensor:
-    """x [rows, inputs] -> [rows, outputs]"""
+def wide_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: WidePlan, *, gate: str | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [rows, inputs] -> [rows, outputs], of x's dtype or `dtype`. 16-bit numbers, or e4m3 codes without a gate and with
+    `scales`: float32, of the rows of x and of the outputs."""
     rows, inputs = x.shape
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device)
     tiles = triton.cdiv(outputs, plan.step if gate is None else plan.step // 2)
     parts = arrived = out
     if plan.splits > 1:
         parts = torch.empty(tiles * plan.splits * 128 * plan.tile, dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
-    flat, cube = gl.NVMMASharedLayout(128, 16, rank=2), gl.NVMMASharedLayout(128, 16, rank=3)
+    bits, line = 8 * x.element_size(), 128 // x.element_size()
+    flat, cube = gl.NVMMASharedLayout(128, bits, rank=2), gl.NVMMASharedLayout(128, bits, rank=3)
     if gate is None:
-        described = TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [BOX, BLOCK_INPUTS], flat)
+        described = TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [BOX, line], flat)
     else:
         strides = [outputs * inputs, inputs, 1]
-        described = TensorDescriptor(weight, [2, outputs, inputs], strides, [2, BOX // 2, BLOCK_INPUTS], cube)
+        described = TensorDescriptor(weight, [2, outputs, inputs], strides, [2, BOX // 2, line], cube)
     items = tiles * plan.splits
     wide_gemm_kernel[min(items, multiprocessors(x.device)),](
-        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [64, BLOCK_INPUTS], flat), described,
-        out if bias is None else bias, out, parts, arrived, items, triton.cdiv(inputs, BLOCK_INPUTS), rows, outputs,
+        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [64, line], flat), described, *(scales or (out, out)),
+        out if bias is None else bias, out, parts, arrived, items, triton.cdiv(inputs, line), rows, outputs,
         TILE=plan.tile, STEP=plan.step, BOX=BOX, SPLITS=plan.splits, STAGES=plan.stages, ROW_STAGES=plan.row_stages, RUN=RUN,
-        MOST_TILES=MOST_TILES, GATE=GATES[gate], BIAS=bias is not None, num_warps=4, maxnreg=REGISTERS,
-        **dependent_launch(x.device),
-    )  # fmt: skip
+        MOST_TILES=MOST_TILES, GATE=GATES[gate], BIAS=bias is not None, SCALED=scales is not None, PROMOTED=PROMOTED,
+        num_warps=4, maxnreg=REGISTERS, **dependent_launch(x.device),
+    )
     return out

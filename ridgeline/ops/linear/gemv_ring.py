@@ -28,7 +28,7 @@ from ridgeline.ops.registry import gluon_kernel, triton
 def _copy_rows(  # type: ignore[no-untyped-def]
     weight_ptr, ring, slot, block, outputs, weight_stride, row, filled, place, GATE: gl.constexpr
 ):  # fmt: skip
-    """Ask for a block of the weight's rows, with a gate for their partners too; nothing behind the last one."""
+    """Request a block of weight rows, with a gate the partner rows too; nothing behind the last row."""
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
     source = weight_ptr + block.to(gl.int64) * weight_stride
     there = (block + row < outputs)[:, None] & filled[None, :]
@@ -39,20 +39,29 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     async_copy.commit_group()
 
 
+@gluon_kernel()
+def _as_floats(weight, SCALED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights as float32; with SCALED they are e4m3 codes that lie in the ring as bytes."""
+    if SCALED:
+        weight = weight.to(gl.float8e4nv, bitcast=True)
+    return weight.to(gl.float32)
+
+
 @gluon_kernel(do_not_specialize=["outputs"])
 def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, new_residual_ptr,
+    x_ptr, residual_ptr, norm_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, new_residual_ptr,
     inputs, outputs, weight_stride, eps, norm_offset,
     BLOCK: gl.constexpr, BLOCK_INPUTS: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, NORM: gl.constexpr,
-    RESIDUAL: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
+    RESIDUAL: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr, WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
     """Blocks of outputs are dealt out to the programs in turn. With a gate, weight row `outputs + i` is i's partner.
 
     EVEN: rows fill BLOCK_INPUTS. Where they do not, what lies behind them in the ring is zero and stays so.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
-    HALVES: gl.constexpr = 1 if GATE == 0 else 2
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
+    layout: gl.constexpr = gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [1, 32], [1, WARPS], [1, 0])
+    HALVES: gl.constexpr = 1 if GATE == 0 else 2
     program = gl.program_id(0)
     column = gl.arange(0, BLOCK_INPUTS, gl.SliceLayout(0, layout))
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
@@ -90,12 +99,16 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
         async_copy.wait_group(STAGES - 1)
         output = block + row
         weight = ring.index(HALVES * slot).load(layout)
-        sums = gl.sum(weight.to(gl.float32) * x[None, :], axis=1) * factor
+        sums = gl.sum(_as_floats(weight, SCALED) * x[None, :], axis=1) * factor
+        if SCALED:
+            sums *= gl.load(scale_ptr + output, mask=output < outputs, other=0.0)
         if BIAS:
             sums += gl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(gl.float32)
         if GATE != 0:
             up = ring.index(HALVES * slot + 1).load(layout)
-            other = gl.sum(up.to(gl.float32) * x[None, :], axis=1) * factor
+            other = gl.sum(_as_floats(up, SCALED) * x[None, :], axis=1) * factor
+            if SCALED:
+                other *= gl.load(scale_ptr + outputs + output, mask=output < outputs, other=0.0)
             if BIAS:
                 other += gl.load(bias_ptr + outputs + output, mask=output < outputs, other=0.0).to(gl.float32)
             sums = activated(sums, GATE) * other
@@ -109,25 +122,29 @@ RESERVED = 2048                      # bytes of shared memory that a program nee
 
 
 @functools.cache
-def ring_for(outputs: int, inputs: int, gated: bool, device: torch.device) -> RingPlan | None:
-    """The plan where this kernel is to multiply; None: gemv.py's."""
-    plan = ring_plan(outputs, inputs, gated) if HAS_GLUON and device.type == "cuda" else None
+def ring_for(outputs: int, inputs: int, gated: bool, device: torch.device, weight_bytes: int = 2) -> RingPlan | None:
+    """The plan where this kernel multiplies; None: gemv.py does."""
+    plan = ring_plan(outputs, inputs, gated, weight_bytes) if HAS_GLUON and device.type == "cuda" else None
     if plan is None:
         return None
-    needed = plan.shared_bytes(triton.next_power_of_2(inputs), gated) + plan.programs * RESERVED
+    needed = plan.shared_bytes(triton.next_power_of_2(inputs), gated, weight_bytes) + plan.programs * RESERVED
     return plan if needed <= shared_memory(device) else None
 
 
 def ring_gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: RingPlan, *, norm: Tensor | None = None, eps: float = 0.0,
-    norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
+    norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one). 16 bit numbers, the weight contiguous."""
+    """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one). The weight is contiguous: 16-bit numbers, or
+    e4m3 codes with a float32 scale for each output. x is not quantised."""
+    if scale is not None:
+        weight = weight.view(torch.uint8)
     out, new_residual, arguments, constants = one_row(x, weight, bias, norm, eps, norm_offset, residual, gate)
+    arguments = (*arguments[:4], out if scale is None else scale, *arguments[4:])
     block_inputs = triton.next_power_of_2(x.shape[1])
     programs = min(triton.cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
     _ring_gemv_kernel[(programs,)](
         *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, STAGES=plan.stages, EVEN=block_inputs == x.shape[1],
-        WARPS=plan.warps, num_warps=plan.warps, **constants, **dependent_launch(x.device),
-    )  # fmt: skip
+        SCALED=scale is not None, WARPS=plan.warps, num_warps=plan.warps, **constants, **dependent_launch(x.device),
+    )
     return out, new_residual

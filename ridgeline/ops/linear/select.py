@@ -14,7 +14,7 @@ library's (4 parts in tiles of 128 outputs; 8 in tiles of 256 are slower), but t
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MULTIPROCESSORS = 132                # of the device the rule is for; others are served well enough by its shares
 
@@ -37,9 +37,9 @@ class RingPlan:
     programs: int                    # per multiprocessor
     stages: int                      # blocks that a program has room for
 
-    def shared_bytes(self, padded_inputs: int, gated: bool) -> int:
-        """What the blocks of 16 bit numbers of all programs take of a multiprocessor's shared memory."""
-        return self.programs * self.stages * self.block * padded_inputs * (4 if gated else 2)
+    def shared_bytes(self, padded_inputs: int, gated: bool, weight_bytes: int = 2) -> int:
+        """Shared memory of an SM that the rings of all its CTAs take."""
+        return self.programs * self.stages * self.block * padded_inputs * weight_bytes * (2 if gated else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class RingGemmPlan:
     splits: int                      # of the inputs
     step: int                        # outputs from a tile to the next, at most as many as it has room for
 
-    def shared_bytes(self, gated: bool) -> int:
-        """What the blocks of 16 bit numbers of a program take."""
+    def shared_bytes(self, gated: bool, element_bytes: int = 2) -> int:
+        """Shared memory that the rings of one CTA take; x and the weight have equally wide elements."""
         width = self.x_stages * self.block_rows + self.stages * self.block_outputs * (2 if gated else 1)
-        return width * self.block_inputs * 2
+        return width * self.block_inputs * element_bytes
 
 
 Plan = GemvPlan | GemmPlan | None    # None: the library
@@ -133,11 +133,13 @@ def _worth_a_ring(outputs: int, inputs: int) -> bool:
 
 
 @functools.cache
-def ring_plan(outputs: int, inputs: int, gated: bool = False) -> RingPlan | None:
+def ring_plan(outputs: int, inputs: int, gated: bool = False, weight_bytes: int = 2) -> RingPlan | None:
     """For one row that `plan` has given a GemvPlan, on devices with the shared memory for it; None: that plan stands."""
     if not _worth_a_ring(outputs, inputs):
         return None
-    return _RINGS.get((1 << (inputs - 1).bit_length(), gated))
+    plan = _RINGS.get((1 << (inputs - 1).bit_length(), gated))
+    # Narrower weights: the same bytes in flight, so more rows at a time.
+    return plan and replace(plan, block=plan.block * 2 // weight_bytes)
 
 
 # By the rows of x in a tile and whether there is a gate: outputs (pairs, with a gate), inputs, warps, programs per
@@ -153,6 +155,21 @@ _RING_GEMMS = {
 _NARROW_RING_GEMMS = {8: (64, 128, 4, 1, 6, 8), 16: (64, 128, 4, 1, 6, 6), 32: (64, 128, 4, 1, 5, 6)}
 # At 40 rows gemm_small.py is as fast or up to 3 % faster in five of six models; at 48 and 64 the ring is, by 0.3 to 3 %, in all.
 FEWEST_RING_ROWS_OF_64 = 48
+
+
+@functools.cache
+def fp8_ring_gemm_plan(rows: int, outputs: int, inputs: int) -> RingGemmPlan | None:
+    """For e4m3 codes on both sides: the same bytes in flight as with 16-bit numbers. None: cuBLAS multiplies."""
+    block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 0)
+    shape = _RING_GEMMS.get((block_rows, False))
+    if shape is None or not _worth_a_ring(outputs, inputs) or outputs >= HEAD_OUTPUTS:
+        return None
+    splits = even_splits(outputs, inputs)
+    block_outputs, block_inputs, warps, programs, stages, x_stages = shape
+    if inputs % (2 * block_inputs):
+        return None
+    step = _ring_step(shape, outputs, splits)
+    return RingGemmPlan(block_rows, block_outputs, 2 * block_inputs, warps, stages, x_stages, programs, splits, step)
 
 
 @functools.cache
@@ -174,7 +191,7 @@ def ring_gemm_plan(rows: int, outputs: int, inputs: int, gated: bool = False) ->
 
 
 def _ring_step(shape: tuple[int, ...], outputs: int, splits: int) -> int:
-    return _even_step(outputs, shape[0], shape[3] * MULTIPROCESSORS // splits)
+    return even_step(outputs, shape[0], shape[3] * MULTIPROCESSORS // splits)
 
 
 def _block_rows(rows: int) -> int:
@@ -184,13 +201,13 @@ def _block_rows(rows: int) -> int:
 def _gated_plan(rows: int, outputs: int) -> GemmPlan | None:
     block_rows = _block_rows(rows)
     if block_rows == 128:
-        step = _even_step(outputs, 128, MULTIPROCESSORS)
+        step = even_step(outputs, 128, MULTIPROCESSORS)
         # Narrow tiles read x too often.
         return GemmPlan(128, 128, 64, 8, 4, step=step) if step >= 96 else None
     block_inputs, stages = {16: (128, 3), 32: (64, 5), 64: (64, 4)}[block_rows]
-    step = _even_step(outputs, 64, 2 * MULTIPROCESSORS)
+    step = even_step(outputs, 64, 2 * MULTIPROCESSORS)
     if step < 48:                    # too few outputs for two tiles per multiprocessor: one, with twice the depth
-        step, stages = _even_step(outputs, 64, MULTIPROCESSORS), 2 * stages
+        step, stages = even_step(outputs, 64, MULTIPROCESSORS), 2 * stages
     return GemmPlan(block_rows, 64, block_inputs, 4, stages, step=step)
 
 
@@ -202,7 +219,7 @@ def _plain_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:
     block_inputs, stages = {16: (256, 5), 32: (256, 4), 64: (128, 6)}[block_rows]
     splits = even_splits(outputs, inputs)
     return GemmPlan(
-        block_rows, 64, block_inputs, 4, stages, splits, _even_step(outputs, 64, MULTIPROCESSORS // splits)
+        block_rows, 64, block_inputs, 4, stages, splits, even_step(outputs, 64, MULTIPROCESSORS // splits)
     )
 
 
@@ -211,23 +228,23 @@ def even_splits(outputs: int, inputs: int) -> int:
     splits = 1
     while (
         splits < 8
-        and _even_step(outputs, 64, MULTIPROCESSORS // splits) < 40
+        and even_step(outputs, 64, MULTIPROCESSORS // splits) < 40
         and inputs // (2 * splits) >= FEWEST_SPLIT_INPUTS
     ):
         splits *= 2
     return splits
 
 
-def _even_step(outputs: int, block: int, slots: int) -> int:
+def even_step(outputs: int, block: int, slots: int) -> int:
     """Outputs per tile such that the last round of tiles is as full as the others: a multiple of 8, at most `block`."""
     rounds = -(-outputs // (block * slots))
     share = -(-outputs // (rounds * slots))
     return min(block, -(-share // 8) * 8)
 
 
-def split_inputs(inputs: int, splits: int) -> int:
-    """Inputs of each part but the last."""
-    return -(-inputs // (splits * SPLIT_UNIT)) * SPLIT_UNIT
+def split_inputs(inputs: int, splits: int, unit: int = SPLIT_UNIT) -> int:
+    """Inputs of each part but the last: a multiple of `unit`."""
+    return -(-inputs // (splits * unit)) * unit
 
 
 def invariant_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:

@@ -1,0 +1,170 @@
+"""The linear with e4m3 weights and a float32 scale for each output, alone and behind a norm.
+
+The definition multiplies by the expanded weight. The kernels also quantise x: up to PAIRED_ROWS rows to coarse and fine codes,
+which keep what a bf16 number has; more rows to one code and one scale a row, as is usual for fp8 checkpoints. select.py says
+which kernel multiplies; cuBLAS serves every other shape, and what it cannot do is expanded first.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.ops.activation import gated_activation, gated_activation_reference
+from ridgeline.ops.hopper import HAS_GLUON, is_hopper
+from ridgeline.ops.launch import multiprocessors, shared_memory
+from ridgeline.ops.linear import gemm_ring, gemm_wide
+from ridgeline.ops.linear.fp8_rows import fp8_rows, fp8_rows_reference, normed_fp8_rows
+from ridgeline.ops.linear.select import RingGemmPlan, fp8_ring_gemm_plan
+from ridgeline.ops.linear.select_wide import WidePlan, fp8_wide_plan
+from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
+from ridgeline.ops.rms_norm import rms_norm_reference
+from ridgeline.sizes.fp8_costs import FP8_LINEAR_CASES, NORMED_FP8_LINEAR_CASES, fp8_linear_cost, normed_fp8_linear_cost
+
+PAIRED_ROWS = 4                      # a tile of 8 rows has room for two rows of codes for each
+
+# ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def expanded(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """codes [outputs, inputs] and scales [outputs] -> the weight as numbers"""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (weight.to(wide) * scale[:, None].to(wide)).to(dtype)
+
+
+def fp8_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, inputs], e4m3 weight [outputs, inputs], float32 scale [outputs] -> x (scale weight)^T + bias"""
+    return F.linear(x, expanded(weight, scale, x.dtype), bias)
+
+
+def normed_fp8_linear_reference(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None = None,
+    *, norm_offset: float = 0.0, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(the linear of rms_norm(x + residual), x + residual); with a gate, its gated activation"""
+    normed, stream = rms_norm_reference(
+        x, norm, eps, residual=torch.zeros_like(x) if residual is None else residual, weight_offset=norm_offset
+    )
+    out = fp8_linear_reference(normed, weight, scale, bias)
+    return (out if gate is None else gated_activation_reference(out, gate)), stream
+
+
+# ── GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def _plan(rows: int, outputs: int, inputs: int, device: torch.device) -> RingGemmPlan | WidePlan | None:
+    """None: cuBLAS."""
+    if not (HAS_GLUON and is_hopper(device)):
+        return None
+    ring = fp8_ring_gemm_plan(rows, outputs, inputs)
+    if ring is not None:
+        needed = ring.programs * (ring.shared_bytes(False, 1) + gemm_ring.RESERVED)
+        return ring if needed <= shared_memory(device) else None
+    wide = fp8_wide_plan(rows, outputs, inputs)
+    if wide is None:
+        return None
+    scratch = gemm_wide.SCRATCH if wide.splits == 1 else gemm_wide.PART_SCRATCH
+    fits = wide.shared_bytes() + scratch <= shared_memory(device)
+    return wide if fits and (wide.splits == 1 or -(-outputs // wide.step) * wide.splits <= multiprocessors(device)) else None
+
+
+@cache
+def _has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    """cuBLAS wants multiples of 16, and TMA and 16-byte loads the same."""
+    outputs, inputs = weight.shape
+    aligned = outputs % 16 == 0 and inputs % 16 == 0 and weight.data_ptr() % 16 == 0 and weight.is_contiguous()
+    return len(x) > 0 and x.stride(1) == 1 and aligned and _has_fp8(x.device)
+
+
+def _pairs(x: Tensor, weight: Tensor) -> bool:
+    """Whether this many rows keep coarse and fine codes."""
+    return len(x) <= PAIRED_ROWS and isinstance(_plan(2 * len(x), *weight.shape, x.device), RingGemmPlan)
+
+
+def multiplied(
+    codes: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, paired: bool, dtype: torch.dtype
+) -> Tensor:
+    """The GEMM of quantised rows."""
+    plan = _plan(len(codes), *weight.shape, codes.device)
+    if isinstance(plan, RingGemmPlan):
+        return gemm_ring.ring_gemm(codes, weight, bias, plan, scales=(x_scale, scale), paired=paired, dtype=dtype)
+    if isinstance(plan, WidePlan):
+        return gemm_wide.wide_gemm(codes, weight, bias, plan, scales=(x_scale, scale), dtype=dtype)
+    # Without fast accumulation: with it, a sum of 14,336 equal terms is 10 % too small.
+    return torch._scaled_mm(codes, weight.t(), x_scale[:, None], scale[None, :], bias=bias, out_dtype=dtype, use_fast_accum=False)
+
+
+def fp8_linear_gpu(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not _suits(x, weight):
+        return fp8_linear_reference(x, weight, scale, bias)
+    paired = _pairs(x, weight)
+    return multiplied(*fp8_rows(x, paired), weight, scale, bias, paired, x.dtype)
+
+
+def normed_fp8_linear_gpu(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None = None,
+    *, norm_offset: float = 0.0, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    if not _suits(x, weight):
+        return normed_fp8_linear_reference(x, residual, norm, eps, weight, scale, bias, norm_offset=norm_offset, gate=gate)
+    paired = _pairs(x, weight)
+    codes, x_scale, stream = normed_fp8_rows(x, residual, norm, eps, norm_offset=norm_offset, paired=paired)
+    out = multiplied(codes, x_scale, weight, scale, bias, paired, x.dtype)
+    return (out if gate is None else gated_activation(out, gate)), stream
+
+
+def _supports(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in (torch.bfloat16, torch.float16)
+
+
+# ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _weight(generator: torch.Generator, device: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    codes, scale = fp8_rows_reference(torch.randn(outputs, inputs, generator=generator) * inputs**-0.5)
+    return codes.to(device), scale.to(device)
+
+
+def _inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, inputs: int, outputs: int, bias: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x = torch.randn(tokens, inputs, generator=generator).to(device, dtype)
+    added = torch.randn(outputs, generator=generator).to(device, dtype) if bias else None
+    return (x, *_weight(generator, device, outputs, inputs), added), {}
+
+
+def _normed_inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str,
+    *, tokens: int, inputs: int, outputs: int, residual: bool, gate: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    stream = random(tokens, inputs) if residual else None
+    weight, scale = _weight(generator, device, outputs if gate is None else 2 * outputs, inputs)
+    return (random(tokens, inputs), stream, random(inputs), 1e-5, weight, scale), {"gate": gate}
+
+
+# Kernels that quantise x to e4m3 err by its rounding: a sum of inputs with errors of 2^-4 at most, uniform, has a standard
+# deviation of 0.027 of the sum's own. Sums have a deviation of 1 here; the bound is six deviations of the error.
+_TOLERANCE = {"float32": Tolerance(1e-6, 1e-5), "bfloat16": Tolerance(2**-7, 0.17), "float16": Tolerance(2**-7, 0.17)}
+
+fp8_linear = Op(
+    "fp8_linear", fp8_linear_reference, kernels=[Implementation("triton", fp8_linear_gpu, _supports)], cases=FP8_LINEAR_CASES,
+    cost=fp8_linear_cost, inputs=_inputs, tolerance=_TOLERANCE,
+)
+normed_fp8_linear = Op(
+    "normed_fp8_linear", normed_fp8_linear_reference, kernels=[Implementation("triton", normed_fp8_linear_gpu, _supports)],
+    cases=NORMED_FP8_LINEAR_CASES, cost=normed_fp8_linear_cost, inputs=_normed_inputs,
+    # With a gate: the product of two such sums.
+    tolerance={**_TOLERANCE, "bfloat16": Tolerance(2**-5, 0.5), "float16": Tolerance(2**-5, 0.5)},
+)

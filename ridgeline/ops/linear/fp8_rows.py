@@ -1,0 +1,257 @@
+"""Rows of activations as e4m3 codes: quantised alone, with the norm before them, or with the gated activation before them.
+
+A row has one float32 scale, its largest magnitude / 448, so that the largest number becomes the largest code. Quantising is
+part of the kernel that makes the row, because a pass of its own would read and write the row once more.
+
+`paired` gives every row two rows of codes: coarse ones, and fine ones for what rounding left, with a scale 16 times smaller.
+Together they have the eight bits of a bf16 number. A GEMM of few rows has room for both in one tile, and reads no more weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.activation import gated_activation_reference
+from ridgeline.ops.launch import dependent_launch
+from ridgeline.ops.linear.gemv import GATES, activated
+from ridgeline.ops.registry import (
+    TRITON_DTYPES,
+    TRITON_INTERPRETED,
+    Implementation,
+    Op,
+    Site,
+    Tolerance,
+    tl,
+    triton,
+    triton_kernel,
+)
+from ridgeline.ops.rms_norm import rms_norm_reference
+from ridgeline.sizes.fp8_costs import (
+    GATED_FP8_CASES,
+    NORMED_FP8_CASES,
+    ROW_FP8_CASES,
+    gated_fp8_cost,
+    normed_fp8_cost,
+    row_fp8_cost,
+)
+
+CODES = torch.float8_e4m3fn
+LARGEST = 448.0
+FINER = 16.0                         # e4m3 rounds by a sixteenth at most
+SMALLEST_SCALE = 2.0**-100           # of a row of zeros: any scale is right, but 0 is not
+
+# ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fp8_rows_reference(x: Tensor, paired: bool = False) -> tuple[Tensor, Tensor]:
+    """x [T, width] -> (e4m3 codes [T, width], float32 scales [T]); codes * scales is x up to rounding.
+
+    Paired: [2 T, width] and [2 T], the coarse and the fine codes of a row one after the other; their sum is x.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = (wide.abs().amax(dim=-1) / LARGEST).clamp_min(SMALLEST_SCALE).float()
+    shares = (wide / scale[:, None]).clamp(-LARGEST, LARGEST)
+    coarse = shares.to(CODES)
+    if not paired:
+        return coarse, scale
+    fine = ((shares - coarse.to(shares.dtype)) * FINER).to(CODES)
+    return torch.stack((coarse.view(torch.uint8), fine.view(torch.uint8)), 1).flatten(0, 1).view(CODES), torch.stack(
+        (scale, scale / FINER), 1).flatten()
+
+
+def normed_fp8_rows_reference(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, *, norm_offset: float = 0.0, paired: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes and scales of rms_norm(x + residual), x + residual). The norm is not rounded before it is quantised."""
+    stream = x if residual is None else x + residual
+    wide = stream.to(torch.promote_types(x.dtype, torch.float32))
+    normed = rms_norm_reference(wide, norm, eps, weight_offset=norm_offset)
+    assert isinstance(normed, Tensor)
+    return (*fp8_rows_reference(normed, paired), stream)
+
+
+def gated_fp8_rows_reference(x: Tensor, gate: str, paired: bool = False) -> tuple[Tensor, Tensor]:
+    """x [T, 2 I] -> codes and scales of act(x[:, :I]) * x[:, I:]"""
+    return fp8_rows_reference(gated_activation_reference(x.to(torch.promote_types(x.dtype, torch.float32)), gate), paired)
+
+
+# ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton_kernel()
+def _store_row(  # type: ignore[no-untyped-def]
+    values, code_ptr, scale_ptr, row, column, WIDTH: tl.constexpr, PAIRED: tl.constexpr, AS_FLOATS: tl.constexpr
+):
+    scale = tl.maximum(tl.max(tl.abs(values), axis=0) / 448.0, 7.888609052210118e-31)
+    shares = tl.minimum(tl.maximum(values / scale, -448.0), 448.0)
+    if PAIRED:
+        row = 2 * row
+    inside = column < WIDTH
+    if AS_FLOATS:
+        tl.store(code_ptr + row * WIDTH + column, shares, mask=inside)
+    else:
+        codes = shares.to(tl.float8e4nv)
+        tl.store(code_ptr + row * WIDTH + column, codes, mask=inside)
+        if PAIRED:
+            fine = (shares - codes.to(tl.float32)) * 16.0
+            tl.store(code_ptr + (row + 1) * WIDTH + column, fine.to(tl.float8e4nv), mask=inside)
+    tl.store(scale_ptr + row, scale)
+    if PAIRED:
+        tl.store(scale_ptr + row + 1, scale / 16.0)
+
+
+@triton_kernel()
+def _fp8_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, code_ptr, scale_ptr, stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr, AS_FLOATS: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """One row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    _store_row(x, code_ptr, scale_ptr, row, column, WIDTH, PAIRED, AS_FLOATS)
+
+
+@triton_kernel()
+def _normed_fp8_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, norm_ptr, code_ptr, scale_ptr, new_residual_ptr, x_stride, residual_stride, eps, norm_offset,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PAIRED: tl.constexpr, AS_FLOATS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row per program; codes and new_residual are contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32) + norm_offset
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+        # Rounded first: the norm is that of the residual which later layers will read.
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
+        tl.store(new_residual_ptr + row * WIDTH + column, x, mask=inside)
+    x = x.to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * weight
+    _store_row(x, code_ptr, scale_ptr, row, column, WIDTH, PAIRED, AS_FLOATS)
+
+
+@triton_kernel()
+def _gated_fp8_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, code_ptr, scale_ptr, stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, PAIRED: tl.constexpr, AS_FLOATS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    _store_row(activated(gate, GATE) * up, code_ptr, scale_ptr, row, column, WIDTH, PAIRED, AS_FLOATS)
+
+
+def _room(x: Tensor, width: int, paired: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Codes, scales, and what all three launches have in common."""
+    rows = 2 * len(x) if paired else len(x)
+    # The interpreter has no e4m3: it writes what would be rounded to coarse codes, and torch rounds.
+    codes = torch.empty((rows, width), dtype=torch.float32 if TRITON_INTERPRETED else CODES, device=x.device)
+    block = triton.next_power_of_2(width)
+    shared = {
+        "WIDTH": width, "BLOCK": block, "PAIRED": paired, "AS_FLOATS": TRITON_INTERPRETED,
+        "num_warps": min(max(block // 512, 1), 16), **dependent_launch(x.device),
+    }
+    return codes, torch.empty(rows, dtype=torch.float32, device=x.device), shared
+
+
+def _rounded(codes: Tensor, paired: bool) -> Tensor:
+    """What the interpreter left to torch."""
+    if TRITON_INTERPRETED and paired:
+        codes[1::2] = (codes[::2] - codes[::2].to(CODES).float()) * FINER
+    return codes.to(CODES)
+
+
+def fp8_rows_triton(x: Tensor, paired: bool = False) -> tuple[Tensor, Tensor]:
+    codes, scale, shared = _room(x, x.shape[1], paired)
+    if len(x):
+        _fp8_rows_kernel[len(x),](x, codes, scale, x.stride(0), **shared)
+    return _rounded(codes, paired), scale
+
+
+def normed_fp8_rows_triton(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, *, norm_offset: float = 0.0, paired: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale, shared = _room(x, x.shape[1], paired)
+    stream = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    added = x if residual is None else residual
+    if len(x):
+        _normed_fp8_rows_kernel[len(x),](
+            x, added, norm, codes, scale, stream, x.stride(0), added.stride(0), eps, norm_offset,
+            HAS_RESIDUAL=residual is not None, **shared,
+        )
+    return _rounded(codes, paired), scale, stream
+
+
+def gated_fp8_rows_triton(x: Tensor, gate: str, paired: bool = False) -> tuple[Tensor, Tensor]:
+    codes, scale, shared = _room(x, x.shape[1] // 2, paired)
+    if len(x):
+        _gated_fp8_rows_kernel[len(x),](x, codes, scale, x.stride(0), GATE=GATES[gate], **shared)
+    return _rounded(codes, paired), scale
+
+
+def _supports(site: Site) -> bool:
+    # One program holds a whole row in registers.
+    return site.device == "cuda" and site.dtype in TRITON_DTYPES and site.width <= 32768
+
+
+# ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, width: int, paired: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(tokens, width, generator=generator).mul_(3).to(device, dtype), paired), {}
+
+
+def _normed_inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, width: int, residual: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    stream = random(tokens, width) if residual else None
+    return (random(tokens, width), stream, random(width), 1e-5), {"norm_offset": 1.0 if residual else 0.0}
+
+
+def _gated_inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, intermediate: int, kind: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(tokens, 2 * intermediate, generator=generator).mul_(2).to(device, dtype), kind), {}
+
+
+# A code may land on its neighbour where float32 and float64 round to different sides: e4m3 has three bits behind the point, and
+# 2^-9 is its smallest step. Scales and the stream are held to the same bound; tests/ops/test_fp8.py holds them to their own.
+_TOLERANCE = {dtype: Tolerance(2**-3, 2**-9) for dtype in ("float32", "bfloat16", "float16")}
+
+fp8_rows = Op(
+    "fp8_rows", fp8_rows_reference, kernels=[Implementation("triton", fp8_rows_triton, _supports)], cases=ROW_FP8_CASES,
+    cost=row_fp8_cost, inputs=_inputs, tolerance=_TOLERANCE,
+)
+normed_fp8_rows = Op(
+    "normed_fp8_rows", normed_fp8_rows_reference, kernels=[Implementation("triton", normed_fp8_rows_triton, _supports)],
+    cases=NORMED_FP8_CASES, cost=normed_fp8_cost, inputs=_normed_inputs, tolerance=_TOLERANCE,
+)
+gated_fp8_rows = Op(
+    "gated_fp8_rows", gated_fp8_rows_reference, kernels=[Implementation("triton", gated_fp8_rows_triton, _supports)],
+    cases=GATED_FP8_CASES, cost=gated_fp8_cost, inputs=_gated_inputs, tolerance=_TOLERANCE,
+)

@@ -1,0 +1,201 @@
+"""fp8 weights: what loading makes of a checkpoint, the law that the engine computes with exactly those numbers, and memory.
+
+The kernels themselves are checked by tests/ops/test_ops.py (small shapes) and, on a GPU, below with the shapes that have rules.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_laws import PLAIN, requests, run
+from tiny_models import VOCAB, save_checkpoint
+
+from ridgeline.config import EngineConfig
+from ridgeline.distributed.comm import Communicator
+from ridgeline.errors import ConfigError
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.weights import load_weights
+from ridgeline.ops.linear.fp8_linear import PAIRED_ROWS, expanded, fp8_linear_gpu, fp8_linear_reference
+from ridgeline.ops.linear.fp8_rows import CODES, FINER, LARGEST, fp8_rows_reference
+from ridgeline.ops.linear.select import fp8_ring_gemm_plan
+from ridgeline.ops.linear.select_wide import fp8_wide_plan
+from ridgeline.quant.fp8 import Fp8
+from ridgeline.quant.scheme import Unquantised
+from ridgeline.resolve import DeviceFacts, resolve
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_number_becomes_the_largest_code_and_zeros_stay() -> None:
+    x = torch.tensor([[0.0, -3.0, 1.5], [0.0, 0.0, 0.0], [1e-30, 0, 0]])
+    codes, scale = fp8_rows_reference(x)
+    assert codes.float()[0].tolist() == [0.0, -LARGEST, LARGEST / 2] and codes.float()[1].tolist() == [0.0] * 3
+    assert torch.isfinite(scale).all() and (scale > 0).all()
+    torch.testing.assert_close(codes.float() * scale[:, None], x, rtol=2**-4, atol=0)
+
+
+def test_coarse_and_fine_codes_hold_what_bf16_numbers_hold() -> None:
+    x = torch.randn(7, 512, dtype=torch.bfloat16)
+    codes, scale = fp8_rows_reference(x, paired=True)
+    again = (codes.double() * scale[:, None].double()).view(7, 2, 512).sum(1)
+    error = (again - x.double()).norm() / x.double().norm()
+    alone, alone_scale = fp8_rows_reference(x)
+    coarse = ((alone.double() * alone_scale[:, None].double()) - x.double()).norm() / x.double().norm()
+    assert error < 2**-9 < 0.02 < coarse
+    assert torch.equal(scale[1::2] * FINER, scale[::2])
+
+
+# -- loading ------------------------------------------------------------------------------------------------------------
+
+
+def decoder(path: Path, dtype: torch.dtype = torch.float64) -> Decoder:
+    """As on a GPU: codes are kept."""
+    config = load_model_config(path)
+    made = Decoder(config, Communicator(), dtype, "cpu", 64, Unquantised(), Kept(Unquantised()))
+    load_weights(made, path, config)
+    return made
+
+
+class Kept(Fp8):
+    def finish(self, linear: torch.nn.Module) -> None:
+        pass
+
+
+def test_every_output_has_its_own_scale_whatever_it_is_fused_with(tmp_path: Path) -> None:
+    """Fused q, k and v, gate and up: a large part leaves the others' rounding alone."""
+    path = save_checkpoint("qwen2", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name] * 1000
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    qkv = decoder(path).layers[0].attention.qkv
+    assert qkv.weight.dtype == CODES and qkv.scale.shape == (qkv.weight.shape[0],) and qkv.bias.dtype == torch.float64
+    stored = torch.cat([tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"])
+    codes, scale = fp8_rows_reference(stored)
+    assert torch.equal(qkv.weight.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(qkv.scale, scale)
+
+
+def test_large_weights_are_quantised_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_checkpoint("llama", tmp_path / "model")
+    at_once = decoder(path).numbers()
+    monkeypatch.setattr("ridgeline.quant.fp8.ROWS_AT_ONCE", 100)
+    assert all(torch.equal(value, at_once[name]) for name, value in decoder(path).numbers().items())
+
+
+def test_the_head_the_embedding_and_the_norms_keep_their_numbers(tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path / "model", tie_word_embeddings=False)
+    made = decoder(path)
+    kept = {name for name, parameter in made.named_parameters() if parameter.dtype != CODES and not name.endswith(".scale")}
+    assert {"embed.weight", "head.weight", "norm.weight"} <= kept and not any("qkv.weight" in name for name in kept)
+    assert made.bytes_per_weight(1) < 5                    # float64 in the head alone
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("inf")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Exception, match=r"up_proj\.weight holds values that are not finite"):
+        decoder(path)
+
+
+# -- the law ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_the_engine_computes_with_the_expanded_weights(name: str, tmp_path: Path) -> None:
+    """Greedy tokens of `quantization=fp8` equal those of a checkpoint that holds the expanded weights; and they differ from the
+    original's somewhere, or the law would say nothing."""
+    model = save_checkpoint(name, tmp_path / "model", tie_word_embeddings=False)
+    made, tensors = decoder(model), load_file(model / "model.safetensors")
+    for key, value in tensors.items():
+        if value.dim() == 2 and "layers." in key:
+            codes, scale = fp8_rows_reference(value)
+            tensors[key] = expanded(codes, scale, torch.float64)
+    other = save_checkpoint(name, tmp_path / "expanded", tie_word_embeddings=False)
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    options = PLAIN | {"device": "cpu", "dtype": "float64", "kernels": "reference"}
+    asked = requests()
+    quantised = run(model, options | {"quantization": "fp8"}, asked)
+    assert quantised.answers == run(other, options, asked).answers
+    assert quantised.answers != run(model, options, asked).answers
+    assert VOCAB and made.numbers()["layers.0.mlp.down.weight"].dtype == torch.float64
+
+
+# -- options and memory -------------------------------------------------------------------------------------------------
+
+
+def facts(kind: str) -> DeviceFacts:
+    return DeviceFacts(kind, 2**34, ("bfloat16", "float32") if kind == "cuda" else ("float32",))
+
+
+def test_memory_counts_codes_and_scales_on_a_gpu(tmp_path: Path) -> None:
+    model = load_model_config(save_checkpoint("llama", tmp_path / "model", tie_word_embeddings=False))
+    plain, fp8 = (weight_bytes(model, "bfloat16", "cuda", 1, each) for each in ("none", "fp8"))
+    linears = [(count, outputs, inputs) for count, outputs, inputs in model.matrices[:-1]]
+    assert plain - fp8 == sum(count * (outputs * inputs - 4 * outputs) for count, outputs, inputs in linears)
+    assert weight_bytes(model, "float32", "cpu", 1, "fp8") == weight_bytes(model, "float32", "cpu", 1)
+
+
+def test_what_does_not_go_with_it_is_refused_before_loading(tmp_path: Path) -> None:
+    model = str(save_checkpoint("llama", tmp_path / "model"))
+
+    def resolved(kind: str, **options: Any) -> Any:
+        return resolve(EngineConfig.of(model=model, quantization="fp8", **options), facts(kind))
+
+    assert resolved("cuda").memory and "expands the weights again" in resolved("cpu").reasons["quantization"]
+    with pytest.raises(ConfigError, match="deterministic has no kernels for fp8 weights"):
+        resolved("cuda", deterministic=True)
+
+
+# -- kernels ------------------------------------------------------------------------------------------------------------
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_rules_cover_an_8b_model_up_to_128_rows(name: str) -> None:
+    for rows in (1, 2, 8, 33, 64):
+        plan = fp8_ring_gemm_plan(rows, *SHAPES[name])
+        assert plan is not None and SHAPES[name][1] % plan.block_inputs == 0 and plan.shared_bytes(False, 1) < 232_000
+    for rows in (65, 128):
+        wide = fp8_wide_plan(rows, *SHAPES[name])
+        assert wide is not None and fp8_ring_gemm_plan(rows, *SHAPES[name]) is None
+        assert wide.splits == 1 or -(-SHAPES[name][0] // 128) * wide.splits <= 132
+    assert fp8_wide_plan(129, *SHAPES[name]) is None
+
+
+@GPU
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 40, 64, 65, 128, 129, 700])
+def test_gpu_kernels_compute_the_definition(rows: int, bias: bool) -> None:
+    """Against the quantised rows in float64, where the rows are quantised: what remains is rounding to bf16."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    for outputs, inputs in ((4096, 4096), (2592, 3072), (48, 112)):
+        weight, scale = fp8_rows_reference(torch.randn(outputs, inputs, device="cuda", generator=generator) * inputs**-0.5)
+        x = torch.randn(rows, inputs, device="cuda", generator=generator).bfloat16()
+        added = torch.randn(outputs, device="cuda", generator=generator).bfloat16() if bias else None
+        out = fp8_linear_gpu(x, weight, scale, added).double()
+        ring = fp8_ring_gemm_plan(2 * rows, outputs, inputs)
+        codes, x_scale = fp8_rows_reference(x)
+        known = x.double() if rows <= PAIRED_ROWS and ring is not None else codes.double() * x_scale[:, None].double()
+        exact = fp8_linear_reference(known, weight, scale, None if added is None else added.double())
+        assert (out - exact).norm() / exact.norm() < 0.004
+
+
+@GPU
+@pytest.mark.parametrize("rows", [1, 8, 64, 128, 256])
+def test_gpu_sums_of_many_equal_terms_are_right(rows: int) -> None:
+    """Tensor cores add e4m3 products with 14 bits; 14,336 of them are 10 % too few unless float32 helps."""
+    x = torch.ones(rows, 14336, device="cuda", dtype=torch.bfloat16)
+    weight = torch.full((4096, 14336), 1.125, device="cuda").to(CODES)
+    out = fp8_linear_gpu(x, weight, torch.ones(4096, device="cuda"))
+    torch.testing.assert_close(out.float(), torch.full_like(out, 14336 * 1.125, dtype=torch.float32), rtol=2**-8, atol=0)

@@ -1,0 +1,114 @@
+"""The GEMM kernels with e4m3 operands, compiled for sm_90: the right instructions, no spilled registers, the planned memory."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline.ops import registry
+from ridgeline.ops.linear import gemm_ring, gemm_wide
+from ridgeline.ops.linear.select import fp8_ring_gemm_plan
+from ridgeline.ops.linear.select_wide import fp8_wide_plan
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
+SHARED = 232_448                     # bytes of an H200's SM that one CTA may have
+COUNTS = ("rows", "inputs", "outputs", "tiles", "step", "splits", "weight_stride", "part_inputs")
+
+
+def ring_source(module: Any, rows: int, paired: bool) -> tuple[Any, dict[str, Any], dict[str, str], int]:
+    plan = fp8_ring_gemm_plan(rows, 4096, 4096)
+    assert plan is not None
+    constants = {
+        "BLOCK_ROWS": plan.block_rows, "BLOCK_OUTPUTS": plan.block_outputs, "BLOCK_INPUTS": plan.block_inputs,
+        "STAGES": plan.stages, "X_STAGES": plan.x_stages, "GATE": 0, "BIAS": paired, "SCALED": True, "PAIRED": paired,
+        "WARPS": plan.warps, "DEPENDENT": True,
+    }
+    types = dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | {
+        "part_ptr": "*fp32", "arrived_ptr": "*i32", "x_scale_ptr": "*fp32", "scale_ptr": "*fp32", "weight_ptr": "*fp8e4nv",
+        "x_tiles": f"tensordesc<fp8e4nv[{plan.block_rows}, {plan.block_inputs}],{module.tile_layout(8)!r}>",
+    } | dict.fromkeys(COUNTS, "i32")
+    return module._ring_gemm_kernel, constants, types, plan.warps
+
+
+def wide_source(module: Any, outputs: int, inputs: int) -> tuple[Any, dict[str, Any], dict[str, str], int]:
+    plan = fp8_wide_plan(128, outputs, inputs)
+    assert plan is not None
+    flat = module.gl.NVMMASharedLayout(128, 8, rank=2)
+    constants = {
+        "TILE": plan.tile, "STEP": plan.step, "BOX": module.BOX, "SPLITS": plan.splits, "STAGES": plan.stages,
+        "ROW_STAGES": plan.row_stages, "RUN": module.RUN, "MOST_TILES": module.MOST_TILES, "GATE": 0, "BIAS": False,
+        "SCALED": True, "PROMOTED": module.PROMOTED, "DEPENDENT": True,
+    }
+    split = plan.splits > 1
+    types = {
+        "x": f"tensordesc<fp8e4nv[64, 128],{flat!r}>", "weight": f"tensordesc<fp8e4nv[{module.BOX}, 128],{flat!r}>",
+        "x_scale_ptr": "*fp32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16",
+        "part_ptr": "*fp32" if split else "*bf16", "arrived_ptr": "*i32" if split else "*bf16",
+    } | dict.fromkeys(("items", "blocks", "rows", "outputs"), "i32")
+    return module.wide_gemm_kernel, constants, types, 4
+
+
+def compiled(kind: str, first: int, second: int) -> dict[str, Any]:
+    """In a process of its own, where the op files believe in a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental import gluon
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    registry.HAS_TRITON, registry.gluon, registry.triton, registry.tl = True, gluon, triton, triton.language
+    for name in ("hopper", "linear.gemv"):
+        importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
+    if kind == "ring":
+        kernel, constants, types, warps = ring_source(importlib.reload(gemm_ring), first, bool(second))
+    else:
+        kernel, constants, types, warps = wide_source(importlib.reload(gemm_wide), first, second)
+    types |= dict.fromkeys(constants, "constexpr")
+    aligned = [name for name in types if name.endswith("_ptr") or name in ("inputs", "weight_stride", "part_inputs")]
+    source = GluonASTSource(
+        kernel, {name: types[name] for name in kernel.arg_names},
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": warps, "launch_pdl": True} | ({"maxnreg": gemm_wide.REGISTERS} if kind == "wide" else {})
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile() as binary:
+        binary.write(result.asm["cubin"])
+        binary.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        code = subprocess.run([tool, "-c", binary.name], capture_output=True, text=True, check=True).stdout
+    return {
+        "shared": result.metadata.shared, "spills": len(re.findall(r"\b(STL|LDL)\b", code)), "mma": len(re.findall("QGMMA", code)),
+        "products": sorted(set(re.findall(r"wgmma\.mma_async\.\S+", result.asm["ptx"]))),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("ring", 8, 1), ("wide", 4096, 14336),
+        *(pytest.param("ring", rows, 0, marks=pytest.mark.slow) for rows in (16, 32, 64)),
+        pytest.param("wide", 28672, 4096, marks=pytest.mark.slow),
+    ],
+)
+def test_the_fp8_kernel_compiles(tmp_path: Path, kind: str, first: int, second: int) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, __file__, kind, str(first), str(second)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["shared"] + 1024 <= SHARED and found["spills"] == 0 and found["mma"] > 0
+    assert all("e4m3.e4m3" in each for each in found["products"]) and found["products"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(compiled(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
