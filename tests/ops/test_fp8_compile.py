@@ -87,7 +87,8 @@ def compiled(kind: str, first: int, second: int) -> dict[str, Any]:
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
         code = subprocess.run([tool, "-c", binary.name], capture_output=True, text=True, check=True).stdout
     return {
-        "shared": result.metadata.shared, "spills": len(re.findall(r"\b(STL|LDL)\b", code)), "mma": len(re.findall("QGMMA", code)),
+        "shared": result.metadata.shared, "spills": len(re.findall(r"\b(STL|LDL)\b", code)),
+        "mma": len(re.findall("QGMMA", code)),
         "products": sorted(set(re.findall(r"wgmma\.mma_async\.\S+", result.asm["ptx"]))),
     }
 
