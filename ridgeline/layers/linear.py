@@ -99,10 +99,10 @@ class GateUpLinear(Linear):
         super().__init__({"gate": shard, "up": shard}, whole(inputs), bias, place)
 
     def normed_gated(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, activation: str, batch: Batch | None
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, activation: str, batch: Batch | None, following: Linear
     ) -> tuple[Tensor, Tensor]:
-        """(activation(gate) * up of norm(x + residual), x + residual)"""
-        return self.scheme.apply_normed(self, x, residual, norm, batch, activation)
+        """(activation(gate) * up of norm(x + residual), x + residual); the first in the form that `following` takes"""
+        return self.scheme.apply_normed(self, x, residual, norm, batch, activation, following)
 
 
 class QKVLinear(Linear):

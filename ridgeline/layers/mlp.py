@@ -18,4 +18,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, batch: Batch) -> tuple[Tensor, Tensor]:
         """(activation(gate) * up of norm(x + residual), x + residual): all but the last product."""
-        return self.gate_up.normed_gated(x, residual, norm, self.activation, batch)
+        return self.gate_up.normed_gated(x, residual, norm, self.activation, batch, self.down)

@@ -7,12 +7,14 @@ them: the weight is expanded once, after loading, so that the same numbers are c
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.linear import gemm_small, gemm_wide
-from ridgeline.ops.linear.fp8_linear import expanded, fp8_linear, normed_fp8_linear
+from ridgeline.ops.linear.fp8_linear import Fp8Rows, expanded, fp8_linear, gated_rows, multiplied, normed_fp8_linear
 from ridgeline.ops.linear.fp8_rows import CODES, fp8_rows_reference
 from ridgeline.quant.scheme import Composed, Norm, Scheme
 
@@ -63,15 +65,25 @@ class Fp8(Composed):
     def numbers(self, linear: nn.Module) -> Tensor:
         return expanded(linear.weight, linear.scale, torch.promote_types(linear.dtype, torch.float32))
 
-    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
+    def apply(self, linear: nn.Module, x: Tensor | Fp8Rows, batch: object) -> Tensor:
+        if isinstance(x, Fp8Rows):
+            return multiplied(x, linear.weight, linear.scale, linear.bias)
         return fp8_linear(x, linear.weight, linear.scale, linear.bias)
 
     def apply_normed(
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return normed_fp8_linear(
-            x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, norm_offset=norm.offset, gate=gate
+        following: nn.Module | None = None,
+    ) -> tuple[Any, Tensor]:
+        """The gated activation is quantised by the kernel that computes it, where the linear that follows wants codes."""
+        out, stream = normed_fp8_linear(
+            x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, norm_offset=norm.offset
         )
+        if gate is None:
+            return out, stream
+        rows = None
+        if following is not None and isinstance(following.scheme, Fp8):
+            rows = gated_rows(out, gate, following.weight)
+        return (gated_activation(out, gate) if rows is None else rows), stream
 
     def extra_bytes(self, linear: nn.Module) -> int:
         return 0

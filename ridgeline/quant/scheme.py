@@ -5,7 +5,8 @@
     numbers       the weight as numbers, whatever is stored
     finish        after loading: whatever layout the product wants
     apply         the product; `batch` is there for schemes that depend on the step's rows
-    apply_normed  the product between the norm before it and, with a gate, the gated activation behind it
+    apply_normed  the product between the norm before it and, with a gate, the gated activation behind it; `following` is the
+                  linear that takes the result, which may then come in the form that its scheme wants
     apply_onto    the product added to a residual, in place, where `adds` says that this is faster than leaving the sum to
                   the next norm
     extra_bytes   what the linear occupies after `finish` beside its parameters
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,8 @@ class Scheme(Protocol):
 
     def apply_normed(
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+        following: nn.Module | None = None,
+    ) -> tuple[Any, Tensor]: ...
 
     def adds(self, linear: nn.Module, x: Tensor) -> bool: ...
 
@@ -83,7 +85,8 @@ class Composed(ABC):
 
     def apply_normed(
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        following: nn.Module | None = None,
+    ) -> tuple[Any, Tensor]:
         """The product with norm(x + residual), and x + residual. Without a residual x is the whole stream."""
         if residual is None:
             normed, stream = norm(x), x
@@ -149,7 +152,8 @@ class Fused(Unquantised):
 
     def apply_normed(
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        following: nn.Module | None = None,
+    ) -> tuple[Any, Tensor]:
         return normed_linear(
             x, residual, norm.weight, norm.eps, linear.weight, linear.bias, norm_offset=norm.offset, gate=gate
         )

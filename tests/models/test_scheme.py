@@ -98,7 +98,7 @@ def test_a_product_with_its_neighbours_is_the_same_in_every_scheme(scheme: Schem
             out, stream = plain.normed(x, residual, norm, None)
             torch.testing.assert_close(out, F.linear(normed, plain.weight, plain.bias), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(stream, total, rtol=0, atol=0)
-            out, stream = gated.normed_gated(x, residual, norm, "silu", None)
+            out, stream = gated.normed_gated(x, residual, norm, "silu", None, gated)
             gate, up = F.linear(normed, gated.weight).chunk(2, dim=-1)
             torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(stream, total, rtol=0, atol=0)
