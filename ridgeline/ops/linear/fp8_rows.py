@@ -214,6 +214,10 @@ def _supports(site: Site) -> bool:
     return site.device == "cuda" and site.dtype in TRITON_DTYPES and site.width <= 32768
 
 
+def _supports_halves(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in TRITON_DTYPES and site.width <= 2 * 32768
+
+
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -252,6 +256,6 @@ normed_fp8_rows = Op(
     cases=NORMED_FP8_CASES, cost=normed_fp8_cost, inputs=_normed_inputs, tolerance=_TOLERANCE,
 )
 gated_fp8_rows = Op(
-    "gated_fp8_rows", gated_fp8_rows_reference, kernels=[Implementation("triton", gated_fp8_rows_triton, _supports)],
+    "gated_fp8_rows", gated_fp8_rows_reference, kernels=[Implementation("triton", gated_fp8_rows_triton, _supports_halves)],
     cases=GATED_FP8_CASES, cost=gated_fp8_cost, inputs=_gated_inputs, tolerance=_TOLERANCE,
 )

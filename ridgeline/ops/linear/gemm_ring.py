@@ -72,6 +72,14 @@ def _fetch_x(x_tiles, x_ring, filled, slot, unit, units, chunks, first):  # type
     fetch(x_tiles, [0, column], filled.index(slot), x_ring.index(slot), pred=unit < units)
 
 
+@gluon_kernel()
+def _multiply_line(weights, rows, sums, LINE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """128 inputs of a block of e4m3 codes, summed from zero."""
+    left = weights.slice(LINE * 128, 128, dim=1)
+    right = rows.slice(LINE * 128, 128, dim=1).permute((1, 0))
+    return warpgroup_mma(left, right, sums, use_acc=False, is_async=True)
+
+
 @gluon_kernel(do_not_specialize=["rows", "outputs", "tiles", "step", "splits"])
 def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     x_tiles, weight_ptr, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
@@ -83,8 +91,8 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     """Program (first tile, split); tiles are dealt out in turn, and the ring goes on from one to the next.
 
     Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are e4m3
-    codes with a scale for each row of x and each output (no gate). The tensor cores add e4m3 products with about 14 bits, so
-    each block of inputs is summed on its own, and the blocks are added in float32. PAIRED: every two rows of x are the coarse
+    codes with a scale for each row of x and each output (no gate). The tensor cores truncate sums of e4m3 products to about 11
+    bits, so every 128 inputs have sums of their own, which are added in float32. PAIRED: every two rows of x are the coarse
     and the fine codes of one row (fp8_rows.py).
     """
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
@@ -123,12 +131,15 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     for begin in range(0, units, chunks):
         sums = gl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], gl.float32, layout)
         other = sums
+        second = sums
+        third = sums
+        fourth = sums
         for unit in range(begin, begin + chunks):
             async_copy.wait_group(STAGES - 2)
             mbarrier.wait(filled.index(x_slot), phase)
-            if SCALED:
-                other = warpgroup_mma_wait(0, deps=(other,))         # the block before this one
-                sums += other
+            if SCALED:                                               # the block before this one
+                other, second, third, fourth = warpgroup_mma_wait(0, deps=(other, second, third, fourth))
+                sums += (other + second) + (third + fourth)
             elif GATE == 0:
                 sums = warpgroup_mma_wait(0, deps=(sums,))
             else:
@@ -137,8 +148,12 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             group_barrier()                              # everybody's copies are there, and the unit before is multiplied
             x = x_ring.index(x_slot).permute((1, 0))
             if SCALED:
-                other = warpgroup_mma(ring.index(slot), x, other, use_acc=False, is_async=True)
-                other = warpgroup_mma_wait(1, deps=(other,))
+                other = _multiply_line(ring.index(slot), x_ring.index(x_slot), other, 0)
+                second = _multiply_line(ring.index(slot), x_ring.index(x_slot), second, 1)
+                if BLOCK_INPUTS > 256:
+                    third = _multiply_line(ring.index(slot), x_ring.index(x_slot), third, 2)
+                    fourth = _multiply_line(ring.index(slot), x_ring.index(x_slot), fourth, 3)
+                other, second, third, fourth = warpgroup_mma_wait(4, deps=(other, second, third, fourth))
             elif GATE == 0:
                 sums = warpgroup_mma(ring.index(slot), x, sums, is_async=True)
                 sums = warpgroup_mma_wait(1, deps=(sums,))
@@ -157,8 +172,8 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             phase = gl.where(x_slot == X_STAGES - 1, phase ^ 1, phase)
             x_slot = gl.where(x_slot == X_STAGES - 1, 0, x_slot + 1)
         if SCALED:
-            other = warpgroup_mma_wait(0, deps=(other,))
-            sums += other
+            other, second, third, fourth = warpgroup_mma_wait(0, deps=(other, second, third, fourth))
+            sums += (other + second) + (third + fourth)
         elif GATE == 0:
             sums = warpgroup_mma_wait(0, deps=(sums,))
         else:

@@ -162,7 +162,7 @@ def fp8_ring_gemm_plan(rows: int, outputs: int, inputs: int) -> RingGemmPlan | N
     """For e4m3 codes on both sides: the same bytes in flight as with 16-bit numbers. None: cuBLAS multiplies."""
     block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 0)
     shape = _RING_GEMMS.get((block_rows, False))
-    if shape is None or not _worth_a_ring(outputs, inputs) or outputs >= HEAD_OUTPUTS:
+    if shape is None or not _worth_a_ring(outputs, inputs):
         return None
     splits = even_splits(outputs, inputs)
     block_outputs, block_inputs, warps, programs, stages, x_stages = shape
