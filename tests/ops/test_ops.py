@@ -16,6 +16,7 @@ import sys
 import timeit
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -476,6 +477,45 @@ def test_logprobs_definition(case: Case, chunk: int, monkeypatch: pytest.MonkeyP
         best = [values[token] - total for token in order[:top_k]]
         assert top_logprobs[row].tolist() == pytest.approx(best, abs=1e-12)
     assert ties > 0
+
+
+def sum_in_lanes(values: torch.Tensor, lanes: int) -> torch.Tensor:
+    """Sums [S, 1] of float32 [S, V] as a loop over vector registers with this many lanes makes them."""
+    parts = np.cumsum(values.numpy().reshape(len(values), -1, lanes), axis=1, dtype=np.float32)[:, -1]
+    return torch.from_numpy(np.cumsum(parts, axis=1, dtype=np.float32)[:, -1:])
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_logprobs_are_accurate_whatever_order_float32_is_summed_in(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on machines with narrow vectors (NEON has 4 lanes of float32) and an exponential that is off by two units."""
+    case = next(case for case in logprobs.logprobs.cases if case.name == "decode-32")
+    (scores, tokens, top_k), _ = make_inputs(logprobs.logprobs, case, torch.float32, "cpu")
+    wanted = logprobs.logprobs_reference(scores.double(), tokens, top_k)
+    exact_exp, exact_sum = torch.Tensor.exp_, torch.Tensor.sum
+    asked = []
+
+    def rough_exp(values: torch.Tensor) -> torch.Tensor:
+        asked.append(values.dtype)
+        return exact_exp(values).mul_(1 - 2**-22)
+
+    def rough_sum(values: torch.Tensor, **options: Any) -> torch.Tensor:
+        narrow = values.dtype is torch.float32 and "dtype" not in options
+        return sum_in_lanes(values, lanes) if narrow else exact_sum(values, **options)
+
+    monkeypatch.setattr(torch.Tensor, "exp_", rough_exp)
+    monkeypatch.setattr(torch.Tensor, "sum", rough_sum)
+    found = logprobs.logprobs_reference(scores, tokens, top_k)
+    best = scores.amax(dim=1, keepdim=True)
+    summed_in_float32 = scores.gather(1, tokens[:, None]) - best - (scores - best).exp_().sum(dim=1).log()
+    monkeypatch.undo()
+
+    def wrong(got: torch.Tensor, exact: torch.Tensor) -> int:
+        allowed = logprobs.logprobs.tolerance["float32"]
+        return int(((got.double() - exact).abs() > allowed.relative * exact.abs() + allowed.absolute).sum())
+
+    assert asked and torch.float64 not in asked                  # the exponentials above were the rough ones
+    assert wrong(found[0], wanted[0]) == wrong(found[3], wanted[3]) == 0
+    assert wrong(summed_in_float32[:, 0], wanted[0]) >= 4        # what torch.log_softmax did there
 
 
 def test_logprobs_of_banned_and_broken_rows() -> None:
