@@ -90,7 +90,7 @@ NOTHING = -0x80000000                # below the key of -inf
 def _scan_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, tokens_ptr, group_best_ptr, tile_best_ptr, tile_sum_ptr, tile_before_ptr,
     TILE: tl.constexpr, GROUP: tl.constexpr, NOTHING: tl.constexpr,
-):  # fmt: skip
+):
     """One program: of one tile of one row the groups' largest keys, the sum of exponentials, and how many logits come
     before the token's."""
     tile = tl.program_id(0)
@@ -120,7 +120,7 @@ def _logprobs_kernel(  # type: ignore[no-untyped-def]
     logprobs_ptr, ranks_ptr, top_ids_ptr, top_logprobs_ptr, top_k,
     TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NOTHING: tl.constexpr,
     TILES_ROUND: tl.constexpr, GROUPS_ROUND: tl.constexpr,
-):  # fmt: skip
+):
     """One program per row. The next best id is in the first of the groups with the largest key; then that group's key
     is the largest of what it has left."""
     row = tl.program_id(0).to(tl.int64)
@@ -175,7 +175,7 @@ def logprobs_triton(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor,
     found = (
         empty(torch.int32, rows, groups), empty(torch.float32, rows, tiles), empty(torch.float32, rows, tiles),
         empty(torch.int32, rows, tiles),
-    )  # fmt: skip
+    )
     _scan_kernel[(tiles, rows)](
         logits, logits.stride(0), vocab, tokens, *found, TILE=tile, GROUP=GROUP, NOTHING=NOTHING, num_warps=8
     )
@@ -183,7 +183,7 @@ def logprobs_triton(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor,
         logits, logits.stride(0), vocab, tokens, *found, logprobs, ranks, top_ids, top_logprobs, top_k,
         TILES=tiles, GROUPS=groups, GROUP=GROUP, NOTHING=NOTHING, TILES_ROUND=triton.next_power_of_2(tiles),
         GROUPS_ROUND=triton.next_power_of_2(groups), num_warps=4,
-    )  # fmt: skip
+    )
     return logprobs, ranks, top_ids, top_logprobs
 
 
