@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.ops.activation import gated_activation_reference
-from ridgeline.ops.attention import kernel_prefill_hopper, paged_attention
+from ridgeline.ops.attention import attention_launch, kernel_prefill_hopper, paged_attention
 from ridgeline.ops.linear import gemm_gated, gemm_invariant, gemm_ring, gemm_small, gemm_wide, gemv, gemv_ring
 from ridgeline.ops.linear.gemm_wide import gl
 from ridgeline.ops.linear.select import GemmPlan, GemvPlan, plan, ring_gemm_plan, ring_plan
@@ -61,7 +61,7 @@ def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gate: st
 
 
 def _one_row(device: str, multiply: Callable[..., tuple[Tensor, Tensor]], chosen: Any, outputs: int, inputs: int,
-             gate: str | None, bias: bool) -> None:  # fmt: skip
+             gate: str | None, bias: bool) -> None:
     x, weight, added = _product(device, 1, outputs, inputs, gate, bias)
     norm, stream = torch.ones_like(x[0]), torch.ones_like(x)
     out, total = multiply(x, weight, added, chosen, norm=norm, eps=1e-5, residual=stream, gate=gate)
@@ -85,7 +85,7 @@ def run_ring_gemv(device: str) -> None:
 
 
 def _rows(device: str, multiply: Callable[..., Tensor], chosen: Any, rows: int, outputs: int, inputs: int,
-          gate: str | None, bias: bool) -> None:  # fmt: skip
+          gate: str | None, bias: bool) -> None:
     x, weight, added = _product(device, rows, outputs, inputs, gate, bias)
     _check(multiply(x, weight, added, chosen, gate=gate), x, weight, added, gate)
 
@@ -134,9 +134,9 @@ def run_prompt_attention(device: str) -> None:
     args, options = paged_attention.paged_attention.inputs(
         torch.Generator().manual_seed(5), torch.bfloat16, device, rows=((40, 168), (65, 128)), heads=8, kv_heads=2,
         head_dim=64, block_size=16, window=None, softcap=None,
-    )  # fmt: skip
+    )
     with only(2, kernel_prefill_hopper):
-        out = paged_attention.paged_attention_triton(*args, **options)
+        out = attention_launch.paged_attention_triton(*args, **options)
     assert not out.cpu().isnan().any()                   # what nobody may read is NaN
 
 
@@ -144,7 +144,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "gemv": run_gemv, "small_gemm": run_small_gemm, "invariant_gemm": run_invariant_gemm, "ring_gemv": run_ring_gemv,
     "ring_gemm": run_ring_gemm, "wide_gemm": run_wide_gemm, "gated_gemm": run_gated_gemm,
     "prompt_attention": run_prompt_attention,
-}  # fmt: skip
+}
 
 
 # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────

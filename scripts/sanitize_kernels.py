@@ -88,7 +88,7 @@ KNOWN = [
         "bar.warp.sync into a NOP where the warp runs together, which racecheck seems not to count: of the first load it "
         "leaves out just as much as the first thread has stored",
     ),
-]  # fmt: skip
+]
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ def main() -> None:
     command = [sanitizer, "--error-exitcode", str(FOUND), "--print-limit", str(PRINTED), "--tool"]
     # The first tool's processes compile, the second's find everything in the cache.
     work = {f"{tool} {name}": [*command, tool, sys.executable, *words] for tool in TOOLS
-            for name, words in (chosen | {"fault": [CASES, f"fault:{tool}"]}).items()}  # fmt: skip
+            for name, words in (chosen | {"fault": [CASES, f"fault:{tool}"]}).items()}
     outcomes: dict[str, Outcome] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
         for name, outcome in zip(work, pool.map(lambda words: run(words, deadline), work.values()), strict=True):
@@ -132,9 +132,9 @@ def main() -> None:
     if not args.names:
         figures = {"kernels": kernels, "not_checked": missing, "checks": {name: each.state for name, each in outcomes.items()},
                    "races": {name: each.findings for name, each in outcomes.items() if each.findings},
-                   "seconds": {name: round(each.seconds, 1) for name, each in outcomes.items()}}  # fmt: skip
+                   "seconds": {name: round(each.seconds, 1) for name, each in outcomes.items()}}
         write(record("sanitizer", {"tools": list(TOOLS), "jobs": args.jobs}, figures, gpu=gpu_facts()),
-              ROOT / "benchmarks" / "h200" / "sanitizer.json")  # fmt: skip
+              ROOT / "benchmarks" / "h200" / "sanitizer.json")
         if missing:
             sys.exit(f"not checked by both tools: {', '.join(missing)}")
     wanted = {name: ("FOUND",) if name.endswith(" fault") else STATES[1:] for name in outcomes}
@@ -167,7 +167,7 @@ def run(words: list[str], deadline: float) -> Outcome:
     if begun >= deadline:
         return Outcome("not begun, the time was over")
     process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               start_new_session=True)  # fmt: skip
+                               start_new_session=True)
     try:
         log, _ = process.communicate(timeout=deadline - begun)
     except subprocess.TimeoutExpired:

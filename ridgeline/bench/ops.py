@@ -17,7 +17,7 @@ import pkgutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -271,16 +271,12 @@ def time_calls(
 
 def _copies(args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> list[Call]:
     """The inputs several times over, until they are larger than the last cache."""
-    older = kwargs.get("older")                          # attention's: large tensors in an object of their own
-    pages = () if older is None else (older.k_cache, older.v_cache)
-    tensors = [value for value in (*args, *kwargs.values(), *pages) if isinstance(value, Tensor)]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     size = sum(tensor.nbytes for tensor in tensors)
     cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 2**26
     count = min(MOST_COPIES, max(1, MOST_BYTES // max(1, size)), -(-3 * cache // max(1, size)))
 
     def cloned(value: Any) -> Any:
-        if value is older and older is not None:
-            return replace(older, k_cache=older.k_cache.clone(), v_cache=older.v_cache.clone())
         return value.clone() if isinstance(value, Tensor) else value
 
     more = [

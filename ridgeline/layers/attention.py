@@ -63,7 +63,7 @@ class Attention(nn.Module):
             query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             table_rows=batch.table_rows, work=batch.work, shares=group.shares, workspace=batch.workspace,
-            kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale, **self._norms(),
+            k_scale=kv.k_scale, v_scale=kv.v_scale, **self._norms(),
         )
         return out.flatten(1)
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         spec = self.spec
         return rotary_write(
             qkv, batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v, heads=self.qkv.num_heads,
-            kv_heads=self.qkv.num_kv_heads, kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale,
+            kv_heads=self.qkv.num_kv_heads, k_scale=kv.k_scale, v_scale=kv.v_scale,
             **self._norms(),
         )
 
@@ -94,6 +94,6 @@ class Attention(nn.Module):
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             table_rows=batch.table_rows, work=batch.work, prefix=group.prefix, shares=group.shares,
             query_tiles=batch.query_tiles, workspace=batch.workspace,
-            kv_format=kv.format, k_scale=kv.k_scale, v_scale=kv.v_scale,
+            k_scale=kv.k_scale, v_scale=kv.v_scale,
         )
         return out.flatten(1)

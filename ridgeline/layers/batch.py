@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ridgeline.ops.attention.paged_attention import AttentionWork, AttentionWorkspace, SharedPrefix
+from ridgeline.ops.attention.attention_arguments import AttentionWork, AttentionWorkspace, SharedPrefix
 from ridgeline.ops.attention.split_kv import DeviceShares
 
 

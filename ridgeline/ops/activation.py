@@ -38,7 +38,7 @@ _TRITON_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 def _gated_activation_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """One program: a block of columns of one token."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -72,7 +72,7 @@ def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
         _gated_activation_kernel[(triton.cdiv(width, block) * tokens,)](
             rows, out, rows.stride(0), WIDTH=width, KIND=_TRITON_KINDS[kind], BLOCK=block,
             num_warps=4, **dependent_launch(x.device),
-        )  # fmt: skip
+        )
     return out
 
 

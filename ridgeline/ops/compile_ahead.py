@@ -176,4 +176,4 @@ class CompileAhead:
             logger.info(
                 "compiled %d kernels that were not in the kernel cache, %d at a time: %.1f s", compiled, self._threads,
                 time.perf_counter() - self._began,
-            )  # fmt: skip
+            )

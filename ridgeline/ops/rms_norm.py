@@ -45,7 +45,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     rows, x_stride, residual_stride, eps, weight_offset,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK_ROWS rows per program; out and new_residual are contiguous."""
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -112,7 +112,7 @@ def rms_norm_native(
         x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
         None if total is None else total.data_ptr(), tokens, heads, width, x.stride(0), x.stride(1) if dims == 3 else 0,
         eps, weight_offset,
-    )  # fmt: skip
+    )
     return out if total is None else (out, total)
 
 
@@ -122,7 +122,7 @@ def rms_norm_native(
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, width: int, residual: bool,
     weight_offset: float = 0.0,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 

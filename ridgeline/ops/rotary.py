@@ -45,7 +45,7 @@ def rotary_native(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> t
     native.library().ridgeline_rotary(
         q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, heads, kv_heads, width,
         cos_sin.shape[-1], q.stride(0), k.stride(0),
-    )  # fmt: skip
+    )
     return q, k
 
 
@@ -55,7 +55,7 @@ def rotary_native(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> t
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 

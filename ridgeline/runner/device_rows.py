@@ -21,7 +21,7 @@ from torch import Tensor
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import StepPlan, Want
 from ridgeline.ops.attention import kernel_prefill_hopper
-from ridgeline.ops.attention.paged_attention import (
+from ridgeline.ops.attention.attention_arguments import (
     AttentionWork,
     SharedPrefix,
     make_workspace,

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import BlockOp
-from ridgeline.ops.attention.paged_attention import KVFormat
 from ridgeline.sizes.kv_spec import KVGroupSpec
 
 
@@ -38,7 +37,7 @@ class KVBuffers:
         if self._scales is None:
             return LayerKV(k, v)
         k_scale, v_scale = self._scales[slot]
-        return LayerKV(k, v, KVFormat(k.dtype, v.dtype, "token", "token"), k_scale, v_scale)
+        return LayerKV(k, v, k_scale, v_scale)
 
     def run(self, block_ops: list[BlockOp]) -> None:
         for op in block_ops:

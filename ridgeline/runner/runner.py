@@ -19,7 +19,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.sampling.logprobs import logprobs as token_logprobs
-from ridgeline.ops.sampling.sample import to_device
+from ridgeline.ops.sampling.noise import to_device
 from ridgeline.runner.device_rows import EVERY_HIDDEN, TOKEN, DeviceRows
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers

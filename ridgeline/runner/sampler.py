@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.messages import RowAdded
+from ridgeline.ops.sampling.noise import to_device
 from ridgeline.ops.sampling.sample import (
     CHOICE,
     Choices,
@@ -29,7 +30,6 @@ from ridgeline.ops.sampling.sample import (
     sample,
     send_choices,
     takes_masks,
-    to_device,
 )  # fmt: skip
 from ridgeline.sizes.op_costs import KNOWN_IDS, edited_rows
 

@@ -24,7 +24,7 @@ SPARE_TILES = 8                      # beyond what one large group would fill: s
 
 @dataclass(slots=True)
 class Tiles:
-    """Rows by prefix, cut into tiles, as ops/attention/paged_attention.py:SharedPrefix wants them; int32 arrays."""
+    """Rows by prefix, cut into tiles, as ops/attention/attention_arguments.py:SharedPrefix wants them; int32 arrays."""
 
     row: np.ndarray                  # [N]: a row of the table that has the prefix
     length: np.ndarray               # [N]: its tokens; 0 where the tile is unused

@@ -12,7 +12,7 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ConfigError
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
-from ridgeline.ops.attention.paged_attention import PREFIX_QUERIES
+from ridgeline.ops.attention.attention_arguments import PREFIX_QUERIES
 from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
 from ridgeline.process import platform

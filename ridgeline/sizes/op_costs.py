@@ -20,7 +20,7 @@ INDEX_BYTES = 8                      # slots, positions, token ids: int64
 LENGTH_BYTES = 4                     # block tables, prefix sums, lengths: int32
 SCALE_BYTES = 4                      # scales of quantised tensors: float32
 E4M3 = "float8_e4m3fn"
-QUANTISED_BYTES = {**DTYPE_BYTES, E4M3: 1}       # dtypes that a cache may have besides
+QUANTISED_BYTES = {E4M3: 1}          # dtypes of a KV cache that has scales
 
 Rows = Sequence[tuple[int, int]]     # per batch row: tokens computed in this step, and KV length including them
 
@@ -198,21 +198,6 @@ class Attended:
         )  # fmt: skip
 
 
-def _stored_bytes(
-    keys: int, blocks: int, kv_heads: int, head_dim: int, kv_format: Sequence[str] | None, element_bytes: float
-) -> int:
-    """K and V of so many positions in so many blocks, and the scales of their format."""
-    if kv_format is None:
-        return kv_bytes(tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
-    counts = {
-        "none": 0, "tensor": 1, "head": kv_heads, "token": keys * kv_heads, "channel": kv_heads * head_dim,
-        "block": blocks * kv_heads,
-    }  # fmt: skip
-    scales = sum(counts[layout] * SCALE_BYTES for layout in kv_format[1::2])
-    element_bytes = sum(QUANTISED_BYTES[dtype] for dtype in kv_format[::2]) / 2
-    return scales + kv_bytes(tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
-
-
 def paged_attention_cost(
     *,
     rows: Rows | Attended,
@@ -226,33 +211,28 @@ def paged_attention_cost(
     kv_element_bytes: float | None = None,
     scattered: bool = False,
     shared: Sequence[tuple[Sequence[int], int]] = (),
-    kv_format: Sequence[str] | None = None,
-    older: Sequence[int] = (),
-    older_format: Sequence[str] | None = None,
+    kv_dtype: str | None = None,
 ) -> Cost:
     """Each KV byte is read once per row, however many heads and queries look at it; once for all rows that share it.
 
-    `scattered`: rows have their tables in other places; `shared`: (rows, tokens of their common prefix); `kv_format`:
-    dtype and layout of the scales, of K and of V; `older`: how many of each row's positions have `older_format` instead.
+    `scattered`: rows have their tables in other places; `shared`: (rows, tokens of their common prefix); `kv_dtype`:
+    of a quantised cache, with a scale for each token and head.
     """
     attended = rows if isinstance(rows, Attended) else Attended.of(rows, window, block_size)
     queries, pairs, blocks = attended.queries, attended.pairs, attended.blocks
     keys = attended.keys - sum((len(members) - 1) * tokens for members, tokens in shared)
-    kept_keys = kept_blocks = 0      # of older positions, those that no window hides
-    if older and not isinstance(rows, Attended):
-        for length, (query_len, kv_len) in zip(older, rows, strict=True):
-            first = kv_len - visible_keys(query_len, kv_len, window)
-            kept_keys += max(0, length - first)
-            kept_blocks += max(0, length // block_size - first // block_size)
     # Per pair and head: two dot products; scale, maximum, subtraction, exponential, sum; tanh and two scalings.
     per_pair = 4 * head_dim + 5 + (3 if softcap is not None else 0)
     flops = heads * (pairs * per_pair + queries * head_dim)
-    kv = _stored_bytes(
-        keys - kept_keys, blocks - kept_blocks, kv_heads, head_dim, kv_format,
-        element_bytes if kv_element_bytes is None else kv_element_bytes,
+    if kv_dtype is not None:
+        kv_element_bytes = QUANTISED_BYTES[kv_dtype]
+    kv = kv_bytes(
+        tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim,
+        element_bytes=element_bytes if kv_element_bytes is None else kv_element_bytes,
     )
-    kv += _stored_bytes(kept_keys, kept_blocks, kv_heads, head_dim, older_format if older else None, element_bytes)
-    numbers = 2 + scattered + (len(older) > 0)           # per row: its length, its queries, its table, its older length
+    if kv_dtype is not None:
+        kv += 2 * keys * kv_heads * SCALE_BYTES
+    numbers = 2 + scattered                              # per row: its length, its queries, its table
     tables = (blocks + numbers * attended.rows + 1) * LENGTH_BYTES
     return Cost(flops, 2 * queries * heads * head_dim * element_bytes + kv + tables)
 
@@ -295,58 +275,21 @@ PAGED_ATTENTION_CASES = (
         [(1, 290), (1, 30), (1, 281), (1, 20), (1, 280)], kv_heads=1, heads=64, head_dim=8, block_size=8,
         shared=(((0, 2, 4), 272), ((1, 3), 16)), softcap=4.0,
     )),
-    *(
-        Case(f"fp8-{k}-{v}", _attention(
-            [(1, 12), (1, 70), (3, 8)], kv_format=(E4M3, k, E4M3, v), scattered=k == "head",
-            shared=(((0, 1), 8),) if k == "token" else (),
-        ), dtypes=("float64", "bfloat16"))
-        for k, v in (("tensor", "head"), ("head", "tensor"), ("token", "block"), ("block", "token"),
-                     ("channel", "channel"), ("channel", "token"))
-    ),
+    Case("fp8", _attention([(1, 12), (1, 70), (3, 8)], kv_dtype=E4M3), dtypes=("float64", "bfloat16")),
+    Case("fp8-shared", _attention(
+        [(1, 12), (1, 70), (3, 8)], kv_dtype=E4M3, scattered=True, shared=(((0, 1), 8),),
+    ), dtypes=("float64", "bfloat16")),
     # Heads of which half fills a tensor core: two values are read as one.
     Case("fp8-pairs", _attention(
-        [(1, 12), (1, 70), (1, 0), (3, 8)], head_dim=40, block_size=3, softcap=3.0, kv_format=(E4M3, "token", E4M3, "token"),
+        [(1, 12), (1, 70), (1, 0), (3, 8)], head_dim=40, block_size=3, softcap=3.0, kv_dtype=E4M3,
     ), dtypes=("float64", "bfloat16")),
     Case("fp8-pairs-window", _attention(
-        [(1, 12), (1, 70), (3, 8)], head_dim=32, window=6, kv_format=(E4M3, "channel", E4M3, "block"),
-    ), dtypes=("float64", "bfloat16")),
-    Case("fp8-values", _attention([(1, 12), (3, 8)], kv_format=("bfloat16", "none", E4M3, "head")),
-         dtypes=("float64", "bfloat16")),
-    # Older positions in a cache of their own: none, a block, all but one; rows of several shares, queries of several tiles.
-    Case("older", _attention([(1, 9), (1, 1), (1, 6), (1, 17), (3, 11), (5, 5)], older=(8, 0, 4, 16, 8, 0))),
-    Case("older-none", _attention([(1, 12), (4, 9)], older=(0, 0))),
-    Case("older-long", _attention(
-        [(1, 200), (1, 0), (1, 65), (20, 90), (1, 33), (2, 3)], older=(176, 0, 64, 64, 32, 0), block_size=16, scattered=True,
-    )),
-    Case("older-odd", _attention(
-        [(1, 11), (1, 70), (3, 8)], older=(9, 66, 3), heads=3, kv_heads=1, head_dim=20, block_size=3, softcap=3.0,
-    ), dtypes=("float64", "bfloat16")),
-    Case("older-no-groups", _attention([(1, 5), (9, 15), (3, 7)], older=(4, 4, 0), heads=3, kv_heads=3),
-         dtypes=("float64", "float32")),
-    Case("older-window", _attention([(1, 14), (1, 3), (6, 15)], older=(12, 0, 8), window=5)),
-    *(
-        Case(f"older-{name}", _attention(
-            [(1, 9), (1, 70), (1, 0), (3, 8), (5, 41)], older=(8, 64, 0, 0, 32), kv_format=later, older_format=earlier,
-            scattered=name == "head", head_dim=40 if name == "token" else 16,
-        ), dtypes=("float64", "bfloat16"))
-        for name, earlier, later in (
-            ("wide", None, (E4M3, "token", E4M3, "token")), ("token", (E4M3, "token", E4M3, "token"), None),
-            ("tensor", (E4M3, "tensor", E4M3, "tensor"), None), ("head", (E4M3, "head", E4M3, "head"), None),
-            ("channel", (E4M3, "channel", E4M3, "channel"), None), ("block", (E4M3, "block", E4M3, "block"), None),
-            ("other-scales", (E4M3, "block", E4M3, "channel"), (E4M3, "channel", E4M3, "head")),
-            ("values", ("bfloat16", "none", E4M3, "token"), (E4M3, "tensor", "bfloat16", "none")),
-        )
-    ),
-    # Both parts as the copy engine wants them.
-    Case("older-tiles", _attention(
-        [(1, 33), (5, 21), (2, 35), (30, 160)], older=(32, 16, 32, 128), head_dim=64, block_size=16,
-        older_format=(E4M3, "token", E4M3, "token"),
+        [(1, 12), (1, 70), (3, 8)], head_dim=32, window=6, kv_dtype=E4M3,
     ), dtypes=("float64", "bfloat16")),
     Case("decode-1", _attention([(1, 256)], **_SMOLLM2), timed=True),
     Case("decode-8", _attention([(1, 250 + row) for row in range(8)], **_SMOLLM2), timed=True),
     Case("decode-32", _attention([(1, 240 + row) for row in range(32)], **_SMOLLM2), timed=True),
     Case("prefill-512", _attention([(512, 512)], **_SMOLLM2), timed=True),
-    Case("older-32", _attention([(1, 240 + row) for row in range(32)], older=(160,) * 32, **_SMOLLM2), timed=True),
 )
 
 

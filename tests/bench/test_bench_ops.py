@@ -150,7 +150,7 @@ SMALL_ATTENTION = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 4, "
 @pytest.mark.parametrize("narrow", [False, True])
 def test_attention_inputs_are_those_of_the_op(rows: tuple[tuple[int, int], ...], narrow: bool) -> None:
     """Made for a device at once: the same arguments as the op's own generator makes, and attention of contiguous tensors."""
-    sizes: dict[str, Any] = SMALL_ATTENTION | ({"kv_format": ("float8_e4m3fn", "token") * 2} if narrow else {})
+    sizes: dict[str, Any] = SMALL_ATTENTION | ({"kv_dtype": "float8_e4m3fn"} if narrow else {})
     args, kwargs = op_cases.attention_inputs("paged_attention", torch.float32, "cpu", 1, rows=rows, **sizes)
     theirs, their_kwargs = REGISTRY["paged_attention"].inputs(torch.Generator(), torch.float32, "cpu", rows=rows, **sizes)
     assert set(kwargs) - {"work", "workspace"} == set(their_kwargs)
@@ -170,23 +170,6 @@ def test_attention_inputs_are_those_of_the_op(rows: tuple[tuple[int, int], ...],
         ).transpose(0, 1)
         torch.testing.assert_close(out[first : first + queries], expected, rtol=1e-4, atol=1e-4)
         first += queries
-
-
-def test_older_positions_are_drawn_and_copied() -> None:
-    """In a cache of their own, which is not left in the device's cache between two calls."""
-    narrow = ("float8_e4m3fn", "token") * 2
-    sizes = SMALL_ATTENTION | {"older": (16, 0, 8), "older_format": narrow}
-    rows = ((1, 20), (1, 9), (3, 11))
-    args, kwargs = op_cases.attention_inputs("paged_attention", torch.float32, "cpu", 1, rows=rows, **sizes)
-    _, theirs = REGISTRY["paged_attention"].inputs(torch.Generator(), torch.float32, "cpu", rows=rows, **sizes)
-    assert set(kwargs) - {"work", "workspace"} == set(theirs)
-    assert kwargs["older"].length.tolist() == [16, 0, 8] and kwargs["older"].k_cache.dtype == torch.float8_e4m3fn
-    assert kwargs["shares"].size.tolist() == theirs["shares"].size.tolist()
-    whole = REGISTRY["paged_attention"](*args, **kwargs)
-    assert torch.isfinite(whole).all()
-    (_, first), (_, second), *_ = ops._copies(args, kwargs, "cpu")
-    assert first["older"].k_cache.data_ptr() != second["older"].k_cache.data_ptr()
-    torch.testing.assert_close(REGISTRY["paged_attention"](*args, **second), whole)
 
 
 def test_inputs_of_decode_attention_end_at_the_newest_token() -> None:

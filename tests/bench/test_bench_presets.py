@@ -26,7 +26,7 @@ from ridgeline.cli.config_options import OptionParser
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import load_model_config
-from ridgeline.ops.attention.paged_attention import prefix_tile_rows
+from ridgeline.ops.attention.attention_arguments import prefix_tile_rows
 from ridgeline.ops.linear import gemm_gated
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.step_cost import DecoderShape, Peaks, decoder_shape, step_cost

@@ -24,7 +24,7 @@ from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.executor import TensorParallelExecutor
 from ridgeline.layers import attention
 from ridgeline.messages import Request
-from ridgeline.ops.attention.paged_attention import AttentionWork
+from ridgeline.ops.attention.attention_arguments import AttentionWork
 from ridgeline.runner import shared_prefix
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams

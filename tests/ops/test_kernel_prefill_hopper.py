@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -25,12 +24,15 @@ from hypothesis import strategies as st
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.ops import hopper, registry
 from ridgeline.ops.attention import kernel_prefill_hopper, prefill_tiles
-from ridgeline.ops.attention import paged_attention as attention
-from ridgeline.ops.attention.paged_attention import AttentionWork, paged_attention
+from ridgeline.ops.attention.attention_arguments import AttentionWork
+from ridgeline.ops.attention.attention_launch import paged_attention_triton
+from ridgeline.ops.attention.attention_reference import paged_attention_reference
+from ridgeline.ops.attention.paged_attention import paged_attention
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import Shape
 from ridgeline.sizes.kv_spec import KVGroupSpec
+from ridgeline.sizes.op_costs import E4M3
 
 # ── the list of tiles ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -45,7 +47,7 @@ def tiles_of(rows: list[tuple[int, int]], group: int, size: int | None = None) -
 @given(
     rows=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 400)), min_size=1, max_size=9),
     group=st.integers(1, 20), spare=st.integers(0, 3),
-)  # fmt: skip
+)
 def test_every_query_is_in_one_tile(rows: list[tuple[int, int]], group: int, spare: int) -> None:
     rows = [(queries, queries + before) for queries, before in rows]
     step = prefill_tiles.tile_tokens(group)
@@ -112,7 +114,7 @@ def test_a_step_of_a_shape_has_as_many_tiles_as_any_other(monkeypatch: pytest.Mo
 # ── the kernel, compiled ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compiled(head_dim: int, group: int, narrow: bool, keys: str = "all") -> dict[str, Any]:
+def compiled(head_dim: int, group: int, narrow: bool) -> dict[str, Any]:
     """What the compiler makes of the kernel for sm_90. In a process of its own, where the op files believe in a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -130,8 +132,8 @@ def compiled(head_dim: int, group: int, narrow: bool, keys: str = "all") -> dict
         "TILE_KEYS": prefill_tiles.TILE_KEYS, "QUERY_STAGES": module.QUERY_STAGES,
         "KEY_STAGES": module.NARROW_KEY_STAGES if narrow else module.KEY_STAGES,
         "VALUE_STAGES": module.NARROW_VALUE_STAGES if narrow else module.VALUE_STAGES, "BYTE_STAGES": module.BYTE_STAGES,
-        "CONVERTED_KEYS": module.CONVERTED_KEYS, "NARROW": narrow, "RANGE": keys,
-    }  # fmt: skip
+        "CONVERTED_KEYS": module.CONVERTED_KEYS, "NARROW": narrow,
+    }
 
     def pages(width: int) -> str:
         bits, dtype = (8, "fp8e4nv") if narrow else (16, "bf16")
@@ -141,9 +143,8 @@ def compiled(head_dim: int, group: int, narrow: bool, keys: str = "all") -> dict
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | {
         "queries": f"tensordesc<bf16[{64 // rounded}, {rounded}, 64],{cube!r}>", "score_scale": "fp32",
         "keys": pages(head_dim if narrow else 64), "values": pages(64), "table_ptr": "*i32",
-        "tiles_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32",
-        **dict.fromkeys(("out_ptr", "statistics_ptr"), "*bf16" if keys == "all" else "*fp32"),
-    }  # fmt: skip
+        "tiles_ptr": "*i32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32", "out_ptr": "*bf16",
+    }
     by_place = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("out_ptr", "out_token_stride")}
     source = GluonASTSource(kernel, types, by_place, aligned)
@@ -160,23 +161,22 @@ def compiled(head_dim: int, group: int, narrow: bool, keys: str = "all") -> dict
     return {
         "shared": result.metadata.shared, "ptx": result.asm["ptx"], "instructions": instructions,
         "carried": [found.group(1).count("=") if found else 0 for found in carried],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
 @pytest.mark.parametrize(
-    ("head_dim", "group", "narrow", "keys"),
+    ("head_dim", "group", "narrow"),
     [
-        (64, 4, False, "all"), (64, 4, True, "all"), pytest.param(128, 8, False, "all", marks=pytest.mark.slow),
-        pytest.param(128, 7, False, "all", marks=pytest.mark.slow), pytest.param(128, 4, True, "all", marks=pytest.mark.slow),
-        pytest.param(128, 4, False, "newer", marks=pytest.mark.slow), pytest.param(128, 4, True, "older", marks=pytest.mark.slow),
+        (64, 4, False), (64, 4, True), pytest.param(128, 8, False, marks=pytest.mark.slow),
+        pytest.param(128, 7, False, marks=pytest.mark.slow), pytest.param(128, 4, True, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: bool, keys: str) -> None:
+)
+def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: bool) -> None:
     """Every product under way while others compute, and the exponentials between the issue of one and the wait for it.
     Eight-bit keys are multiplied as they are."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, __file__, str(head_dim), str(group), keys, *["narrow"] * narrow]
+    command = [sys.executable, __file__, str(head_dim), str(group), *["narrow"] * narrow]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)
@@ -194,7 +194,7 @@ def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: 
     overlapped = [
         runs[at + 2][1] for at in range(len(runs) - 3)
         if [name for name, _ in runs[at : at + 4]] == ["HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2", "WARPGROUP.DEPBAR"]
-    ]  # fmt: skip
+    ]
     assert len(overlapped) >= 2 and min(overlapped) >= 64
 
 
@@ -211,83 +211,42 @@ ROWS = [
     [(1, 1), (1, 1), (7, 135), (32, 128), (31, 128), (128, 1024)],
     [(2, 2), (16, 16), (17, 17), (500, 777), (1, 128), (1, 129), (64, 128)],
 ]
-OLDER_ROWS = [                           # and how many of their positions are older ones: none, fewer than a tile has queries …
-    (((1, 70), (100, 228), (3, 300), (1, 65), (33, 161)), (64, 128, 256, 64, 128)),
-    (((512, 1024),), (512,)),
-    (((1, 1), (1, 129), (7, 135), (32, 160), (31, 128), (128, 1024)), (0, 128, 128, 64, 0, 896)),
-]
 
 
 @on_hopper
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size", "dtype", "scales"),
+    ("heads", "kv_heads", "head_dim", "block_size", "dtype", "kv_dtype"),
     [
         (32, 8, 128, 16, "bfloat16", None), (8, 2, 64, 16, "bfloat16", None), (14, 2, 128, 16, "bfloat16", None),
         (4, 4, 128, 16, "bfloat16", None), (9, 3, 64, 16, "bfloat16", None), (8, 4, 64, 32, "bfloat16", None),
         (8, 2, 128, 8, "bfloat16", None), (8, 2, 64, 64, "float16", None), (64, 1, 128, 16, "bfloat16", None),
-        (32, 8, 128, 16, "bfloat16", "token"), (8, 2, 64, 8, "bfloat16", "token"), (14, 2, 128, 16, "bfloat16", "block"),
-        (8, 2, 64, 32, "bfloat16", "head"), (64, 1, 128, 64, "bfloat16", "tensor"),
+        (32, 8, 128, 16, "bfloat16", E4M3), (8, 2, 64, 8, "bfloat16", E4M3), (14, 2, 128, 16, "bfloat16", E4M3),
+        (8, 2, 64, 32, "bfloat16", E4M3), (64, 1, 128, 64, "bfloat16", E4M3),
     ],
-)  # fmt: skip
+)
 def test_prompts_agree_with_the_definition(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: str, scales: str | None,
+    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: str, kv_dtype: str | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """NaN in every slot that nobody may read; decodes before; and the same bits every time."""
     calls: list[None] = []
     launch = kernel_prefill_hopper.prompt_attention
     monkeypatch.setattr(kernel_prefill_hopper, "prompt_attention", lambda *args: calls.append(launch(*args)))
     tolerance = paged_attention.tolerance[dtype]
-    narrow: dict[str, Any] = {} if scales is None else {"kv_format": ("float8_e4m3fn", scales) * 2}
     for number, rows in enumerate(ROWS):
         generator = torch.Generator().manual_seed(5)
         args, options = paged_attention.inputs(
             generator, getattr(torch, dtype), "cuda", rows=tuple(rows), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            block_size=block_size, window=None, softcap=None, scattered=number % 2 == 1, **narrow,
-        )  # fmt: skip
-        wanted = attention.paged_attention_reference(*map(_wide, args), **{key: _wide(value) for key, value in options.items()})
-        found = [attention.paged_attention_triton(*args, **options).cpu() for _ in range(2)]
+            block_size=block_size, window=None, softcap=None, scattered=number % 2 == 1, kv_dtype=kv_dtype,
+        )
+        wanted = paged_attention_reference(*map(_wide, args), **{key: _wide(value) for key, value in options.items()})
+        found = [paged_attention_triton(*args, **options).cpu() for _ in range(2)]
         assert len(calls) == 2 * (number + 1)
         torch.testing.assert_close(found[0].double(), wanted, rtol=tolerance.relative, atol=tolerance.absolute)
         assert torch.equal(*found)
 
 
-@on_hopper
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size", "later", "earlier", "launched"),
-    [
-        (32, 8, 128, 16, None, "token", ["older", "newer"]), (32, 8, 128, 16, "token", None, ["older", "newer"]),
-        (14, 2, 128, 16, "block", "token", ["older", "newer"]), (8, 2, 64, 32, None, "head", ["older", "newer"]),
-        (8, 2, 64, 8, None, "channel", ["newer"]), (64, 1, 128, 64, None, None, ["older", "newer"]),
-    ],
-)  # fmt: skip
-def test_prompts_over_two_formats_agree_with_the_definition(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, later: str | None, earlier: str | None, launched: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Each part by the copy engine's kernel where that can read it; and the same bits every time."""
-    calls: list[str] = []
-    launch = kernel_prefill_hopper.prompt_attention
-    monkeypatch.setattr(kernel_prefill_hopper, "prompt_attention", lambda *args: (calls.append(args[8]), launch(*args)))
-    tolerance = paged_attention.tolerance["bfloat16"]
-    formats = {"kv_format": later, "older_format": earlier}
-    formats = {name: ("float8_e4m3fn", layout) * 2 if layout else None for name, layout in formats.items()}
-    for rows, older in OLDER_ROWS:
-        args, options = paged_attention.inputs(
-            torch.Generator().manual_seed(5), torch.bfloat16, "cuda", rows=rows, older=older, heads=heads, kv_heads=kv_heads,
-            head_dim=head_dim, block_size=block_size, window=None, softcap=None, scattered=len(rows) > 5, **formats,
-        )  # fmt: skip
-        wanted = attention.paged_attention_reference(*map(_wide, args), **{key: _wide(value) for key, value in options.items()})
-        calls.clear()
-        found = [attention.paged_attention_triton(*args, **options).cpu() for _ in range(2)]
-        assert calls == 2 * launched
-        torch.testing.assert_close(found[0].double(), wanted, rtol=tolerance.relative, atol=tolerance.absolute)
-        assert torch.equal(*found)
-
-
 def _wide(value: Any) -> Any:
-    if isinstance(value, attention.OlderKV):
-        return dataclasses.replace(value, **{each.name: _wide(getattr(value, each.name)) for each in dataclasses.fields(value)})
     if not isinstance(value, torch.Tensor):
         return value
     return value.to("cpu", torch.float64) if value.is_floating_point() else value.cpu()
@@ -300,17 +259,15 @@ def test_what_is_not_plain_goes_to_the_other_kernel(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kernel_prefill_hopper, "prompt_attention", refuse)
     sizes: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block_size": 16, "window": None, "softcap": None}
-    token, channel, e5m2 = ("float8_e4m3fn", "token"), ("float8_e4m3fn", "channel"), ("float8_e5m2", "token")
-    formats = [{"kv_format": each} for each in (token + channel, channel + token, e5m2 + e5m2)]
-    for change in ({"window": 20}, {"softcap": 3.0}, {"head_dim": 80}, {"heads": 10}, *formats):
+    for change in ({"window": 20}, {"softcap": 3.0}, {"head_dim": 80}, {"heads": 10}, {"kv_dtype": "float8_e5m2"}):
         args, options = paged_attention.inputs(
             torch.Generator().manual_seed(5), torch.bfloat16, "cuda", rows=((50, 70),), **{**sizes, **change}
         )
-        assert attention.paged_attention_triton(*args, **options).isfinite().all()
+        assert paged_attention_triton(*args, **options).isfinite().all()
     args, options = paged_attention.inputs(torch.Generator().manual_seed(5), torch.bfloat16, "cuda", rows=((50, 70),), **sizes)
     fixed = AttentionWork(0, 50, deterministic=True)
-    assert attention.paged_attention_triton(*args, **options, work=fixed).isfinite().all()
+    assert paged_attention_triton(*args, **options, work=fixed).isfinite().all()
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled(int(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 4, sys.argv[3])))
+    print(json.dumps(compiled(int(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3)))

@@ -18,7 +18,8 @@ from tiny_models import save_checkpoint
 
 from ridgeline.errors import ConfigError
 from ridgeline.ops import native
-from ridgeline.ops.attention.paged_attention import paged_attention_native, paged_attention_reference
+from ridgeline.ops.attention.attention_reference import paged_attention_reference
+from ridgeline.ops.attention.paged_attention import paged_attention_native
 from ridgeline.ops.registry import REGISTRY, Site
 from ridgeline.ops.rms_norm import rms_norm_native
 from ridgeline.process.platform import cpu_flags
@@ -58,7 +59,7 @@ def row_of(inputs: dict[str, Any], row: int) -> dict[str, Any]:
     return inputs | {
         "q": inputs["q"][one], "block_table": inputs["block_table"][one], "kv_len": inputs["kv_len"][one],
         "query_start": inputs["query_start"][:2], "query_start_host": [0, 1], "kv_len_host": inputs["kv_len_host"][one],
-    }  # fmt: skip
+    }
 
 
 def wide(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def test_decodes_and_chunks_in_one_batch() -> None:
     starts = [0, 1, 2, 7, 8]
     inputs |= {
         "q": torch.randn(8, 6, 64), "query_start": torch.tensor(starts, dtype=torch.int32), "query_start_host": starts,
-    }  # fmt: skip
+    }
     assert [end - start for start, end in itertools.pairwise(starts)] == queries
     expected = paged_attention_reference(**wide(inputs))
     torch.testing.assert_close(paged_attention_native(**inputs).double(), expected, rtol=2e-6, atol=2e-6)
@@ -131,7 +132,7 @@ def chunk(inputs: dict[str, Any], queries: torch.Tensor, kv_len: int) -> dict[st
     return inputs | {
         "q": queries, "query_start": torch.tensor(starts, dtype=torch.int32), "query_start_host": starts,
         "kv_len": torch.tensor([kv_len], dtype=torch.int32), "kv_len_host": [kv_len],
-    }  # fmt: skip
+    }
 
 
 def test_a_broken_row_stays_broken_and_alone() -> None:

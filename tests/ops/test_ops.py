@@ -6,7 +6,6 @@ interpreter is chosen when triton is imported, and nothing else in the suite sho
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import itertools
 import math
@@ -16,12 +15,13 @@ import sys
 import timeit
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ridgeline.errors import ConfigError
 from ridgeline.ops import activation, registry, rms_norm, rotary
-from ridgeline.ops.attention import fused_decode, kv_write, paged_attention, qkv_write
+from ridgeline.ops.attention import attention_reference, fused_decode, kv_write, paged_attention, qkv_write
 from ridgeline.ops.linear import gguf_blocks, linear_op
 from ridgeline.ops.registry import REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
 from ridgeline.ops.sampling import logprobs, sample
@@ -31,7 +31,7 @@ OPS: list[Op[Any, Any]] = [
     rms_norm.rms_norm, rotary.rotary, activation.gated_activation, kv_write.kv_write,
     paged_attention.paged_attention, logprobs.logprobs, linear_op.linear, linear_op.normed_linear, gguf_blocks.block_linear,
     qkv_write.rotary_write, sample.apply_mask, fused_decode.decode_attention,
-]  # fmt: skip
+]
 CUDA = torch.cuda.is_available()
 
 
@@ -69,8 +69,6 @@ def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -
 
 
 def widened(value: Any) -> Any:
-    if isinstance(value, paged_attention.OlderKV):
-        return dataclasses.replace(value, **{each.name: widened(getattr(value, each.name)) for each in dataclasses.fields(value)})
     return value.to("cpu", torch.float64) if isinstance(value, torch.Tensor) and value.is_floating_point() else (
         value.cpu() if isinstance(value, torch.Tensor) else value
     )
@@ -292,25 +290,20 @@ def test_what_decode_attention_writes_on_triton_is_the_float64_definition(name: 
 
 
 @runs_triton
-@pytest.mark.parametrize(("layout", "window"), [("tensor", None), ("head", 5), ("token", None), ("channel", None), ("block", 5)])
-def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_definition(
-    layout: paged_attention.ScaleLayout, window: int | None
-) -> None:
-    """What is written is quantised before it is read, as when another kernel had written it."""
+@pytest.mark.parametrize("window", [None, 5])
+def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_definition(window: int | None) -> None:
+    """What is written is quantised before it is read, as if another kernel had written it."""
     stored = torch.float16 if TRITON_INTERPRETED else torch.float8_e4m3fn        # the interpreter cannot round to 8 bits
     sizes = next(case.sizes for case in fused_decode.decode_attention.cases if case.name == "first-of-a-block")
     args, options = fused_decode.decode_attention.inputs(
         torch.Generator().manual_seed(5), torch.float32, TRITON_DEVICE, **sizes | {"window": window}
     )
-    shape = paged_attention.scale_shape(layout, *args[4].shape)
-    form = paged_attention.KVFormat(stored, stored, layout, layout)
+    shape = args[4].shape[:3]
     found = []
     for function in (fused_decode.decode_attention_triton, two_kernels):
         caches = [cache.nan_to_num().to(stored) for cache in args[4:6]]
         scales = [torch.linspace(0.01, 0.02, math.prod(shape), device=TRITON_DEVICE).view(shape) for _ in "kv"]
-        out = function(
-            *args[:4], *caches, *args[6:], **options, kv_format=form, k_scale=scales[0], v_scale=scales[1]
-        )
+        out = function(*args[:4], *caches, *args[6:], **options, k_scale=scales[0], v_scale=scales[1])
         found.append([out, *(cache[1:].float() for cache in caches), *scales])
     for fused, apart in zip(*found, strict=True):
         torch.testing.assert_close(fused, apart, rtol=2e-3, atol=1e-5)
@@ -319,87 +312,67 @@ def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_d
 def two_kernels(
     qkv: torch.Tensor, positions: Any, slots: Any, table: Any, k: Any, v: Any, *rest: Any, heads: int, kv_heads: int,
     q_norm: Any = None, k_norm: Any = None, eps: float = 0.0, norm_offset: float = 0.0, **options: Any,
-) -> torch.Tensor:  # fmt: skip
-    scales = {name: options[name] for name in ("kv_format", "k_scale", "v_scale")}
+) -> torch.Tensor:
+    scales = {name: options[name] for name in ("k_scale", "v_scale")}
     q = qkv_write.rotary_write_triton(
         qkv, positions, slots, table, k, v, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps,
         norm_offset=norm_offset, **scales,
-    )  # fmt: skip
+    )
     return paged_attention.paged_attention_triton(q, k, v, *rest, **options)
 
 
-@pytest.mark.parametrize("layout", ["tensor", "head", "token", "channel", "block"])
-def test_rotary_write_with_scales(layout: paged_attention.ScaleLayout) -> None:
-    check_scales(qkv_write.rotary_write_reference, layout, "cpu", torch.float8_e4m3fn, 0.5)
+def test_rotary_write_with_scales() -> None:
+    check_scales(qkv_write.rotary_write_reference, "cpu", torch.float8_e4m3fn, 0.5)
 
 
 @runs_triton
-@pytest.mark.parametrize("layout", ["tensor", "head", "token", "channel", "block"])
-def test_rotary_write_with_scales_on_triton_and_the_float64_definition(layout: paged_attention.ScaleLayout) -> None:
+def test_rotary_write_with_scales_on_triton_and_the_float64_definition() -> None:
     # The interpreter cannot round to eight bits, and cuts to sixteen.
     stored, units = (torch.float16, 1.01) if TRITON_INTERPRETED else (torch.float8_e4m3fn, 0.501)
-    check_scales(qkv_write.rotary_write_triton, layout, TRITON_DEVICE, stored, units)
+    check_scales(qkv_write.rotary_write_triton, TRITON_DEVICE, stored, units)
 
 
-def check_scales(
-    function: Any, layout: paged_attention.ScaleLayout, device: str, stored: torch.dtype, units: float
-) -> None:
-    """What is stored is within so many units in its last place of value / scale, cut to the dtype's range."""
+def check_scales(function: Any, device: str, stored: torch.dtype, units: float) -> None:
+    """What is stored is within this many units in the last place of value / scale, clamped to the dtype's range."""
     case = next(case for case in qkv_write.rotary_write.cases if case.name == "odd-norm")
     args, options = make_inputs(qkv_write.rotary_write, case, torch.float32, device)
     wide = [widened(value) for value in args]
     for cache in wide[4:]:
         cache.zero_()
     qkv_write.rotary_write_reference(*wide, **{name: widened(value) for name, value in options.items()})
-    blocks, size, kv_heads, head_dim = wide[4].shape
+    size = wide[4].shape[1]
     facts = torch.finfo(stored)
     caches = [torch.zeros(wide[4].shape, device=device).to(stored) for _ in range(2)]
-    shape = paged_attention.scale_shape(layout, blocks, size, kv_heads, head_dim)
-    scales = [torch.rand(shape, generator=torch.Generator().manual_seed(i)).mul_(0.1).add_(0.01).to(device) for i in (1, 2)]
-    kv_format = paged_attention.KVFormat(stored, stored, layout, layout)
-    function(*args[:4], *caches, kv_format=kv_format, k_scale=scales[0], v_scale=scales[1], **options)
+    scales = [torch.zeros(wide[4].shape[:3], device=device) for _ in range(2)]
+    function(*args[:4], *caches, k_scale=scales[0], v_scale=scales[1], **options)
     used = {(slot // size, slot % size) for slot in args[2].tolist()}
     for cache, scale, wanted in zip(caches, scales, wide[4:], strict=True):
-        options = {"k_scale": scale.cpu(), "kv_format": kv_format}
         for block, slot in used:
-            ratio = dequantised(torch.ones_like(wanted), "k", options)[block, slot]              # the scales
+            ratio = scale.cpu().double()[block, slot, :, None]
+            assert (ratio > 0).all()
             exact = (wanted[block, slot] / ratio).clamp(-facts.max, facts.max)
             unit = torch.exp2(exact.abs().clamp(min=facts.smallest_normal).log2().floor()) * facts.eps
             assert ((cache.float().cpu().double()[block, slot] - exact).abs() <= units * unit * (1 + 1e-4)).all()
-        if layout == "token":
-            largest = max(float(cache.float().abs()[block, slot].max()) for block, slot in used)
-            assert largest > 0.9 * facts.max
+        largest = max(float(cache.float().abs()[block, slot].max()) for block, slot in used)
+        assert largest > 0.9 * facts.max
 
 
-def dequantised(cache: torch.Tensor, which: str, options: dict[str, Any]) -> torch.Tensor:
-    """Value by value: stored times the scale that its layout gives it."""
-    scale = options.get(f"{which}_scale")
+def dequantised(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Value by value: stored times the scale of its token and head."""
     cache = cache.double()
     if scale is None:
         return cache
-    layout = getattr(options["kv_format"], f"{which}_scale")
     for block, slot, head in itertools.product(*(range(size) for size in cache.shape[:3])):
-        place = {
-            "tensor": (0,), "head": (head,), "token": (block, slot, head), "channel": (head,), "block": (block, head),
-        }[layout]  # fmt: skip
-        cache[block, slot, head] *= scale[place].double()
+        cache[block, slot, head] *= scale[block, slot, head].double()
     return cache
 
 
 def naive_attention(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
     """One dot product at a time, straight from the sentence that defines what a query sees."""
     q, k_cache, v_cache, table, query_start, kv_len = args
-    k_cache, v_cache = dequantised(k_cache, "k", options), dequantised(v_cache, "v", options)
+    k_cache, v_cache = dequantised(k_cache, options.get("k_scale")), dequantised(v_cache, options.get("v_scale"))
     table_rows = options["table_rows"].tolist() if options.get("table_rows") is not None else range(len(kv_len))
     table = [table[row].tolist() for row in table_rows]
-    older = options.get("older")
-    if older is not None:                                # its blocks after the others, and in the tables where they belong
-        form = {"kv_format": older.format, "k_scale": older.k_scale, "v_scale": older.v_scale}
-        for row, length in enumerate(older.length.tolist()):
-            blocks = older.block_table[table_rows[row], : length // k_cache.shape[1]]
-            table[row][: len(blocks)] = (blocks + len(k_cache)).tolist()
-        k_cache = torch.cat((k_cache, dequantised(older.k_cache, "k", form)))
-        v_cache = torch.cat((v_cache, dequantised(older.v_cache, "v", form)))
     out = torch.zeros_like(q)
     size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     for row in range(len(kv_len)):
@@ -442,10 +415,10 @@ def test_paged_attention_splits_do_not_show(
     args, options = paged_attention.paged_attention.inputs(
         torch.Generator().manual_seed(1), torch.float64, "cpu", rows=tuple(rows), **sizes
     )
-    monkeypatch.setattr(paged_attention, "MASK_ELEMENTS", 1000)
-    monkeypatch.setattr(paged_attention, "GATHER_TOKENS", 300)
+    monkeypatch.setattr(attention_reference, "MASK_ELEMENTS", 1000)
+    monkeypatch.setattr(attention_reference, "GATHER_TOKENS", 300)
     decode = [row for row, (queries, _) in enumerate(rows) if queries == 1]
-    groups = paged_attention._length_groups(decode, options["kv_len_host"])
+    groups = attention_reference._length_groups(decode, options["kv_len_host"])
     assert [len(group) for group in groups] == [2, 1, 1, 1, 1]      # 3-4, 5, 64, 190, 200: three times 200 > 300
     torch.testing.assert_close(
         paged_attention.paged_attention(*args, **options), naive_attention(args, options), rtol=1e-12, atol=1e-13
@@ -453,8 +426,8 @@ def test_paged_attention_splits_do_not_show(
 
 
 def test_paged_attention_never_gathers_a_whole_long_row_for_short_ones() -> None:
-    assert not paged_attention._alike([100] * 31 + [8000])
-    groups = paged_attention._length_groups(list(range(32)), [100] * 31 + [8000])
+    assert not attention_reference._is_similar([100] * 31 + [8000])
+    groups = attention_reference._length_groups(list(range(32)), [100] * 31 + [8000])
     assert [len(group) for group in groups] == [31, 1]
 
 
@@ -476,6 +449,45 @@ def test_logprobs_definition(case: Case, chunk: int, monkeypatch: pytest.MonkeyP
         best = [values[token] - total for token in order[:top_k]]
         assert top_logprobs[row].tolist() == pytest.approx(best, abs=1e-12)
     assert ties > 0
+
+
+def sum_in_lanes(values: torch.Tensor, lanes: int) -> torch.Tensor:
+    """Sums [S, 1] of float32 [S, V] as a loop over vector registers with this many lanes makes them."""
+    parts = np.cumsum(values.numpy().reshape(len(values), -1, lanes), axis=1, dtype=np.float32)[:, -1]
+    return torch.from_numpy(np.cumsum(parts, axis=1, dtype=np.float32)[:, -1:])
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_logprobs_are_accurate_whatever_order_float32_is_summed_in(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on machines with narrow vectors (NEON has 4 lanes of float32) and an exponential that is off by two units."""
+    case = next(case for case in logprobs.logprobs.cases if case.name == "decode-32")
+    (scores, tokens, top_k), _ = make_inputs(logprobs.logprobs, case, torch.float32, "cpu")
+    wanted = logprobs.logprobs_reference(scores.double(), tokens, top_k)
+    exact_exp, exact_sum = torch.Tensor.exp_, torch.Tensor.sum
+    asked = []
+
+    def rough_exp(values: torch.Tensor) -> torch.Tensor:
+        asked.append(values.dtype)
+        return exact_exp(values).mul_(1 - 2**-22)
+
+    def rough_sum(values: torch.Tensor, **options: Any) -> torch.Tensor:
+        narrow = values.dtype is torch.float32 and "dtype" not in options
+        return sum_in_lanes(values, lanes) if narrow else exact_sum(values, **options)
+
+    monkeypatch.setattr(torch.Tensor, "exp_", rough_exp)
+    monkeypatch.setattr(torch.Tensor, "sum", rough_sum)
+    found = logprobs.logprobs_reference(scores, tokens, top_k)
+    best = scores.amax(dim=1, keepdim=True)
+    summed_in_float32 = scores.gather(1, tokens[:, None]) - best - (scores - best).exp_().sum(dim=1).log()
+    monkeypatch.undo()
+
+    def wrong(got: torch.Tensor, exact: torch.Tensor) -> int:
+        allowed = logprobs.logprobs.tolerance["float32"]
+        return int(((got.double() - exact).abs() > allowed.relative * exact.abs() + allowed.absolute).sum())
+
+    assert asked and torch.float64 not in asked                  # the exponentials above were the rough ones
+    assert wrong(found[0], wanted[0]) == wrong(found[3], wanted[3]) == 0
+    assert wrong(summed_in_float32[:, 0], wanted[0]) >= 4        # what torch.log_softmax did there
 
 
 def test_logprobs_of_banned_and_broken_rows() -> None:
@@ -503,7 +515,7 @@ def toy_op() -> Any:
             Implementation("triton", lambda x: "triton", lambda site: site.device == "cuda"),
         ],
         cost=lambda **sizes: None, inputs=lambda *a, **k: ((), {}), tolerance={},
-    )  # fmt: skip
+    )
     yield op
     del REGISTRY["toy"]
     registry.set_kernels("auto")

@@ -21,7 +21,7 @@ from ridgeline.ops.attention.split_kv import (
     Shares,
     most_items,
     share_out,
-)  # fmt: skip
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 66                        # four on each of 132 multiprocessors, eight KV heads

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ridgeline.ops import activation, rms_norm
-from ridgeline.ops.attention import kernel_decode, kernel_prefill, qkv_write, two_formats
-from ridgeline.ops.attention.paged_attention import decode_tiles
+from ridgeline.ops.attention import kernel_decode, kernel_prefill, qkv_write
+from ridgeline.ops.attention.attention_launch import decode_tiles
 from ridgeline.ops.linear import gemm_gated, gemm_invariant, gemm_small, gemv
 from ridgeline.ops.registry import TRITON_INTERPRETED
 from ridgeline.ops.sampling import logprobs, sample_kernels
@@ -68,7 +68,7 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
 def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # compile, do not remember
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    attention = (kernel_decode, two_formats, kernel_prefill)
+    attention = (kernel_decode, kernel_prefill)
     for module in (*attention, gemm_gated, gemv, gemm_invariant, rms_norm, sample_kernels, gemm_small):
         monkeypatch.setattr(module, "tl", module.tl)
 
@@ -104,7 +104,7 @@ def test_gemv_compiles(inputs: int, gate: int) -> None:
     constants = {
         "BLOCK": 2, "BLOCK_INPUTS": 4096 if inputs == 4096 else 16384, "EVEN": inputs == 4096, "NORM": inputs == 4096,
         "RESIDUAL": inputs == 4096, "GATE": gate, "BIAS": False, "DEPENDENT": True,
-    }  # fmt: skip
+    }
     aligned = (*pointers, "inputs", "weight_stride")
     ptx = compile_for_h100(gemv, "_gemv_kernel", types, constants, aligned=aligned, num_warps=16, launch_pdl=True)
     before, after = ptx.split("griddepcontrol.wait")
@@ -125,7 +125,7 @@ def test_small_gemm_compiles(rows: int, outputs: int, inputs: int, splits: int, 
         "BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs, "SPLITS": splits, "STEP": step,
         "EVEN": step == outputs, "EVEN_INPUTS": True, "GATE": gate, "BIAS": False, "AHEAD": 256, "DEPENDENT": True,
         "UPCAST": False,
-    }  # fmt: skip
+    }
     aligned = ("x_ptr", "weight_ptr", "out_ptr", "part_ptr", "inputs", "x_stride", "weight_stride", "part_inputs")
     options = {"num_warps": 8 if rows == 128 else 4, "num_stages": 4, "launch_pdl": True}
     ptx = compile_for_h100(gemm_small, "_small_gemm_kernel", types, constants, aligned=aligned, **options)
@@ -137,11 +137,11 @@ def test_small_gemm_compiles(rows: int, outputs: int, inputs: int, splits: int, 
 def test_gated_gemm_compiles(gate: int) -> None:
     types = dict.fromkeys(("rows", "outputs", "inputs"), "i32") | {
         "x": "tensordesc<bf16[128, 64]>", "weight": "tensordesc<bf16[2, 128, 64]>", "out": "tensordesc<bf16[128, 128]>",
-    }  # fmt: skip
+    }
     constants = {
         "BLOCK_ROWS": 128, "BLOCK_OUTPUTS": 128, "BLOCK_INPUTS": 64, "NEIGHBOURS": 8, "PROGRAMS": 132, "GATE": gate,
         "UPCAST": False,
-    }  # fmt: skip
+    }
     options = {"num_warps": 8, "num_stages": gemm_gated.STAGES}
     ptx = compile_for_h100(gemm_gated, "_gated_gemm_kernel", types, constants, aligned=("outputs", "inputs"), **options)
     assert "wgmma" in ptx and "cp.async.bulk.tensor.3d.shared" in ptx        # gate and up come as one
@@ -153,11 +153,11 @@ def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
     types = dict.fromkeys(("rows", "inputs", "outputs", "part_inputs"), "i32") | {
         "x_tiles": "tensordesc<bf16[128, 64]>", "weight_tiles": f"tensordesc<bf16[{outputs}, 64]>",
         "bias_ptr": "*bf16", "out_ptr": "*bf16",
-    }  # fmt: skip
+    }
     constants = {
         "BLOCK_ROWS": 128, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": 64, "SPLITS": splits, "GROUP": 8, "BIAS": False,
         "DEPENDENT": True, "UPCAST": False,
-    }  # fmt: skip
+    }
     ptx = compile_for_h100(
         gemm_invariant, "_invariant_gemm_kernel", types, constants, num_warps=8, num_stages=4, launch_pdl=True
     )
@@ -166,9 +166,9 @@ def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
 
 ATTENTION_HELPERS = (
     "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
-    "scale_values", "merge_shares", "prepared", "in_runs", "partner_of", "angles",
-    "norm_weights", "load_heads", "turned", "store_scaled", "store_newest", "slot_of", "load_pairs", "row_of",
-)  # fmt: skip
+    "merge_shares", "prepared", "in_runs", "partner_of", "angles",
+    "norm_weights", "load_heads", "turned", "store_scaled", "store_newest", "slot_of", "load_pairs",
+)
 
 
 @pytest.fixture
@@ -178,9 +178,9 @@ def attention_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language
 
     for name in ATTENTION_HELPERS:
-        helper = getattr(kernel_decode, name, None) or getattr(two_formats, name)
+        helper = getattr(kernel_decode, name)
         compiled = helper if isinstance(helper, triton.JITFunction) else triton.jit(helper)
-        for module in (kernel_decode, two_formats, kernel_prefill):
+        for module in (kernel_decode, kernel_prefill):
             monkeypatch.setattr(module, "tl", triton.language)
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, compiled)
@@ -193,7 +193,7 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
             types[name] = f"*{dtype}"
         elif name in ("k_ptr", "v_ptr"):
             types[name] = f"*{kv_dtype}"
-        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr", "cos_sin_ptr", "parts_ptr"):
+        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr", "cos_sin_ptr"):
             types[name] = "*fp32"
         elif name in ("positions_ptr", "slots_ptr"):
             types[name] = "*i64"
@@ -209,42 +209,32 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
     ("kernel", "dtype", "kv_dtype", "changes"),
     [
         ("decode_kernel", "bf16", "bf16", {}),
-        ("decode_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "channel", "SOFTCAP": True, "WINDOW": 4096}),
+        ("decode_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096}),
         ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 96, "TILE_KEYS": 32, "HAS_PREFIX": False}),
         ("decode_kernel", "bf16", "bf16", {"FRESH": True, "NORM": True}),
-        ("decode_kernel", "bf16", "fp8e4nv", {
-            "K_SCALE": "key", "V_SCALE": "channel", "FRESH": True, "K_SCALES": 2, "V_SCALES": 1, "HALF": 24,
-        }),
+        ("decode_kernel", "bf16", "fp8e4nv", {"FRESH": True, "HALF": 24}),
         ("prefill_kernel", "bf16", "bf16", {}),
-        ("prefill_kernel", "bf16", "fp8e4nv", {"K_SCALE": "head", "V_SCALE": "key", "SOFTCAP": True, "WINDOW": 4096}),
-        ("prefill_kernel", "bf16", "bf16", {"RANGE": "newer"}),
-        ("prefill_kernel", "bf16", "fp8e4nv", {"RANGE": "older", "K_SCALE": "key", "V_SCALE": "key"}),
-        ("prefix_kernel", "bf16", "bf16", {"FRESH": True}),
-        ("older_kernel", "bf16", "bf16", {"SOFTCAP": True}),
-        ("older_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "key"}),
-        ("merge_kernel", "bf16", "bf16", {}),
-        ("split_tiles_kernel", "bf16", "bf16", {}),
+        ("prefill_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096}),
+        ("prefix_kernel", "bf16", "bf16", {}),
+        ("prefix_kernel", "bf16", "fp8e4nv", {}),
     ],
-)  # fmt: skip
+)
 def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dict[str, Any]) -> None:
-    modules = (kernel_decode, two_formats, kernel_prefill)
-    module = next(module for module in modules if hasattr(module, kernel))
+    module = next(module for module in (kernel_decode, kernel_prefill) if hasattr(module, kernel))
     many = kernel in ("prefill_kernel", "prefix_kernel")
     constants = {
-        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False, "K_SCALE": "none",
-        "V_SCALE": "none", "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64,
+        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
+        "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64,
         "TILE_QUERIES": 128 if many else 16, "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128,
-        "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "K_SCALES": 0, "V_SCALES": 0,
-        "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False, "RANGE": "all", "MINIMUM_SHARE": 64,
-        "HEADS": 32, "TILE_HEADS": 32, "BLOCK": 64,
-        "K_NARROW": kv_dtype == "fp8e4nv", "V_NARROW": kv_dtype == "fp8e4nv", "PAIRED": kv_dtype == "fp8e4nv", **changes,
-    }  # fmt: skip
+        "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "LIMIT": 448.0,
+        "DEPENDENT": True, "UPCAST": False, "SCALED": kv_dtype == "fp8e4nv", "NARROW": kv_dtype == "fp8e4nv",
+        "PAIRED": kv_dtype == "fp8e4nv", **changes,
+    }
     names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
     assert set(constants) == {name for name in names if name.isupper()}
     ptx = compile_for_h100(module, kernel, attention_types(names, dtype, kv_dtype), constants, num_warps=8 if many else 4)
-    multiplies = kernel not in ("merge_kernel", "split_tiles_kernel")
-    assert ("mma" in ptx) == (dtype == "bf16" and multiplies)    # float32 must stay IEEE, never tf32 tensor cores
+    assert ("mma" in ptx) == (dtype == "bf16")           # float32 must stay IEEE, never tf32 tensor cores
 
 
 @pytest.mark.usefixtures("attention_helpers")
@@ -255,44 +245,21 @@ def test_decode_attention_keeps_its_numbers_in_registers(head_dim: int, narrow: 
     names = list(inspect.signature(getattr(kernel_decode.decode_kernel, "fn", kernel_decode.decode_kernel)).parameters)
     types = attention_types(names, "bf16", "fp8e4nv" if narrow else "bf16")
     aligned = [name for name in names if name.endswith(("_ptr", "_stride"))]
-    scale, scales = ("key", 2) if narrow else ("none", 0)
     for pairs in (8, 1024, 8192):
         keys, values, launch = decode_tiles(torch.bfloat16, head_dim, narrow, pairs, 132)
         constants = {
             "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
-            "K_SCALE": scale, "V_SCALE": scale, "HAS_TABLE_ROWS": True, "HAS_PREFIX": False, "MINIMUM_PREFIX": 256,
-            "TILE_PREFIX": 64, "TILE_QUERIES": 16, "TILE_KEYS": keys, "TILE_DIM": head_dim, "TILE_GROUP": 4,
-            "TILE_SLOTS": max(1, values // (4 * head_dim)), "FRESH": True, "HALF": head_dim // 2, "NORM": False,
-            "K_SCALES": scales, "V_SCALES": scales, "K_LIMIT": 448.0, "V_LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
-            "K_NARROW": narrow, "V_NARROW": narrow, "PAIRED": narrow,
-        }  # fmt: skip
+            "SCALED": narrow, "NARROW": narrow, "PAIRED": narrow, "HAS_TABLE_ROWS": True, "HAS_PREFIX": False,
+            "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": 16, "TILE_KEYS": keys, "TILE_DIM": head_dim,
+            "TILE_GROUP": 4, "TILE_SLOTS": max(1, values // (4 * head_dim)), "FRESH": True, "HALF": head_dim // 2, "NORM": False,
+            "LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
+        }
         compiled = compiled_for_h100(
             kernel_decode, "decode_kernel", types, constants, aligned=aligned, launch_pdl=True, **launch
         )
         assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0, f"{pairs} pairs"
         if narrow:
             assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"] and "ld.shared.b8" not in compiled.asm["ptx"]
-
-
-@pytest.mark.usefixtures("attention_helpers")
-@pytest.mark.parametrize("narrow", [False, True])
-def test_attention_over_older_positions_keeps_its_numbers_in_registers(narrow: bool, tmp_path: Path) -> None:
-    """As the decode kernel does, in the tiles of many rows."""
-    kernel = two_formats.older_kernel
-    names = list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
-    aligned = [name for name in names if name.endswith(("_ptr", "_stride"))]
-    scale = "key" if narrow else "none"
-    keys, _, launch = decode_tiles(torch.bfloat16, 128, narrow, 1024, 132)
-    constants = {
-        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "SOFTCAP": False, "K_SCALE": scale, "V_SCALE": scale,
-        "K_NARROW": narrow, "V_NARROW": narrow, "PAIRED": narrow, "HAS_TABLE_ROWS": True, "MINIMUM_SHARE": 64,
-        "TILE_QUERIES": 16, "TILE_KEYS": keys, "TILE_DIM": 128, "DEPENDENT": True, "UPCAST": False,
-    }  # fmt: skip
-    types = attention_types(names, "bf16", "fp8e4nv" if narrow else "bf16")
-    compiled = compiled_for_h100(two_formats, "older_kernel", types, constants, aligned=aligned, launch_pdl=True, **launch)
-    assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0
-    if narrow:
-        assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"] and "ld.shared.b8" not in compiled.asm["ptx"]
 
 
 # ── sampling and the small ops of a layer ────────────────────────────────────────────────────────────────────────────
@@ -305,7 +272,7 @@ SAMPLING_TYPES = {
     "listed_ptr": "*i32", "values_ptr": "*fp32", "ids_ptr": "*i32", "logprobs_ptr": "*fp32", "ranks_ptr": "*i64",
     "top_ids_ptr": "*i64", "top_logprobs_ptr": "*fp32", "tile_sum_ptr": "*fp32", "tile_before_ptr": "*i32",
     "mask_ptr": "*i32", "mask_stride": "i32",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -315,7 +282,7 @@ def test_masks_compile(dtype: str, masked: bool) -> None:
     types = {
         "logits_ptr": f"*{dtype}", "mask_ptr": "*i32", "out_ptr": "*fp32", "broken_ptr": "*u8", "vocab": "i32", "stride": "i64",
         "mask_stride": "i64", "out_stride": "i64",
-    }  # fmt: skip
+    }
     aligned = ("logits_ptr", "out_ptr", "vocab", "stride", "out_stride")
     constants = {"MASKED": masked, "WORDS": 64}
     ptx = compile_for_h100(sample_kernels, "_mask_kernel", types, constants, aligned=aligned, num_warps=4)
@@ -325,7 +292,7 @@ def test_masks_compile(dtype: str, masked: bool) -> None:
 def compile_with_helpers(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, types: dict[str, str], constants: dict[str, Any],
     helpers: Sequence[str], **options: Any,
-) -> str:  # fmt: skip
+) -> str:
     import triton
     import triton.language
 
@@ -356,12 +323,12 @@ def test_sampling_compiles(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPa
         },
         "race": {"TILE": 1024, "SPAN": 8, "PROGRAMS": 128, "MASKED": masked},
         "finish": {"TILE": 4096, "SCAN": 16384},
-    }[kernel.split("-")[0]]  # fmt: skip
+    }[kernel.split("-")[0]]
     types = SAMPLING_TYPES | {"logits_ptr": f"*{dtype}"}
     helpers = (
         "_larger", "_masked", "ordered_key", "ordered_value", "_noise", "_race_tile", "_lower_bound", "_race_few", "_race_many",
         "_highest_key", "_before",
-    )  # fmt: skip
+    )
     name = f"_{kernel.split('-')[0]}_kernel"
     constants["DEPENDENT"] = True
     warps = 16 if kernel == "finish" else 4
@@ -388,9 +355,9 @@ def test_gated_activation_compiles(kind: int, monkeypatch: pytest.MonkeyPatch) -
     compile_with_helpers(monkeypatch, activation, "_gated_activation_kernel", types, constants, ())
 
 
-@pytest.mark.parametrize(("cache", "half", "norm", "scales"), [("bf16", 64, False, (0, 0)), ("fp8e4nv", 24, True, (2, 1))])
+@pytest.mark.parametrize(("cache", "half", "norm", "scaled"), [("bf16", 64, False, False), ("fp8e4nv", 24, True, True)])
 def test_rotary_write_compiles(
-    cache: str, half: int, norm: bool, scales: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    cache: str, half: int, norm: bool, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = inspect.signature(qkv_write._rotary_write_kernel).parameters
     types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in arguments if not name.isupper()}
@@ -398,9 +365,9 @@ def test_rotary_write_compiles(
     types |= {"k_ptr": f"*{cache}", "v_ptr": f"*{cache}", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
     constants = {
         "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": half, "BLOCK_SIZE": 16, "HEADS_ROUND": 32,
-        "KV_HEADS_ROUND": 8, "HALF_ROUND": 64, "REST_ROUND": 128, "DIM_ROUND": 128, "NORM": norm, "K_LIMIT": 448.0,
-        "V_LIMIT": 448.0, "K_SCALES": scales[0], "V_SCALES": scales[1], "DEPENDENT": True,
-    }  # fmt: skip
+        "KV_HEADS_ROUND": 8, "HALF_ROUND": 64, "REST_ROUND": 128, "DIM_ROUND": 128, "NORM": norm, "LIMIT": 448.0,
+        "SCALED": scaled, "DEPENDENT": True,
+    }
     compile_with_helpers(
         monkeypatch, qkv_write, "_rotary_write_kernel", types, constants, ("_turn", "store_scaled")
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeline.messages import RowAdded
 from ridgeline.ops.registry import TRITON_INTERPRETED
+from ridgeline.ops.sampling import noise as noise_ops
 from ridgeline.ops.sampling import sample as ops
 from ridgeline.ops.sampling import sample_kernels
 from ridgeline.runner import sampler as sampler_module
@@ -134,9 +135,9 @@ def test_philox_gives_the_published_answers(counter: str, key: str, expected: st
     words = [int(word, 16) for word in (counter + " " + key).split()]
     answers = [int(word, 16) for word in expected.split()]
     assert plain_philox(words[:4], words[4:]) == answers
-    assert list(ops.philox4x32(*words)) == answers
-    assert [int(word[0]) for word in ops.philox4x32(*(np.array([word], np.uint64) for word in words))] == answers
-    assert [int(word) for word in ops.philox4x32(*(torch.tensor([word]) for word in words))] == answers
+    assert list(noise_ops.philox4x32(*words)) == answers
+    assert [int(word[0]) for word in noise_ops.philox4x32(*(np.array([word], np.uint64) for word in words))] == answers
+    assert [int(word) for word in noise_ops.philox4x32(*(torch.tensor([word]) for word in words))] == answers
 
 
 def choices(rows: int, **columns: Any) -> np.ndarray:
@@ -149,16 +150,16 @@ def choices(rows: int, **columns: Any) -> np.ndarray:
 
 def test_noise_is_keyed_by_seed_index_and_id() -> None:
     how = choices(3, seed=[1, 2**63 + 17, 2**64 - 1], index=[0, 5, 2**31 - 2])
-    everything = ops.exponential_noise_all(how, 72, torch.device("cpu"))
+    everything = noise_ops.exponential_noise_all(how, 72, torch.device("cpu"))
     for row, token in ((0, 0), (0, 71), (1, 6), (2, 33)):
         expected = plain_noise(int(how["seed"][row]), int(how["index"][row]), token)
         assert everything[row, token].item() == pytest.approx(expected, rel=1e-14)
     ids = torch.tensor([[71, 0, 8], [3, 3, 64], [1, 2, 70]])
-    assert torch.equal(ops.exponential_noise(how, ids), everything.gather(1, ids))
+    assert torch.equal(noise_ops.exponential_noise(how, ids), everything.gather(1, ids))
 
 
 def test_noise_is_never_zero_or_infinite() -> None:
-    ends = ops._exponential(torch.tensor([0, 1, 2**32 - 1]))
+    ends = noise_ops.exponential(torch.tensor([0, 1, 2**32 - 1]))
     assert ends.isfinite().all() and (ends > 0).all()
     assert ends.tolist() == sorted(ends.tolist())
 
@@ -370,7 +371,7 @@ def check_filters(logits: Tensor, chosen: SamplingParams) -> None:
     tokens, failed = ops.sample_reference(logits.expand(draws, -1), how)
     assert not failed.any()
     weights = torch.tensor([weight[token] for token in ids.tolist()], dtype=torch.float64)
-    score = weights / ops.exponential_noise(how, ids.expand(draws, -1))
+    score = weights / noise_ops.exponential_noise(how, ids.expand(draws, -1))
     assert torch.equal(tokens, ids[score.argmax(-1)])
 
 
@@ -391,7 +392,7 @@ def test_the_bounded_race_has_the_winners_of_the_full_one(dtype: torch.dtype, sp
     scaled = (torch.rand(200, 4096, generator=torch.Generator().manual_seed(3)) * -spread).to(dtype)
     scaled[:, 5:9] = -torch.inf
     how = choices(200, seed=2**50, index=np.arange(200), temperature=1)
-    full = scaled.double().exp() / ops.exponential_noise_all(how, 4096, torch.device("cpu"))
+    full = scaled.double().exp() / noise_ops.exponential_noise_all(how, 4096, torch.device("cpu"))
     assert torch.equal(ops._race_bounded(scaled, how), full.argmax(-1))
 
 
@@ -429,7 +430,7 @@ def check_distribution(chosen: SamplingParams, draw: Callable[[Tensor, np.ndarra
 def test_neighbouring_ids_steps_and_seeds_are_independent() -> None:
     """Noise of 4,096 ids for 64 keys that differ in one bit: no two rows are correlated, their mean is 1."""
     seeds = np.array([1 << bit for bit in range(64)], np.uint64)
-    noise = ops.exponential_noise_all(choices(64, seed=seeds), 4096, torch.device("cpu"))
+    noise = noise_ops.exponential_noise_all(choices(64, seed=seeds), 4096, torch.device("cpu"))
     correlation = torch.corrcoef(noise)
     # 2,016 pairs, each with a standard deviation of 1 / 64: five of them are passed once in 800 sets of keys.
     assert (correlation - torch.eye(64)).abs().max() < 5 / 64

@@ -15,7 +15,7 @@ from ridgeline.cache.manager import KVManager
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import Request, RowAdded, StepPlan, StepResult, Want
 from ridgeline.ops.attention import kernel_prefill_hopper
-from ridgeline.ops.attention.paged_attention import _partial_floats, prefix_shares
+from ridgeline.ops.attention.attention_arguments import partial_floats, prefix_shares
 from ridgeline.runner import device_rows as module
 from ridgeline.runner import shared_prefix
 from ridgeline.runner.device_rows import DeviceRows
@@ -295,7 +295,7 @@ def test_the_workspace_suffices_for_every_number_of_rows(
         for count in range(1, max_rows + 1):
             (group,) = device.pack([1] * count, 600).groups
             cut = 0 if group.prefix is None else prefix_shares(count, heads // kv_heads, kv_heads, 132)
-            needed = _partial_floats(count * cut + len(group.shares.item_row), heads, 128)
+            needed = partial_floats(count * cut + len(group.shares.item_row), heads, 128)
             assert needed <= len(workspace.partials)
             assert deterministic or count == 1 or group.prefix is not None
 

@@ -73,7 +73,7 @@ def test_only_that_pair_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert outcome(handed(write, read + 2)).state == outcome(handed(write - 1, read)).state == "FOUND"
     assert outcome(handed(write, read)[::-1]).state == "FOUND"
     both = outcome(handed(write, read), [f"Write access at wide_gemm_kernel+0x10 in gemm_wide.py:{write}",
-                                         f"Read access at wide_gemm_kernel+0x20 in gemm_wide.py:{read} [1 hazards]"])  # fmt: skip
+                                         f"Read access at wide_gemm_kernel+0x20 in gemm_wide.py:{read} [1 hazards]"])
     assert both.state == both.found["wide_gemm_kernel"] == "FOUND" and both.found["prompt_kernel"] == sanitize.EXPLAINED
     source = sanitize.op_file(HANDED.file).read_text().splitlines()
     assert source[write].strip() == "group_barrier()"
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_explained_stores_are_in_order(tmp_path: Path) -> None:
     """What the reason says: between the warp's store and its first thread's arrival is a barrier of the warp, and the readers
     load behind their wait."""
-    command = [sys.executable, str(ROOT / "tests/ops/test_kernel_prefill_hopper.py"), "64", "2", "older", "narrow"]
+    command = [sys.executable, str(ROOT / "tests/ops/test_kernel_prefill_hopper.py"), "64", "2", "narrow"]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr[-3000:]

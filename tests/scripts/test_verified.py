@@ -66,12 +66,12 @@ def test_the_record_is_well_formed_and_stale_ops_are_named() -> None:
     stale = stale_ops(record["sha256"], now)
     if stale:
         warnings.warn(f"GPU verification of {record['date'][:10]} is stale for: {', '.join(stale)}; `make test-gpu` renews it",
-                      StaleVerification, stacklevel=1)  # fmt: skip
+                      StaleVerification, stacklevel=1)
 
 
 @pytest.mark.parametrize("record", [
     [], {}, {"sha256": {}}, {"date": "", "gpu": {}, "versions": {}, "commit": "", "sha256": {"linear.py": "abc"}},
-])  # fmt: skip
+])
 def test_a_malformed_record_is_seen(record: Any) -> None:
     assert problems(record)
 
@@ -127,7 +127,7 @@ def test_what_a_sanitizer_says_is_told_by_kernel() -> None:
     told = sanitize.by_kernel({"racecheck a": found, "racecheck b": clean, "memcheck b": clean, "memcheck a": failed})
     assert told == {
         "one_kernel": {"racecheck": "FOUND", "memcheck": "clean"}, "other_kernel": {"racecheck": "clean", "memcheck": "clean"},
-    }  # fmt: skip
+    }
 
 
 def test_races_of_the_compiler_are_told_apart() -> None:

@@ -63,24 +63,13 @@ def test_attention_by_hand() -> None:
     assert capped.bytes == cost.bytes - 5 * 2 * 8
 
 
-def test_attention_over_two_formats_by_hand() -> None:
-    # 4 of 5 positions in eight bits with a scale for each token and KV head: half of their bytes, and 2 × 4 scales.
-    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 8, "block_size": 4, "softcap": None}
-    narrow = ("float8_e4m3fn", "token") * 2
-    plain = paged_attention_cost(rows=[(1, 5), (1, 3)], element_bytes=2, window=None, **sizes)
-    mixed = paged_attention_cost(
-        rows=[(1, 5), (1, 3)], element_bytes=2, window=None, older=(4, 0), older_format=narrow, **sizes
-    )
-    assert mixed.flops == plain.flops
-    assert mixed.bytes == plain.bytes - 4 * 2 * 8 + 2 * 4 * 4 + 2 * 4        # and two lengths
-    # The other way round, with scales for blocks: the row's second block and the other row's have one.
-    block = ("float8_e4m3fn", "block") * 2
-    turned = paged_attention_cost(rows=[(1, 5), (1, 3)], element_bytes=2, window=None, older=(4, 0), kv_format=block, **sizes)
-    assert turned.bytes == plain.bytes - (1 + 3) * 2 * 8 + 2 * 2 * 4 + 2 * 4
-    # A window of two positions: one of them is an older one.
-    seen = paged_attention_cost(rows=[(1, 5), (1, 3)], element_bytes=2, window=2, **sizes)
-    behind = paged_attention_cost(rows=[(1, 5), (1, 3)], element_bytes=2, window=2, older=(4, 0), older_format=narrow, **sizes)
-    assert behind.bytes == seen.bytes - 2 * 8 + 2 * 4 + 2 * 4
+def test_attention_over_a_quantised_cache_by_hand() -> None:
+    # Eight bits with a scale for each token and KV head: half of the bytes of K and V, and 2 × 8 scales.
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 8, "block_size": 4, "softcap": None, "window": None}
+    plain = paged_attention_cost(rows=[(1, 5), (1, 3)], element_bytes=2, **sizes)
+    narrow = paged_attention_cost(rows=[(1, 5), (1, 3)], element_bytes=2, kv_dtype="float8_e4m3fn", **sizes)
+    assert narrow.flops == plain.flops
+    assert narrow.bytes == plain.bytes - 8 * 2 * 8 + 2 * 8 * 4
 
 
 def test_what_stays_on_the_chip_is_not_moved() -> None:

@@ -18,8 +18,7 @@ import torch
 
 from ridgeline.bench.lab.record import percentiles
 from ridgeline.bench.ops import Call, time_calls
-from ridgeline.ops.attention.fused_decode import decode_attention
-from ridgeline.ops.attention.paged_attention import (
+from ridgeline.ops.attention.attention_arguments import (
     AttentionWork,
     SharedPrefix,
     device_shares,
@@ -28,6 +27,7 @@ from ridgeline.ops.attention.paged_attention import (
     shared_prefix,
     workspace_floats,
 )
+from ridgeline.ops.attention.fused_decode import decode_attention
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.runner.shared_prefix import SharedPrefixes
 

@@ -17,13 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops.attention.paged_attention import (
+from ridgeline.ops.attention.attention_arguments import (
     AttentionWork,
-    KVFormat,
-    OlderKV,
     device_shares,
     make_workspace,
-    scale_shape,
     shared_prefix,
     workspace_floats,
 )
@@ -31,7 +28,7 @@ from ridgeline.ops.attention.prefill_tiles import cut_queries
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.ops.registry import Op
 from ridgeline.quant.scheme import Fused
-from ridgeline.sizes.op_costs import Case, Cost
+from ridgeline.sizes.op_costs import E4M3, Case, Cost
 
 CONTIGUOUS = "contiguous"            # the implementation column of torch's attention over contiguous tensors,
 LIBRARY = "library"                  # … of the library's product,
@@ -44,16 +41,13 @@ _MATRICES = {"o": (4096, 4096), "down": (14336, 4096), "head": (4096, 128256)}  
 _NORMED = {"qkv": (6144, None), "gate_up": (14336, "silu")}                             # outputs (pairs), activation
 
 
-_NARROW = ("float8_e4m3fn", "token") * 2                                                # of K and of V
-
-
 def _rows(*rows: tuple[int, int]) -> dict[str, Any]:
     return {"rows": rows, "block_size": 16, "window": None, "softcap": None, **_HEADS}
 
 
 def _narrow(sizes: dict[str, Any]) -> dict[str, Any]:
     """The same over pages in fp8, as the engine has them: a scale for each token and head."""
-    return sizes | {"kv_format": _NARROW}
+    return sizes | {"kv_dtype": E4M3}
 
 
 _ATTENTION = {
@@ -79,10 +73,6 @@ GPU_CASES: dict[str, dict[str, dict[str, Any]]] = {
     # What `plan --fit --ops` compares, here and in decode_attention: the same rows over wide pages and over narrow ones.
     "paged_attention": _ATTENTION | {f"fp8-{name}": _narrow(sizes) for name, sizes in _ATTENTION.items()} | {
         "shared-64x2000+64": _rows(*[(1, 2064)] * 64) | {"shared": ((tuple(range(64)), 2000),)},
-        # The first positions in fp8, the later ones in bfloat16.
-        "older-320-decode-128x640": _rows(*[(1, 640)] * 128) | {"older": (320,) * 128, "older_format": _NARROW},
-        "older-4096-decode-16x8192": _rows(*[(1, 8192)] * 16) | {"older": (4096,) * 16, "older_format": _NARROW},
-        "older-6144-chunk-2048-of-8192": _rows((2048, 8192)) | {"older": (6144,), "older_format": _NARROW},
     },
     "decode_attention": _FUSED | {f"fp8-{name}": _narrow(sizes) for name, sizes in _FUSED.items()},
     "linear": {
@@ -144,12 +134,11 @@ def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -
 def attention_inputs(
     op: str, dtype: torch.dtype, device: str, seed: int,
     *, rows: tuple[tuple[int, int], ...], heads: int, kv_heads: int, head_dim: int, block_size: int,
-    window: int | None, softcap: float | None, kv_format: tuple[str, Any, str, Any] | None = None,
+    window: int | None, softcap: float | None, kv_dtype: str | None = None,
     shared: tuple[tuple[tuple[int, ...], int], ...] = (), rotary_dim: int = 0, norm: bool = False,
-    older: tuple[int, ...] = (), older_format: tuple[str, Any, str, Any] | None = None,
 ) -> Inputs:  # fmt: skip
     """Of paged_attention and decode_attention, as the op files' own inputs and with what the engine hands in beside them:
-    rows in scattered blocks, the prefix of rows that share one in the same blocks, older positions in a cache of their own."""
+    rows in scattered blocks, the prefix of rows that share one in the same blocks."""
     generator = torch.Generator(device).manual_seed(seed)
     place = torch.device(device)
 
@@ -167,34 +156,19 @@ def attention_inputs(
         "work": AttentionWork(decodes, max((queries for queries, _ in rows[decodes:]), default=0)),
     }  # fmt: skip
 
-    def drawn(pages: tuple[int, ...], named: tuple[str, Any, str, Any] | None) -> tuple[list[Tensor], KVFormat | None, list[Any]]:
-        """K and V, their format, and their scales."""
-        if named is None:
-            return [random(*pages), random(*pages)], None, [None, None]
-        form = KVFormat(getattr(torch, named[0]), getattr(torch, named[2]), named[1], named[3])
-        caches = [random(*pages).mul_(64).to(kind) for kind in (form.k_dtype, form.v_dtype)]     # values of about one
-        return caches, form, [
-            torch.rand(scale_shape(layout, *pages), generator=generator, device=device) / 64
-            for layout in (form.k_scale, form.v_scale)
-        ]
-
-    caches, form, (k_scale, v_scale) = drawn(pages, kv_format)
-    if form is not None:
-        kwargs |= {"kv_format": form, "k_scale": k_scale, "v_scale": v_scale}
-    if older:
-        own = _scattered(list(older), block_size, (), seed + 1)
-        (k_older, v_older), form, scales = drawn((int(own.max()) + 1, *pages[1:]), older_format)
-        length = torch.tensor(older, dtype=torch.int32, device=device)
-        kwargs["older"] = OlderKV(k_older, v_older, torch.from_numpy(own).to(place), length, form, *scales)
+    caches = [random(*pages), random(*pages)]
+    if kv_dtype is not None:
+        caches = [cache.mul_(64).to(getattr(torch, kv_dtype)) for cache in caches]               # values of about one
+        for name in ("k_scale", "v_scale"):
+            kwargs[name] = torch.rand(pages[:3], generator=generator, device=device) / 64
     if shared:
         groups = [(list(members), length) for members, length in shared]
         kwargs["prefix"] = shared_prefix(groups, len(rows), heads // kv_heads, tiles=len(rows) + 1, device=device)
     if decodes:
         prefix = None if window is not None else kwargs.get("prefix")
-        kwargs["shares"] = device_shares(lengths[:decodes], kv_heads, window, prefix, False, place, kwargs.get("older"))
+        kwargs["shares"] = device_shares(lengths[:decodes], kv_heads, window, prefix, False, place)
         floats = workspace_floats(
             len(rows), heads, kv_heads, head_dim, multiprocessors=multiprocessors(place), prefix_tiles=len(rows) + 1,
-            older=bool(older),
         )  # fmt: skip
         kwargs["workspace"] = make_workspace(floats, len(rows), kv_heads, place)
     if decodes < len(rows):
@@ -266,7 +240,7 @@ def contiguous_attention(case: Case, dtype: torch.dtype, device: str) -> Any:
     """torch's attention over contiguous keys and values: (function, args, kwargs); None where rows differ in shape."""
     sizes = case.sizes
     shapes = set(sizes["rows"])
-    if len(shapes) != 1 or any(sizes.get(name) for name in ("window", "softcap", "shared", "kv_format", "older")):
+    if len(shapes) != 1 or any(sizes.get(name) for name in ("window", "softcap", "shared", "kv_dtype")):
         return None
     queries, keys = next(iter(shapes))
     if queries not in (1, keys):

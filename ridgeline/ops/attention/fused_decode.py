@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention.paged_attention import (
+from ridgeline.ops.attention.attention_arguments import (
     AttentionWork,
     AttentionWorkspace,
     FreshTokens,
-    KVFormat,
     SharedPrefix,
     make_workspace,
-    paged_attention,
-    paged_attention_triton,
     workspace_floats,
 )
+from ridgeline.ops.attention.attention_launch import paged_attention_triton
+from ridgeline.ops.attention.paged_attention import paged_attention
 from ridgeline.ops.attention.qkv_write import rotary_write
 from ridgeline.ops.attention.split_kv import DeviceShares
 from ridgeline.ops.launch import multiprocessors
@@ -57,7 +56,6 @@ def decode_attention_reference(
     work: AttentionWork | None = None,
     prefix: SharedPrefix | None = None,
     shares: DeviceShares | None = None,
-    kv_format: KVFormat | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
@@ -65,13 +63,13 @@ def decode_attention_reference(
     """What the queries see [T, H, D]; K and V are in the cache, but those of padding, which nobody reads, need not be."""
     q = rotary_write(
         qkv, positions, slots, cos_sin, k_cache, v_cache, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
-        eps=eps, norm_offset=norm_offset, kv_format=kv_format, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+        eps=eps, norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale,
+    )
     return paged_attention(
         q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
         kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows, work=work,
-        prefix=prefix, shares=shares, kv_format=kv_format, k_scale=k_scale, v_scale=v_scale, workspace=workspace,
-    )  # fmt: skip
+        prefix=prefix, shares=shares, k_scale=k_scale, v_scale=v_scale, workspace=workspace,
+    )
 
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -85,7 +83,7 @@ def decode_attention_triton(
     block_table: Tensor, query_start: Tensor, kv_len: Tensor, *, heads: int, kv_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, norm_offset: float = 0.0,
     work: AttentionWork | None = None, prefix: SharedPrefix | None = None, **attention: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     tokens, rows = qkv.shape[0], kv_len.shape[0]
     if work is None and tokens == rows:
         work = AttentionWork(rows, 0)                    # callers say more of steps with longer rows
@@ -94,11 +92,11 @@ def decode_attention_triton(
             qkv, positions, slots, cos_sin, k_cache, v_cache, block_table, query_start, kv_len, heads=heads,
             kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset, work=work, prefix=prefix,
             **attention,
-        )  # fmt: skip
+        )
     return paged_attention_triton(
         qkv.view(tokens, heads + 2 * kv_heads, -1), k_cache, v_cache, block_table, query_start, kv_len, work=work,
         fresh=FreshTokens(positions, slots, cos_sin, q_norm, k_norm, eps, norm_offset), **attention,
-    )  # fmt: skip
+    )
 
 
 def joined(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> bool:
@@ -126,7 +124,7 @@ def _triton_supports(site: Site) -> bool:
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, rows: tuple[tuple[int, int], ...], rotary_dim: int, norm: bool, **sizes: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Those of attention, but the newest position of every row is still to be written: its slot holds NaN."""
     (q, k_cache, v_cache, table, *lengths), kwargs = paged_attention.inputs(generator, dtype, device, rows=rows, **sizes)
     heads, head_dim = q.shape[1:]

@@ -29,61 +29,52 @@ def share_of(span, shares, MINIMUM: tl.constexpr, TILE_KEYS: tl.constexpr):  # t
 
 @triton_kernel()
 def load_query(  # type: ignore[no-untyped-def]
-    q_ptr, offset, live, k_scale_ptr, dim, score_scale,
-    HEAD_DIM: tl.constexpr, K_SCALE: tl.constexpr, K_NARROW: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    q_ptr, offset, live, score_scale, NARROW: tl.constexpr, UPCAST: tl.constexpr
+):
     q = tl.load(q_ptr + offset, mask=live, other=0.0)
-    return prepared(q, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST)
+    return prepared(q, score_scale, NARROW, UPCAST)
 
 
 @triton_kernel()
-def prepared(  # type: ignore[no-untyped-def]
-    q, k_scale_ptr, dim, score_scale,
-    HEAD_DIM: tl.constexpr, K_SCALE: tl.constexpr, K_NARROW: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """The query tile, and what its scores are to be multiplied by: a number, or for narrow keys one per query.
+def prepared(q, score_scale, NARROW: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The query tile, and the factor of its scores: a number, or for narrow keys one per query.
 
-    Scales per channel of K are multiplied into the queries once, instead of into every key. Eight-bit keys become
-    float16, which takes one instruction where bfloat16 takes three; the queries are brought into its range.
+    Eight-bit keys become float16, which takes one instruction where bfloat16 takes three; the queries are brought into its
+    range.
     """
-    own_type: tl.constexpr = q.dtype
-    if K_SCALE == "channel":
-        q = q.to(tl.float32) * tl.load(k_scale_ptr + dim, mask=dim < HEAD_DIM, other=0.0)[None, :]
     if UPCAST:
         q = q.to(tl.float32)
-    elif K_NARROW:
+    elif NARROW:
         q = q.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(q), axis=1), 1e-30)
         q = (q / largest[:, None]).to(tl.float16)
         score_scale = score_scale * largest
-    else:
-        q = q.to(own_type)
     return q, score_scale
 
 
 @triton_kernel()
 def fold_tile(  # type: ignore[no-untyped-def]
     scores, v, odd_v, maximum, total, accumulated, odd, key, position, k_scale_ptr, v_scale_ptr, score_scale, softcap,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    K_NARROW: tl.constexpr, PAIRED: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
+    PAIRED: tl.constexpr, UPCAST: tl.constexpr,
+):
     """Take one tile of scores and values into the running maximum (base 2), sum and accumulated values."""
-    if K_SCALE == "key":
+    if SCALED:
         scores *= tl.load(k_scale_ptr)[None, :]
     row_scale = score_scale
-    if K_NARROW and not UPCAST:
+    if NARROW and not UPCAST:
         row_scale = score_scale[:, None]
     if SOFTCAP:
         # softcap * tanh(scores * scale / softcap); both factors come folded with their base-2 logarithms.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * row_scale) + 1.0))
-    elif V_SCALE == "key":
+    elif SCALED:
         scores *= row_scale
     if MASKED:
         visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-    if V_SCALE == "key":
+    if SCALED:
         # Weights are multiplied with their values' scales, and must then be in the range of float16: the maximum is taken
         # of both together. An exponent is enough of a scale, one that is above it.
         v_scale = tl.load(v_scale_ptr)
@@ -97,7 +88,7 @@ def fold_tile(  # type: ignore[no-untyped-def]
     weights = tl.exp2(scores - new_maximum[:, None])
     decay = tl.exp2(maximum - new_maximum)
     total = total * decay + tl.sum(weights, axis=1)
-    if V_SCALE == "key":
+    if SCALED:
         weights *= v_scale[None, :]
     weights = weights.to(v.dtype)
     accumulated = tl.dot(weights, v, accumulated * decay[:, None], input_precision="ieee")
@@ -109,7 +100,7 @@ def fold_tile(  # type: ignore[no-untyped-def]
 @triton_kernel()
 def load_tile(  # type: ignore[no-untyped-def]
     ptr, block, slot, block_stride, slot_stride, HEAD_DIM: tl.constexpr, TILE_DIM: tl.constexpr
-):  # fmt: skip
+):
     dim = tl.arange(0, TILE_DIM)
     offset = block.to(tl.int64) * block_stride + slot * slot_stride
     if TILE_DIM == HEAD_DIM:
@@ -143,7 +134,7 @@ def slot_of(key, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton_kernel()
 def load_pairs(  # type: ignore[no-untyped-def]
     ptr, block, slot, block_stride, slot_stride, HEAD_DIM: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr
-):  # fmt: skip
+):
     """A tile of eight-bit floats as float16: its even and its odd columns.
 
     Tensor cores want pairs of keys, and shared memory is transposed on the way only in units of sixteen bits. So two values
@@ -152,7 +143,7 @@ def load_pairs(  # type: ignore[no-untyped-def]
     pairs = load_tile(
         ptr.to(tl.pointer_type(tl.int16), bitcast=True), block, slot, block_stride // 2, slot_stride // 2, HEAD_DIM // 2,
         TILE_DIM // 2,
-    )  # fmt: skip
+    )
     if UPCAST:
         even = (pairs & 0xFF).to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True).to(tl.float32)
@@ -163,7 +154,7 @@ def load_pairs(  # type: ignore[no-untyped-def]
             + CONVERT + " both, key; " + CONVERT + " others, next; "
             "prmt.b32 $0, both, others, 0x5410; prmt.b32 $1, both, others, 0x7632; }",
             "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     return even, odd
 
 
@@ -174,9 +165,9 @@ def attend_keys(  # type: ignore[no-untyped-def]
     k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_NARROW: tl.constexpr, V_NARROW: tl.constexpr,
-    PAIRED: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    MASKED: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, PAIRED: tl.constexpr,
+    TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
+):
     """Walk the keys [begin, end) in tiles; the last tile may reach beyond end. `block`: the blocks of the first tile.
 
     PAIRED: `q` and `accumulated` have the even dimensions, `odd_q` and `odd` the others; else those are not used.
@@ -201,8 +192,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
         else:
             k = load_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM, TILE_DIM)
             v = load_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM, TILE_DIM)
-            scores = tl.dot(q, tl.trans(in_compute_type(k, q.dtype, K_NARROW, UPCAST)), input_precision="ieee")
-            v = in_compute_type(v, q.dtype, V_NARROW, UPCAST)
+            scores = tl.dot(q, tl.trans(in_compute_type(k, q.dtype, NARROW, UPCAST)), input_precision="ieee")
+            v = in_compute_type(v, q.dtype, NARROW, UPCAST)
             odd_v = v
         wide_block = block.to(tl.int64)
         block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, limit - 1) // BLOCK_SIZE)
@@ -210,22 +201,22 @@ def attend_keys(  # type: ignore[no-untyped-def]
             scores, v, odd_v, maximum, total, accumulated, odd, key, position,
             k_scale_ptr + wide_block * k_scale_block_stride + slot * k_scale_slot_stride,
             v_scale_ptr + wide_block * v_scale_block_stride + slot * v_scale_slot_stride,
-            score_scale, softcap, MASKED, WINDOW, SOFTCAP, K_SCALE, V_SCALE, K_NARROW, PAIRED, UPCAST,
-        )  # fmt: skip
+            score_scale, softcap, MASKED, WINDOW, SOFTCAP, SCALED, NARROW, PAIRED, UPCAST,
+        )
     return maximum, total, accumulated, odd, block
 
 
 @triton_kernel()
 def first_blocks(  # type: ignore[no-untyped-def]
     table_ptr, begin, limit, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr
-):  # fmt: skip
+):
     return tl.load(table_ptr + tl.minimum(begin + tl.arange(0, TILE_KEYS), limit - 1) // BLOCK_SIZE)
 
 
 @triton_kernel()
 def fetch_tile(  # type: ignore[no-untyped-def]
     ptr, block, slot, block_stride, slot_stride, HEAD_DIM: tl.constexpr
-):  # fmt: skip
+):
     """Have a tile of keys or values brought into L2, without waiting for it."""
     LINE: tl.constexpr = 128 // (ptr.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = HEAD_DIM // LINE
@@ -240,23 +231,11 @@ def fetch_tile(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def scale_values(  # type: ignore[no-untyped-def]
-    accumulated, v_scale_ptr, dim, HEAD_DIM: tl.constexpr, V_SCALE: tl.constexpr
-):  # fmt: skip
-    """Scales of V that are the same for all keys, multiplied into the result."""
-    if V_SCALE == "head":
-        accumulated = accumulated * tl.load(v_scale_ptr)
-    if V_SCALE == "channel":
-        accumulated = accumulated * tl.load(v_scale_ptr + dim, mask=dim < HEAD_DIM, other=0.0)[None, :]
-    return accumulated
-
-
-@triton_kernel()
 def merge_shares(  # type: ignore[no-untyped-def]
     accumulated_ptr, statistics_ptr, out_ptr, first_prefix, first_slot, used_prefix, used, out_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_GROUP: tl.constexpr,
     TILE_DIM: tl.constexpr, TILE_SLOTS: tl.constexpr,
-):  # fmt: skip
+):
     """Merge one (row, KV head)'s partial results, those of its shared prefix first; `out_ptr` is at its first head.
 
     In their order, TILE_SLOTS at a time: few enough to be in registers, and usually all.
@@ -320,7 +299,7 @@ def angles(cos_sin_ptr, position, dim, HALF: tl.constexpr):  # type: ignore[no-u
 @triton_kernel()
 def norm_weights(  # type: ignore[no-untyped-def]
     norm_ptr, dim, norm_offset, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
-):  # fmt: skip
+):
     """What the norm multiplies every dimension and its partner by; without a norm nothing that counts."""
     own = dim.to(tl.float32)
     other = own
@@ -342,7 +321,7 @@ def load_heads(ptr, offset, dim, live, HALF: tl.constexpr):  # type: ignore[no-u
 @triton_kernel()
 def turned(  # type: ignore[no-untyped-def]
     own, other, weight, other_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
-):  # fmt: skip
+):
     """What `load_heads` has loaded, normalised and rotated, in float32."""
     own = own.to(tl.float32)
     other = other.to(tl.float32)
@@ -355,34 +334,24 @@ def turned(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def store_scaled(  # type: ignore[no-untyped-def]
-    cache_ptr, offset, value, live, scale_ptr, scale_offset, head_scale_stride, dim_scale_stride, head, dim, largest,
-    LIMIT: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """value / scale into the cache. SCALES 0: there are none; 1: read; 2: each head's is its largest value's."""
-    if SCALES == 1:
-        place = scale_offset + head[:, None] * head_scale_stride + dim[None, :] * dim_scale_stride
-        value = value / tl.load(scale_ptr + place, mask=live, other=1.0)
-    if SCALES == 2:
+    cache_ptr, offset, value, live, largest, LIMIT: tl.constexpr, SCALED: tl.constexpr
+):
+    """A token's heads into the cache; SCALED: divided by each head's scale, which its largest value gives."""
+    if SCALED:
         value = value / tl.where(largest > 0, largest / LIMIT, 1.0)[:, None]
-    if SCALES != 0:
         value = tl.clamp(value, -LIMIT, LIMIT)
     tl.store(cache_ptr + offset, value.to(cache_ptr.dtype.element_ty), mask=live)
 
 
 @triton_kernel()
 def store_newest(  # type: ignore[no-untyped-def]
-    cache_ptr, value, dim, scale_ptr,
-    HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, LIMIT: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """One head [1, dimensions] of K or V at its place in the page, and its scale if that is the token's own."""
-    head = tl.arange(0, 1)
+    cache_ptr, value, dim, scale_ptr, HEAD_DIM: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr
+):
+    """One head [1, dimensions] of K or V at its place in the page, and its scale."""
     largest = tl.max(tl.abs(value), axis=1)
-    if SCALES == 2:
-        tl.store(scale_ptr + head, tl.where(largest > 0, largest / LIMIT, 1.0))
-    store_scaled(
-        cache_ptr, dim[None, :], value, dim[None, :] < HEAD_DIM, scale_ptr, 0, 0, 1 if SCALE == "channel" else 0, head,
-        dim, largest, LIMIT, SCALES,
-    )  # fmt: skip
+    if SCALED:
+        tl.store(scale_ptr + tl.arange(0, 1), tl.where(largest > 0, largest / LIMIT, 1.0))
+    store_scaled(cache_ptr, dim[None, :], value, dim[None, :] < HEAD_DIM, largest, LIMIT, SCALED)
 
 
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -400,14 +369,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    K_NARROW: tl.constexpr, V_NARROW: tl.constexpr, PAIRED: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, PAIRED: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr,
-    FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-    K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """One program: one item of the list, which is one share of one row's keys, for one KV head (split_kv.py).
 
     KV heads are the fastest index: programs that run at the same time then read neighbouring bytes of the same pages.
@@ -472,8 +440,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         fetch_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if K_SCALE == "head":
-        score_scale *= tl.load(k_scale_ptr)
     q_ptr += row.to(tl.int64) * q_token_stride
     q_offset = (kv_head * GROUP + member)[:, None] * q_head_stride
     if FRESH:
@@ -491,19 +457,17 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             store_newest(
                 k_ptr + new_block * k_block_stride + new_slot * k_slot_stride, k, dim,
                 k_scale_ptr + new_block * k_scale_block_stride + new_slot * k_scale_slot_stride,
-                HEAD_DIM, K_SCALE, K_LIMIT, K_SCALES,
-            )  # fmt: skip
+                HEAD_DIM, LIMIT, SCALED,
+            )
             store_newest(
                 v_ptr + new_block * v_block_stride + new_slot * v_slot_stride, v, dim,
                 v_scale_ptr + new_block * v_scale_block_stride + new_slot * v_scale_slot_stride,
-                HEAD_DIM, V_SCALE, V_LIMIT, V_SCALES,
-            )  # fmt: skip
+                HEAD_DIM, LIMIT, SCALED,
+            )
             tl.debug_barrier()                           # all threads see it when they read the page
-        q, score_scale = prepared(turned_q, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST)
+        q, score_scale = prepared(turned_q, score_scale, NARROW, UPCAST)
     else:
-        q, score_scale = load_query(
-            q_ptr, q_offset + dim[None, :], live, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST
-        )  # fmt: skip
+        q, score_scale = load_query(q_ptr, q_offset + dim[None, :], live, score_scale, NARROW, UPCAST)
 
     maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
@@ -516,11 +480,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q, odd_q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, begin, end, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, PAIRED, TILE_KEYS, TILE_DIM, UPCAST,
-    )  # fmt: skip
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, SCALED, NARROW, PAIRED, TILE_KEYS, TILE_DIM, UPCAST,
+    )
     if PAIRED:
         accumulated = tl.interleave(accumulated, odd)
-    accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
 
     pair = row * KV_HEADS + kv_head
     first_prefix = pair.to(tl.int64) * prefix_shares
@@ -558,4 +521,4 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         merge_shares(
             accumulated_ptr, statistics_ptr, out_ptr, first_prefix, first_slot, used_prefix, used, out_head_stride,
             KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM, TILE_SLOTS,
-        )  # fmt: skip
+        )

@@ -12,7 +12,6 @@ from ridgeline.ops.attention.kernel_decode import (
     fetch_tile,
     first_blocks,
     load_query,
-    scale_values,
     share_of,
 )
 from ridgeline.ops.registry import tl, triton_kernel
@@ -22,18 +21,17 @@ from ridgeline.ops.registry import tl, triton_kernel
 
 @triton_kernel(do_not_specialize=["rows", "first_row", "table_stride"])
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, query_start_ptr, kv_len_ptr, older_len_ptr, statistics_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, query_start_ptr, kv_len_ptr,
     k_scale_ptr, v_scale_ptr, rows, first_row, score_scale, softcap, table_stride,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride,
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_NARROW: tl.constexpr, V_NARROW: tl.constexpr,
-    HAS_TABLE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
-    RANGE: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    UPCAST: tl.constexpr,
+):
     """One program: one tile of TILE_TOKENS tokens of one row, one KV head. `rows` rows from `first_row` on, which all
     have one query each before it.
 
@@ -41,9 +39,6 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     more at most. So the grid is a host number, and a program finds its row by counting the rows that begin before it.
     Tiles are taken from the last one: under the causal mask a row's last tiles are the longest, and the short ones
     fill the gaps at the end.
-
-    RANGE: "all" keys, or without a window the "older" ones alone, which every query sees, or the "newer" ones after them: a
-    part of the result, and `statistics` [T, 2, H] say what that part weighs (two_formats.py).
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -59,9 +54,6 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     if tile_token >= queries:
         return
     kv_len = tl.load(kv_len_ptr + row)
-    if RANGE == "older":
-        if tl.load(older_len_ptr + row) == 0:
-            return
     table_row = row
     if HAS_TABLE_ROWS:
         table_row = tl.load(table_rows_ptr + row)
@@ -78,10 +70,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     v_ptr += kv_head * v_head_stride
     k_scale_ptr += kv_head * k_scale_head_stride
     v_scale_ptr += kv_head * v_scale_head_stride
-    if K_SCALE == "head":
-        score_scale *= tl.load(k_scale_ptr)
     q_offset = token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
-    q, score_scale = load_query(q_ptr, q_offset, live, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST)
+    q, score_scale = load_query(q_ptr, q_offset, live, score_scale, NARROW, UPCAST)
 
     maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
@@ -90,12 +80,6 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     last_position = tl.minimum(first_position + TILE_TOKENS, kv_len) - 1
     begin = 0
     limit = last_position + 1
-    if RANGE == "older":
-        limit = tl.load(older_len_ptr + row)
-        first_position = limit - 1
-        position = tl.full([TILE_QUERIES], 0, tl.int32) + first_position
-    if RANGE == "newer":
-        begin = tl.load(older_len_ptr + row)
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
     block = first_blocks(table_ptr, begin, limit, BLOCK_SIZE, TILE_KEYS)
@@ -108,32 +92,25 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             block, begin, edge, limit, position, score_scale, softcap,
             k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-            BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
-        )  # fmt: skip
+            BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+        )
         begin = tl.maximum(begin, edge)
     inner = begin + tl.maximum(first_position + 1 - begin, 0) // TILE_KEYS * TILE_KEYS
     maximum, total, accumulated, _, block = attend_keys(
         q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, begin, inner, limit, position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
-    )  # fmt: skip
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+    )
     maximum, total, accumulated, _, block = attend_keys(
         q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, inner, limit, limit, position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
-    )  # fmt: skip
-    accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
+        BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+    )
     out = accumulated / tl.where(total == 0.0, 1.0, total)[:, None]
     out_offset = token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=live)
-    if RANGE != "all":
-        heads = tl.num_programs(1) * GROUP
-        counted = (query < queries) & (pair < TILE_TOKENS * GROUP)
-        place = statistics_ptr + token * (2 * heads) + head
-        tl.store(place, maximum + tl.log2(total), mask=counted)
-        tl.store(place + heads, tl.full([TILE_QUERIES], 1.0, tl.float32), mask=counted)
 
 
 # ── shared prefixes ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,11 +125,10 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_NARROW: tl.constexpr,
-    V_NARROW: tl.constexpr, MINIMUM_PREFIX: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, MINIMUM_PREFIX: tl.constexpr,
     TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
     DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the decode queries of one tile of rows that share a prefix, one KV head, one share of the prefix.
 
     It leaves partial results in the slots that the decode kernel's merge reads first; that kernel computes the same
@@ -194,10 +170,8 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
         fetch_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if K_SCALE == "head":
-        score_scale *= tl.load(k_scale_ptr)
     q_offset = row[:, None] * q_token_stride + (kv_head * GROUP + own_head)[:, None] * q_head_stride + dim[None, :]
-    q, score_scale = load_query(q_ptr, q_offset, live, k_scale_ptr, dim, score_scale, HEAD_DIM, K_SCALE, K_NARROW, UPCAST)
+    q, score_scale = load_query(q_ptr, q_offset, live, score_scale, NARROW, UPCAST)
 
     maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
@@ -208,15 +182,14 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
         q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, begin, inner, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
-    )  # fmt: skip
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+    )
     maximum, total, accumulated, _, block = attend_keys(
         q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, inner, end, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, K_SCALE, V_SCALE, K_NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
-    )  # fmt: skip
-    accumulated = scale_values(accumulated, v_scale_ptr, dim, HEAD_DIM, V_SCALE)
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+    )
 
     slot = (row * KV_HEADS + kv_head) * prefix_shares + share
     tl.store(statistics_ptr + slot * (2 * GROUP) + own_head, maximum, mask=there)

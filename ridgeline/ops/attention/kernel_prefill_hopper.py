@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ridgeline.ops.attention.attention_arguments import scale_argument
 from ridgeline.ops.attention.prefill_tiles import TILE_KEYS, rounded
 from ridgeline.ops.hopper import (
     HAS_GLUON,
@@ -85,7 +85,7 @@ def _tile_of(turn, tiles_ptr, items, KV_HEADS: gl.constexpr):  # type: ignore[no
 @gluon_kernel()
 def _page_rows(  # type: ignore[no-untyped-def]
     table_ptr, first_page, last_page, PAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr
-):  # fmt: skip
+):
     """Where the pages of a tile begin in the cache; those after the last one are outside of it."""
     rows = ()
     for page in gl.static_range(PAGES):
@@ -99,7 +99,7 @@ def _page_rows(  # type: ignore[no-untyped-def]
 def _fetch_queries(  # type: ignore[no-untyped-def]
     queries, shared, full, empty, turn, token, kv_head,
     GROUP: gl.constexpr, ROUND: gl.constexpr, HALVES: gl.constexpr, QUERY_STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """Both groups' 64 pairs. Heads beyond the group and tokens beyond the row are somebody else's; nobody looks."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
     TOKENS: gl.constexpr = 64 // ROUND
@@ -120,7 +120,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     QUERIES: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROUND: gl.constexpr, HALVES: gl.constexpr,
     WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE_KEYS: gl.constexpr, STAGES: gl.constexpr,
     QUERY_STAGES: gl.constexpr, NARROW: gl.constexpr,
-):  # fmt: skip
+):
     """One warp: the keys or the values of all items, WIDTH of a head at a time, and the scales of NARROW ones; with QUERIES
     the queries as well."""
     PARTS: gl.constexpr = HALVES * 64 // WIDTH
@@ -172,7 +172,7 @@ def _convert(  # type: ignore[no-untyped-def]
     bytes_shared, scale_shared, v_shared, bytes_full, bytes_empty, v_full, v_empty, tiles_ptr, items,
     KV_HEADS: gl.constexpr, ROUND: gl.constexpr, HALVES: gl.constexpr, TILE_KEYS: gl.constexpr, KEYS: gl.constexpr,
     BYTE_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """Four warps: eight-bit values, times their scales, as the tensor cores can read them, KEYS of a tile at a time."""
     TILE_TOKENS: gl.constexpr = 128 // ROUND
     CUTS: gl.constexpr = TILE_KEYS // KEYS
@@ -215,7 +215,7 @@ def _convert(  # type: ignore[no-untyped-def]
 def _weigh(  # type: ignore[no-untyped-def]
     scores, k_scale, maximum, total, score_scale, position, first_key, MASKED: gl.constexpr, TILE_KEYS: gl.constexpr,
     NARROW: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+):
     """Weights of a tile of scores, relative to the new running maximum (base 2); what came before shrinks by `decay`.
 
     NARROW: each key has a scale, and each query its own `score_scale`.
@@ -257,7 +257,7 @@ def _walk(  # type: ignore[no-untyped-def]
     total, out, score_scale, position, MASKED: gl.constexpr, TILE_KEYS: gl.constexpr, KEY_STAGES: gl.constexpr,
     VALUE_STAGES: gl.constexpr, NARROW: gl.constexpr, score_layout: gl.constexpr, out_layout: gl.constexpr,
     dtype: gl.constexpr,
-):  # fmt: skip
+):
     """The item's tiles of keys [begin, end), counted from the last one. Each turn computes the scores of its tile, and has
     the weights of the one before it multiplied with their values meanwhile. Keys of a turn have arrived before it."""
     zeros = gl.zeros([64, TILE_KEYS], gl.float32, score_layout)
@@ -275,7 +275,7 @@ def _walk(  # type: ignore[no-untyped-def]
         wide, maximum, total, decay = _weigh(
             scores, k_scale, maximum, total, score_scale, position, (tiles - 1 - i) * TILE_KEYS, MASKED, TILE_KEYS, NARROW,
             score_layout,
-        )  # fmt: skip
+        )
         narrow = gl.convert_layout(wide.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
         # Waiting for the next keys here keeps the assembler from moving the exponentials behind the wait for the product,
         # which they are to overlap.
@@ -288,7 +288,7 @@ def _walk(  # type: ignore[no-untyped-def]
 @gluon_kernel()
 def _clear_rest(  # type: ignore[no-untyped-def]
     shared, slot, page, rest, HALVES: gl.constexpr, PAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+):
     """Zeros for the values of a block from slot `rest` on: they are nobody's and may be NaN, which no weight of zero
     hides. Both groups do it, and write the same. The pattern of shared memory stays within a row."""
     ROWS: gl.constexpr = STAGES * HALVES * PAGES * BLOCK_SIZE
@@ -304,7 +304,7 @@ def _clear_rest(  # type: ignore[no-untyped-def]
 @gluon_kernel()
 def _split_queries(  # type: ignore[no-untyped-def]
     q, coarse, fine, layout: gl.constexpr, LARGEST: gl.constexpr
-):  # fmt: skip
+):
     """Queries in place of themselves as the sum of two eight-bit tiles, in units of the largest value of each, which is
     returned: as precise as bfloat16, and the tensor cores take both in the time of one."""
     values = q.load(layout).to(gl.float32)
@@ -322,12 +322,12 @@ def _split_queries(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _compute(  # type: ignore[no-untyped-def]
-    q_shared, k_shared, v_shared, scale_shared, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, statistics_ptr,
+    q_shared, k_shared, v_shared, scale_shared, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
     tiles_ptr, items, score_scale, out_token_stride,
     PART: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROUND: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TILE_KEYS: gl.constexpr, QUERY_STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    VALUE_STAGES: gl.constexpr, NARROW: gl.constexpr, RANGE: gl.constexpr,
-):  # fmt: skip
+    VALUE_STAGES: gl.constexpr, NARROW: gl.constexpr,
+):
     """Four warps: one half of every item's queries."""
     DIM: gl.constexpr = HALVES * 64
     TOKENS: gl.constexpr = 64 // ROUND
@@ -338,8 +338,7 @@ def _compute(  # type: ignore[no-untyped-def]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KEYS, 32 if NARROW else 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [8 // HALVES, 4 * HALVES], [4, 1], [1, 0])
-    store_layout: gl.constexpr = lines if RANGE == "all" else out_layout
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8 // HALVES, 4 * HALVES], [4, 1], [1, 0])     # whole lines
     q_tiles = viewed(q_shared, dtype, [QUERY_STAGES * 2, 64, DIM], layout)
     k_tiles = viewed(k_shared, k_shared.dtype, [KEY_STAGES, TILE_KEYS, DIM], narrow_layout if NARROW else layout)
     v_tiles = viewed(v_shared, dtype, [VALUE_STAGES, TILE_KEYS, DIM], layout)
@@ -363,9 +362,6 @@ def _compute(  # type: ignore[no-untyped-def]
             fine_q = q_place
             row_scale = score_scale
             position = first_position + PART * TOKENS + pair // ROUND
-            if RANGE == "older":                         # every query sees every key
-                masked = gl.maximum(tiles - limit // TILE_KEYS, 1)
-                position = pair * 0 + (limit - 1)
             maximum = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, score_layout))
             total = gl.zeros([64], gl.float32, gl.SliceLayout(1, score_layout))
             out = gl.zeros([64, DIM], gl.float32, out_layout)
@@ -385,7 +381,7 @@ def _compute(  # type: ignore[no-untyped-def]
             wide, maximum, total, _decay = _weigh(
                 scores, k_scale, maximum, total, row_scale, position, (tiles - 1) * TILE_KEYS, True, TILE_KEYS, NARROW,
                 score_layout,
-            )  # fmt: skip
+            )
             weights = gl.convert_layout(wide.to(dtype), weight_layout)
             mbarrier.wait(k_full.index((step + 1) % KEY_STAGES), ((step + 1) // KEY_STAGES) & 1, pred=tiles > 1)
             if limit % BLOCK_SIZE != 0:
@@ -396,12 +392,12 @@ def _compute(  # type: ignore[no-untyped-def]
                 1, masked, tiles, step, q, fine_q, k_tiles, v_tiles, scale_shared, k_full, k_empty, v_full, v_empty, weights,
                 maximum, total, out, row_scale, position, True, TILE_KEYS, KEY_STAGES, VALUE_STAGES, NARROW,
                 score_layout, out_layout, dtype,
-            )  # fmt: skip
+            )
             weights, maximum, total, out = _walk(
                 masked, tiles, tiles, step, q, fine_q, k_tiles, v_tiles, scale_shared, k_full, k_empty, v_full, v_empty, weights,
                 maximum, total, out, row_scale, position, False, TILE_KEYS, KEY_STAGES, VALUE_STAGES, NARROW,
                 score_layout, out_layout, dtype,
-            )  # fmt: skip
+            )
             last = step + tiles - 1
             v_slot = last % VALUE_STAGES
             mbarrier.wait(v_full.index(v_slot), (last // VALUE_STAGES) & 1)
@@ -409,18 +405,9 @@ def _compute(  # type: ignore[no-untyped-def]
             out = warpgroup_mma_wait(0, deps=[out])
             mbarrier.arrive(v_empty.index((last - 1) % VALUE_STAGES), count=1, pred=tiles > 1)
             mbarrier.arrive(v_empty.index(v_slot), count=1)
-            if RANGE != "all":
-                query = PART * TOKENS + pair // ROUND
-                counted = (query < live) & (pair % ROUND < GROUP)
-                weight_ptr = statistics_ptr + (token + query) * (2 * KV_HEADS * GROUP) + kv_head * GROUP + pair % ROUND
-                gl.store(weight_ptr, maximum + gl.log2(total), mask=counted)
-                one = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, score_layout))
-                gl.store(weight_ptr + KV_HEADS * GROUP, one, mask=counted)
             out = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))[:, None]
-            result = out                             # a part stays as precise as it is until it is merged
-            if RANGE == "all":
-                q_place.store(out.to(dtype))         # where the queries were, to be written in whole lines
-                result = q_place.load(store_layout)
+            q_place.store(out.to(dtype))             # where the queries were, to be written in whole lines
+            result = q_place.load(store_layout)
             fence_async_shared()
             mbarrier.arrive(q_empty.index(q_slot), count=1)
             own = PART * TOKENS + out_pair // ROUND
@@ -437,21 +424,18 @@ def _compute(  # type: ignore[no-untyped-def]
 
 @gluon_kernel(do_not_specialize=["items", "table_stride"])
 def prompt_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, out_ptr, statistics_ptr, table_ptr, tiles_ptr, k_scale_ptr, v_scale_ptr, items, score_scale,
+    queries, keys, values, out_ptr, table_ptr, tiles_ptr, k_scale_ptr, v_scale_ptr, items, score_scale,
     table_stride, out_token_stride, k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROUND: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILE_KEYS: gl.constexpr, QUERY_STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    BYTE_STAGES: gl.constexpr, CONVERTED_KEYS: gl.constexpr, NARROW: gl.constexpr, RANGE: gl.constexpr,
-):  # fmt: skip
+    BYTE_STAGES: gl.constexpr, CONVERTED_KEYS: gl.constexpr, NARROW: gl.constexpr,
+):
     """`queries` [T, H, D], `keys` and `values` [blocks * BLOCK_SIZE, KH * D] are descriptors of the copy engine. An item is
     one tile of the list and one KV head. ROUND: GROUP rounded up to a power of two.
 
     NARROW: keys and values have eight bits. Keys are multiplied as they are, with queries in two parts; values are
     converted on their way, since tensor cores cannot turn a tile of bytes.
-
-    RANGE: "all" keys, or the "older" or "newer" ones alone, with lists of tiles made for them (two_formats.py): a part of
-    the result, in float32, and `statistics` [T, 2, H] say what that part weighs.
     """
     HALVES: gl.constexpr = HEAD_DIM // 64
     PAGES: gl.constexpr = TILE_KEYS // BLOCK_SIZE
@@ -478,13 +462,13 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize([
             (_compute, (
                 q_shared, k_shared, v_shared, k_scales, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
-                statistics_ptr, tiles_ptr, items, score_scale, out_token_stride, 0, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
-                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, True, RANGE,
+                tiles_ptr, items, score_scale, out_token_stride, 0, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
+                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, True,
             )),
             (_compute, (
                 q_shared, k_shared, v_shared, k_scales, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
-                statistics_ptr, tiles_ptr, items, score_scale, out_token_stride, 1, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
-                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, True, RANGE,
+                tiles_ptr, items, score_scale, out_token_stride, 1, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
+                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, True,
             )),
             (_convert, (
                 bytes_shared, v_scales, v_shared, bytes_full, bytes_empty, v_full, v_empty, tiles_ptr, items, KV_HEADS,
@@ -500,18 +484,18 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
                 tiles_ptr, items, table_stride, v_scale_ptr, v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
                 False, KV_HEADS, GROUP, ROUND, HALVES, 64, BLOCK_SIZE, TILE_KEYS, BYTE_STAGES, QUERY_STAGES, True,
             )),
-        ], [4, 4, 1, 1], [216, 56, 24, 24])  # fmt: skip
+        ], [4, 4, 1, 1], [216, 56, 24, 24])
     else:
         gl.warp_specialize([
             (_compute, (
                 q_shared, k_shared, v_shared, q_shared, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
-                statistics_ptr, tiles_ptr, items, score_scale, out_token_stride, 0, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
-                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, False, RANGE,
+                tiles_ptr, items, score_scale, out_token_stride, 0, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
+                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, False,
             )),
             (_compute, (
                 q_shared, k_shared, v_shared, q_shared, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr,
-                statistics_ptr, tiles_ptr, items, score_scale, out_token_stride, 1, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
-                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, False, RANGE,
+                tiles_ptr, items, score_scale, out_token_stride, 1, KV_HEADS, GROUP, ROUND, HALVES, BLOCK_SIZE,
+                TILE_KEYS, QUERY_STAGES, KEY_STAGES, VALUE_STAGES, False,
             )),
             (_fetch, (
                 queries, keys, q_shared, k_shared, q_shared, q_full, q_empty, k_full, k_empty, table_ptr, tiles_ptr, items,
@@ -523,7 +507,7 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
                 table_stride, v_scale_ptr, v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
                 False, KV_HEADS, GROUP, ROUND, HALVES, 64, BLOCK_SIZE, TILE_KEYS, VALUE_STAGES, QUERY_STAGES, False,
             )),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+        ], [4, 1, 1], [240, 24, 24])
 
 
 @functools.cache
@@ -555,26 +539,18 @@ def suits(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> bool:
     return same and aligned and wants_tiles(q.device, heads // kv_heads, head_dim, block_size)
 
 
-# A scale for every key, or for fewer: the tensor, and its strides over blocks, slots and KV heads.
-Scales = tuple[Tensor, tuple[int, ...]]
-
-
 def prompt_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, tiles: Tensor, out: Tensor, scale: float,
-    scales: tuple[Scales, Scales] | None = None, keys: Literal["all", "older", "newer"] = "all",
-    statistics: Tensor | None = None, table_stride: int | None = None,
-) -> None:  # fmt: skip
-    """Attention of the queries in `tiles` (prefill_tiles.py), written to `out`. Caches of eight bits have scales of K and V.
-
-    `keys`: which of them `tiles` are made for; a part of the result is float32, and has `statistics` [T, 2, H] beside it.
-    `table_stride`: what the last number of a tile is multiplied with, where that is not a row of the table.
-    """
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:
+    """Attention of the queries in `tiles` (prefill_tiles.py), written to `out`. Caches of eight bits have scales of K and V."""
     tokens, heads, head_dim = q.shape
     blocks, block_size, kv_heads, _ = k_cache.shape
     group, width = heads // kv_heads, kv_heads * head_dim
     pairs = rounded(group)
-    narrow = scales is not None
-    (k_scale, k_strides), (v_scale, v_strides) = scales or ((q, (0, 0, 0)), (q, (0, 0, 0)))
+    narrow = k_scale is not None
+    k_scale, k_strides = scale_argument(k_scale, q)
+    v_scale, v_strides = scale_argument(v_scale, q)
     cube = gl.NVMMASharedLayout(128, 16, rank=3)
     pages = [
         TensorDescriptor(
@@ -582,15 +558,14 @@ def prompt_attention(
             gl.NVMMASharedLayout(part * cache.element_size(), 8 * cache.element_size(), rank=2),
         )
         for cache, part in ((k_cache, head_dim if narrow else 64), (v_cache, 64))
-    ]  # fmt: skip
+    ]
     items = tiles.shape[0] * kv_heads
     prompt_kernel[min(items, multiprocessors(q.device)),](
         TensorDescriptor(q, [tokens, heads, head_dim], [heads * head_dim, head_dim, 1], [64 // pairs, pairs, 64], cube),
-        *pages, out, out if statistics is None else statistics, block_table, tiles, k_scale, v_scale, items,
-        scale * math.log2(math.e), block_table.stride(0) if table_stride is None else table_stride,
+        *pages, out, block_table, tiles, k_scale, v_scale, items, scale * math.log2(math.e), block_table.stride(0),
         out.stride(0), *k_strides, *v_strides,
         KV_HEADS=kv_heads, GROUP=group, ROUND=pairs, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE_KEYS=TILE_KEYS,
         QUERY_STAGES=QUERY_STAGES, KEY_STAGES=NARROW_KEY_STAGES if narrow else KEY_STAGES,
         VALUE_STAGES=NARROW_VALUE_STAGES if narrow else VALUE_STAGES, BYTE_STAGES=BYTE_STAGES,
-        CONVERTED_KEYS=CONVERTED_KEYS, NARROW=narrow, RANGE=keys, num_warps=4, maxnreg=NARROW_REGISTERS if narrow else REGISTERS,
-    )  # fmt: skip
+        CONVERTED_KEYS=CONVERTED_KEYS, NARROW=narrow, num_warps=4, maxnreg=NARROW_REGISTERS if narrow else REGISTERS,
+    )

@@ -36,7 +36,7 @@ def kv_write_native(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     native.library().ridgeline_kv_write(
         k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), tokens, heads * head_dim,
         k.stride(0), v.stride(0),
-    )  # fmt: skip
+    )
 
 
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -45,7 +45,7 @@ def kv_write_native(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, tokens: int, kv_heads: int, head_dim: int, block_size: int,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 

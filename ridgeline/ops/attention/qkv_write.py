@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeline.ops.attention.attention_arguments import quantise_kv, scale_argument, token_scales
 from ridgeline.ops.attention.kernel_decode import store_scaled
 from ridgeline.ops.attention.kv_write import kv_write
-from ridgeline.ops.attention.paged_attention import KVFormat, quantise_kv, token_scales
 from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
 from ridgeline.ops.rms_norm import rms_norm
@@ -36,8 +36,7 @@ def rotary_write_reference(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     norm_offset: float = 0.0,
-    kv_format: KVFormat | None = None,           # of a quantised cache, with its scales; those per token are written
-    k_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,   # float32 [blocks, block_size, KH] of a quantised cache: written with the values
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, D], normalised and rotated; K and V are in the cache."""
@@ -45,29 +44,20 @@ def rotary_write_reference(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps, weight_offset=norm_offset), rms_norm(k, k_norm, eps, weight_offset=norm_offset)
     q, k = rotary(q, k, positions, cos_sin)
-    if kv_format is not None:
-        k, k_cache = _quantised(k, k_cache, k_scale, kv_format.k_scale, slots)
-        v, v_cache = _quantised(v, v_cache, v_scale, kv_format.v_scale, slots)
+    if k_scale is not None and v_scale is not None:
+        k, k_cache = _quantised(k, k_cache, k_scale, slots)
+        v, v_cache = _quantised(v, v_cache, v_scale, slots)
     elif k_cache.dtype != k.dtype:
         k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
     kv_write(k, v, k_cache, v_cache, slots)
     return q
 
 
-def _quantised(
-    values: Tensor, cache: Tensor, scale: Tensor | None, layout: Any, slots: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What is to be stored, and the cache, both as bytes: copies of narrow floats are not known everywhere."""
-    if scale is None:
-        stored = values.to(cache.dtype)
-    else:
-        if layout == "token":
-            own = token_scales(values, cache.dtype)
-            scale[slots // cache.shape[1], slots % cache.shape[1]] = own
-            scale = own
-        elif layout == "block":
-            scale = scale[slots // cache.shape[1]]
-        stored = quantise_kv(values, scale, layout, cache.dtype)
+def _quantised(values: Tensor, cache: Tensor, scale: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """What is to be stored, and the cache, both as bytes: torch does not copy narrow floats everywhere."""
+    own = token_scales(values, cache.dtype)
+    scale[slots // cache.shape[1], slots % cache.shape[1]] = own
+    stored = quantise_kv(values, own, cache.dtype)
     if cache.element_size() > 1:
         return stored, cache
     return stored.view(torch.uint8), cache.view(torch.uint8)
@@ -80,7 +70,7 @@ def _quantised(
 def _turn(  # type: ignore[no-untyped-def]
     source_ptr, weight_ptr, head, pair, rest, live, live_rest, cos, sin, eps, norm_offset,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HAS_REST: tl.constexpr,
-):  # fmt: skip
+):
     """Both halves of what is rotated of some heads, and the rest of them (rubbish if there is none)."""
     place = head[:, None] * HEAD_DIM + pair[None, :]
     first = tl.load(source_ptr + place, mask=live, other=0.0).to(tl.float32)
@@ -109,13 +99,12 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, positions_ptr, slots_ptr, cos_sin_ptr, k_ptr, v_ptr, q_out_ptr, q_norm_ptr, k_norm_ptr,
     k_scale_ptr, v_scale_ptr, eps, norm_offset, qkv_stride,
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
-    k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride, k_scale_dim_stride,
-    v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride, v_scale_dim_stride,
+    k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
+    v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS_ROUND: tl.constexpr, KV_HEADS_ROUND: tl.constexpr, HALF_ROUND: tl.constexpr, REST_ROUND: tl.constexpr,
-    DIM_ROUND: tl.constexpr, NORM: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-    K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    DIM_ROUND: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
+):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     has_rest: tl.constexpr = 2 * HALF < HEAD_DIM
@@ -144,7 +133,7 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     first, second, remaining = _turn(
         source_ptr, q_norm_ptr, head, pair, rest, live, live_rest, cos, sin, eps, norm_offset,
         HEAD_DIM, HALF, NORM, has_rest,
-    )  # fmt: skip
+    )
     out_ptr = q_out_ptr + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM
     tl.store(out_ptr + pair[None, :], first.to(q_out_ptr.dtype.element_ty), mask=live)
     tl.store(out_ptr + pair[None, :] + HALF, second.to(q_out_ptr.dtype.element_ty), mask=live)
@@ -155,84 +144,56 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     k_first, k_second, k_remaining = _turn(
         source_ptr + HEADS * HEAD_DIM, k_norm_ptr, kv_head, pair, rest, kv_live, kv_live_rest, cos, sin,
         eps, norm_offset, HEAD_DIM, HALF, NORM, has_rest,
-    )  # fmt: skip
+    )
     place = (block * k_block_stride + offset * k_slot_stride) + kv_head[:, None] * k_head_stride
     scale_place = block * k_scale_block_stride + offset * k_scale_slot_stride
     largest = tl.maximum(tl.max(tl.abs(k_first), axis=1), tl.max(tl.abs(k_second), axis=1))
     if has_rest:
         largest = tl.maximum(largest, tl.max(tl.abs(k_remaining), axis=1))
-    if K_SCALES == 2:
+    if SCALED:
         tl.store(
             k_scale_ptr + scale_place + kv_head * k_scale_head_stride,
-            tl.where(largest > 0, largest / K_LIMIT, 1.0), mask=kv_head < KV_HEADS,
+            tl.where(largest > 0, largest / LIMIT, 1.0), mask=kv_head < KV_HEADS,
         )
-    store_scaled(
-        k_ptr, place + pair[None, :], k_first, kv_live, k_scale_ptr, scale_place, k_scale_head_stride,
-        k_scale_dim_stride, kv_head, pair, largest, K_LIMIT, K_SCALES,
-    )  # fmt: skip
-    store_scaled(
-        k_ptr, place + HALF + pair[None, :], k_second, kv_live, k_scale_ptr, scale_place, k_scale_head_stride,
-        k_scale_dim_stride, kv_head, HALF + pair, largest, K_LIMIT, K_SCALES,
-    )  # fmt: skip
+    store_scaled(k_ptr, place + pair[None, :], k_first, kv_live, largest, LIMIT, SCALED)
+    store_scaled(k_ptr, place + HALF + pair[None, :], k_second, kv_live, largest, LIMIT, SCALED)
     if has_rest:
-        store_scaled(
-            k_ptr, place + 2 * HALF + rest[None, :], k_remaining, kv_live_rest, k_scale_ptr, scale_place,
-            k_scale_head_stride, k_scale_dim_stride, kv_head, 2 * HALF + rest, largest, K_LIMIT, K_SCALES,
-        )  # fmt: skip
+        store_scaled(k_ptr, place + 2 * HALF + rest[None, :], k_remaining, kv_live_rest, largest, LIMIT, SCALED)
 
     v_source = source_ptr + (HEADS + KV_HEADS) * HEAD_DIM + kv_head[:, None] * HEAD_DIM + dim[None, :]
     v = tl.load(v_source, mask=v_live, other=0.0).to(tl.float32)
     place = (block * v_block_stride + offset * v_slot_stride) + kv_head[:, None] * v_head_stride
     scale_place = block * v_scale_block_stride + offset * v_scale_slot_stride
     largest = tl.max(tl.abs(v), axis=1)
-    if V_SCALES == 2:
+    if SCALED:
         tl.store(
             v_scale_ptr + scale_place + kv_head * v_scale_head_stride,
-            tl.where(largest > 0, largest / V_LIMIT, 1.0), mask=kv_head < KV_HEADS,
+            tl.where(largest > 0, largest / LIMIT, 1.0), mask=kv_head < KV_HEADS,
         )
-    store_scaled(
-        v_ptr, place + dim[None, :], v, v_live, v_scale_ptr, scale_place, v_scale_head_stride,
-        v_scale_dim_stride, kv_head, dim, largest, V_LIMIT, V_SCALES,
-    )  # fmt: skip
-
-
-# Strides of a scale over block, slot, head and dimension; 0 where it does not depend on that.
-_SCALE_STRIDES = {
-    "none": lambda scale: (0, 0, 0, 0),
-    "tensor": lambda scale: (0, 0, 0, 0),
-    "head": lambda scale: (0, 0, scale.stride(0), 0),
-    "token": lambda scale: (scale.stride(0), scale.stride(1), scale.stride(2), 0),
-    "channel": lambda scale: (0, 0, scale.stride(0), scale.stride(1)),
-    "block": lambda scale: (scale.stride(0), 0, scale.stride(1), 0),
-}
+    store_scaled(v_ptr, place + dim[None, :], v, v_live, largest, LIMIT, SCALED)
 
 
 def rotary_write_triton(
     qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, *,
     heads: int, kv_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
-    norm_offset: float = 0.0, kv_format: KVFormat | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    norm_offset: float = 0.0, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Tensor:
     tokens, width = qkv.shape
     head_dim, half = width // (heads + 2 * kv_heads), cos_sin.shape[-1]
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
-    layouts = ("none", "none") if kv_format is None else (kv_format.k_scale, kv_format.v_scale)
-    scales = [cache if scale is None else scale for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))]
-    strides = [_SCALE_STRIDES[layout](scale) for layout, scale in zip(layouts, scales, strict=True)]
-    modes = [{"none": 0, "token": 2}.get(layout, 1) for layout in layouts]
-    limits = [torch.finfo(cache.dtype).max for cache in (k_cache, v_cache)]
+    (k_scales, k_strides), (v_scales, v_strides) = scale_argument(k_scale, k_cache), scale_argument(v_scale, v_cache)
     _rotary_write_kernel[(tokens,)](
         qkv, positions, slots, cos_sin, k_cache, v_cache, q, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, *scales, eps, norm_offset, qkv.stride(0),
-        *k_cache.stride()[:3], *v_cache.stride()[:3], *strides[0], *strides[1],
+        qkv if k_norm is None else k_norm, k_scales, v_scales, eps, norm_offset, qkv.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *k_strides, *v_strides,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=half, BLOCK_SIZE=k_cache.shape[1],
         HEADS_ROUND=triton.next_power_of_2(heads), KV_HEADS_ROUND=triton.next_power_of_2(kv_heads),
         HALF_ROUND=triton.next_power_of_2(half), REST_ROUND=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
-        DIM_ROUND=triton.next_power_of_2(head_dim), NORM=q_norm is not None, K_SCALES=modes[0], V_SCALES=modes[1],
-        K_LIMIT=limits[0], V_LIMIT=limits[1], num_warps=4, **dependent_launch(qkv.device),
-    )  # fmt: skip
+        DIM_ROUND=triton.next_power_of_2(head_dim), NORM=q_norm is not None, SCALED=k_scale is not None,
+        LIMIT=torch.finfo(k_cache.dtype).max, num_warps=4, **dependent_launch(qkv.device),
+    )
     return q
 
 
@@ -246,7 +207,7 @@ def _triton_supports(site: Site) -> bool:
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 

@@ -11,14 +11,8 @@ The order of the stages is vLLM's:
 Every filter looks at what the one before it left, renormalised. Equal values rank by id, lowest first, so top_k keeps
 exactly k ids and top_p the smallest set whose mass reaches p.
 
-The draw is an exponential race: token = argmax of p(id) / E(id), where E(id) is exponential noise that depends on the
-seed, the output index and the id alone, never on other rows, on what was filtered out or on earlier draws:
-
-    words = philox4x32-10(counter = (id // 4, output index, 0, 0), key = (seed % 2^32, seed // 2^32))
-    E(id) = -log(1 - v(id)),  v(id) = (words[id % 4] + 1/2) / 2^32
-
-The last two counter words are free for other uses of the same seed. Noise and weights are float64, so that it makes no
-difference to the result which of several equivalent ways (all ids, or only those that survive) computed them.
+A token is sampled by an exponential race: token = argmax of p(id) / E(id), with the noise E of noise.py. Noise and weights are
+float64, so that the two equivalent ways to compute them (for all ids, or for the ids that survive) give the same token.
 """
 
 from __future__ import annotations
@@ -33,6 +27,7 @@ from torch import Tensor
 
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.ops.sampling import sample_kernels
+from ridgeline.ops.sampling.noise import exponential, exponential_noise, exponential_noise_all, noise_words, to_device
 from ridgeline.ops.sampling.sample_kernels import Choices
 from ridgeline.sizes.op_costs import GREEDY_CASES, MASK_CASES, SAMPLE_CASES, greedy_cost, mask_cost, sample_cost
 
@@ -48,50 +43,6 @@ BOUND_SLACK = 1e-5                   # relative; an exponential and a division i
 CACHED_ELEMENTS = 1 << 17            # so many ids at a time where many passes go over all of them: they stay in cache
 SCRATCH_ELEMENTS = 1 << 21           # and so many where few do: a large batch must not need as much again in scratch
 GPU_ELEMENTS = 1 << 24               # a GPU wants few launches, of any kind
-LOW_WORD = 0xFFFFFFFF
-
-
-# ── noise ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, key0: Any, key1: Any) -> tuple[Any, Any, Any, Any]:
-    """Ten rounds of Philox4x32 on numpy uint64 arrays, int64 tensors or ints below 2^32; shapes broadcast.
-
-    A word's upper half may hold rubbish: it is cleared only where the word is about to be multiplied, and at the end.
-    That also makes the sign-extending shift of int64 harmless.
-    """
-    for _ in range(10):
-        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((product2 >> 32) ^ (c1 ^ key0)) & LOW_WORD, product2
-        c2, c3 = ((product0 >> 32) ^ (c3 ^ key1)) & LOW_WORD, product0
-        key0, key1 = key0 + 0x9E3779B9, key1 + 0xBB67AE85
-    return c0, c1 & LOW_WORD, c2, c3 & LOW_WORD
-
-
-def noise_words(how: np.ndarray, counter: Tensor) -> list[Tensor]:
-    """The four words of every counter (int64 [n, C], or [1, C] for all rows alike), each int64 [n, C] below 2^32."""
-    columns = [how["index"].astype(np.uint64), how["seed"] & np.uint64(LOW_WORD), how["seed"] >> np.uint64(32)]
-    if counter.is_cpu:               # numpy's integer loops take half of torch's time
-        index, key0, key1 = (column[:, None] for column in columns)
-        words = philox4x32(counter.numpy().view(np.uint64), index, 0, 0, key0, key1)
-        return [torch.from_numpy(word.view(np.int64)) for word in words]
-    index, key0, key1 = (to_device(column.view(np.int64), counter.device)[:, None] for column in columns)
-    return list(philox4x32(counter, index, 0, 0, key0, key1))
-
-
-def exponential_noise(how: np.ndarray, ids: Tensor) -> Tensor:
-    """E(id) for ids [n, K]: float64 [n, K], between 1e-10 and 23."""
-    words = torch.stack(noise_words(how, ids >> 2), dim=-1)
-    return _exponential(words.gather(2, (ids & 3)[:, :, None])[:, :, 0])
-
-
-def exponential_noise_all(how: np.ndarray, width: int, device: torch.device) -> Tensor:
-    """E(id) for the ids 0 … width - 1, width a multiple of 4; a quarter of the work per id."""
-    words = noise_words(how, torch.arange(width // 4, device=device)[None])
-    return _exponential(torch.stack(words, dim=-1).view(len(how), width))
-
-
-def _exponential(words: Tensor) -> Tensor:
-    return words.double().add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
 
 
 # ── what changes the logits, in place ─────────────────────────────────────────────────────────────────────────────────
@@ -186,13 +137,6 @@ def argmax(x: Tensor) -> Tensor:
     return x.argmax(dim=-1)
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)             # from any other memory the host waits for it
-
-
 def _slices(rows: np.ndarray, x: Tensor, elements: int) -> Iterator[np.ndarray]:
     """The rows of x in parts of about so many elements."""
     size = max(1, (elements if x.is_cpu else GPU_ELEMENTS) // x.shape[1])
@@ -231,7 +175,7 @@ def _race_bounded(scaled: Tensor, how: np.ndarray) -> Tensor:
 
     def score(row: Tensor, ids: Tensor) -> Tensor:
         lanes = torch.stack([word[row, ids >> 2] for word in words])
-        noise = _exponential(lanes.gather(0, (ids & 3)[None])[0])
+        noise = exponential(lanes.gather(0, (ids & 3)[None])[0])
         return scaled[row, ids].double().exp_().div_(noise)
 
     known = score(torch.arange(rows), argmax(bound)) * (2.0**-32 * (1 - BOUND_SLACK))

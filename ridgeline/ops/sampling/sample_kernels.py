@@ -97,7 +97,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     params_stride, mask_ptr, mask_stride,
     TILE: tl.constexpr, GROUP: tl.constexpr, EMPTY_KEY: tl.constexpr, LOWEST: tl.constexpr,
     HAS_ROWS: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """One program: one tile of one row. The last to arrive of a row's programs knows the row's best logit, and finds
     the first id that has it in the tile it came from. A mask does not go with filters (see `draw`)."""
     tile = tl.program_id(0)
@@ -165,7 +165,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
 def _race_tile(  # type: ignore[no-untyped-def]
     logits_ptr, mask_ptr, vocab, start, best, temperature, floor, cut, cut_id, seed, index, leader, leader_score,
     TILE: tl.constexpr, HAS_CUT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """The winner and its score among a leader so far and the ids of a tile that are allowed, not below the floor and rank
     before the cut."""
     quads: tl.constexpr = TILE // 4
@@ -208,7 +208,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, arrivals_ptr, tokens_ptr, integers_ptr, numbers_ptr, best_ptr, best_id_ptr,
     state_ptr, leaders_ptr, scores_ptr, params_stride, mask_ptr, mask_stride,
     TILE: tl.constexpr, SPAN: tl.constexpr, PROGRAMS: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """One program: SPAN tiles of one row; the last to arrive compares the winners. A row has at most PROGRAMS programs,
     a power of two."""
     program = tl.program_id(0)
@@ -236,12 +236,12 @@ def _race_kernel(  # type: ignore[no-untyped-def]
                     leader, score = _race_tile(
                         logits_ptr, mask_ptr, vocab, start, best, temperature, floor, float("-inf"), 0, seed, index, leader,
                         score, TILE, False, True,
-                    )  # fmt: skip
+                    )
             else:
                 leader, score = _race_tile(
                     logits_ptr, mask_ptr, vocab, start, best, temperature, floor, float("-inf"), 0, seed, index, leader,
                     score, TILE, False, False,
-                )  # fmt: skip
+                )
         tl.store(leaders_ptr + row * PROGRAMS + program, leader)
         tl.store(scores_ptr + row * PROGRAMS + program, score)
         if tl.atomic_add(arrivals_ptr + row, 1) == tl.num_programs(0) - 1:
@@ -271,7 +271,7 @@ def _lower_bound(value, amount, goal, low, high):  # type: ignore[no-untyped-def
 def _race_few(  # type: ignore[no-untyped-def]
     values_ptr, ids_ptr, count, best, temperature, floor, top_k, top_p, total, seed, index,
     MOST: tl.constexpr, AT_ONCE: tl.constexpr, LOWEST: tl.constexpr,
-):  # fmt: skip
+):
     """The winner of `count` listed ids, at most MOST. Each is compared with all: how many rank before it, and what do
     they weigh? `total` is what top_p takes a share of where no other filter comes before it."""
     place = tl.arange(0, MOST)
@@ -318,7 +318,7 @@ def _highest_key(key, amount, goal, low):  # type: ignore[no-untyped-def]
 def _race_many(  # type: ignore[no-untyped-def]
     values_ptr, ids_ptr, count, best, temperature, floor, top_k, top_p, total, seed, index,
     MOST: tl.constexpr, LOWEST: tl.constexpr,
-):  # fmt: skip
+):
     """As `_race_few`, for a list too long to compare each with all: the value where a filter ends is searched for, and
     of the ids that have it the first few are kept. The list is ordered by id."""
     place = tl.arange(0, MOST)
@@ -355,7 +355,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr, FEW: tl.constexpr,
     PAIRS: tl.constexpr, AT_ONCE: tl.constexpr, LOWEST: tl.constexpr, TILES_ROUND: tl.constexpr, GROUPS_ROUND: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """One program per row. Every list it writes is ordered by id."""
     row = tl.program_id(0).to(tl.int64)
     if DEPENDENT:
@@ -430,12 +430,12 @@ def _select_kernel(  # type: ignore[no-untyped-def]
                 token = _race_few(
                     values_ptr, ids_ptr, count, best, temperature, floor, top_k, top_p, total, seed, index,
                     FEW, PAIRS // FEW, LOWEST,
-                )  # fmt: skip
+                )
             else:
                 token = _race_many(
                     values_ptr, ids_ptr, count, best, temperature, floor, top_k, top_p, total, seed, index,
                     CANDIDATES, LOWEST,
-                )  # fmt: skip
+                )
             tl.store(tokens_ptr + row, token.to(tl.int64))
             tl.store(state_ptr + row, 0)
 
@@ -444,7 +444,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
 def _finish_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, tokens_ptr, integers_ptr, numbers_ptr, best_ptr, best_id_ptr, state_ptr, params_stride,
     TILE: tl.constexpr, SCAN: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """One program per row that select left open; `tokens` has the winner of all ids that min_p leaves."""
     row = tl.program_id(0).to(tl.int64)
     if DEPENDENT:
@@ -485,7 +485,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
                 winner, score = _race_tile(
                     logits_ptr, logits_ptr, vocab, start, best, temperature, floor, value, token, seed, index, winner, score,
                     TILE, True, False,
-                )  # fmt: skip
+                )
             token = winner
             value = tl.div_rn(tl.load(logits_ptr + token).to(tl.float32) - best, temperature)
             count, weight, _, _ = _before(logits_ptr, vocab, best, temperature, floor, value, token, SCAN)
@@ -517,7 +517,7 @@ def _before(logits_ptr, vocab, best, temperature, floor, cut, cut_id, TILE: tl.c
 def _mask_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, mask_ptr, out_ptr, broken_ptr, vocab, stride, mask_stride, out_stride,
     MASKED: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the ids of some words of one row's mask."""
     row = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
@@ -618,13 +618,13 @@ class Choices:
         return cls(
             there[:3], there[3:].view(torch.float64), bool(random.any()), bool(filtered.any()),
             bool((random & ~filtered).any()),
-        )  # fmt: skip
+        )
 
 
 def draw(
     logits: Tensor, choices: Choices | None, tokens: Tensor, failed: Tensor, rows: Tensor | None = None,
     last_token: Tensor | None = None, mask: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """A token for each row of logits [S, V] into tokens [S], int64; failed [S], bool. Without choices the best one,
     and then also into last_token[rows]. A mask, int32 [S, ceil(V / 32)], says what is allowed, of rows without filters."""
     count, vocab = logits.shape
@@ -648,7 +648,7 @@ def draw(
         space.group_best, space.tile_best, space.tile_weight, integers.stride(0), *masked,
         TILE=BEST_TILE, GROUP=GROUP, EMPTY_KEY=EMPTY_KEY, LOWEST=LOWEST, HAS_ROWS=rows is not None, RANDOM=random,
         FILTERED=filtered, MASKED=mask is not None, num_warps=BEST_WARPS, **launch,
-    )  # fmt: skip
+    )
     if choices is None or not random:
         return
     row = (tokens, integers, numbers, space.best, space.best_id, space.state)
@@ -660,13 +660,13 @@ def draw(
             TILES=tiles, GROUPS=groups, GROUP=GROUP, CANDIDATES=CANDIDATES, FEW=FEW, PAIRS=PAIRS,
             AT_ONCE=GROUPS_AT_ONCE, LOWEST=LOWEST, TILES_ROUND=triton.next_power_of_2(tiles),
             GROUPS_ROUND=triton.next_power_of_2(groups), num_warps=SELECT_WARPS, **launch,
-        )  # fmt: skip
+        )
     span = 1 if count <= RACE_ALONE else RACE_SPAN
     _race_kernel[(triton.cdiv(vocab, span * RACE_TILE), count)](
         *common, space.arrivals[1], *row, space.leaders, space.scores, integers.stride(0), *masked,
         TILE=RACE_TILE, SPAN=span, PROGRAMS=space.scores.shape[1], MASKED=mask is not None,
         num_warps=4 if span == 1 else RACE_WARPS, **launch,
-    )  # fmt: skip
+    )
     if filtered:
         _finish_kernel[(count,)](
             *common, *row, integers.stride(0), TILE=FINISH_TILE, SCAN=SCAN_TILE, num_warps=FINISH_WARPS, **launch
@@ -682,4 +682,4 @@ def mask_logits(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor
         _mask_kernel[(triton.cdiv(vocab, 32 * words), rows)](
             logits, logits if mask is None else mask, out, broken.view(torch.uint8), vocab, logits.stride(0),
             0 if mask is None else mask.stride(0), out.stride(0), MASKED=mask is not None, WORDS=words, num_warps=4,
-        )  # fmt: skip
+        )

@@ -1,0 +1,193 @@
+"""Arguments of attention beside its tensors: the shape of a step, shared prefixes, new tokens, the workspace, and scales.
+
+The kernels that read them are launched by attention_launch.py. The runner makes them once per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.ops.attention.split_kv import DeviceShares, num_items, programs_at_once, share_out
+from ridgeline.ops.launch import multiprocessors
+from ridgeline.ops.registry import TRITON_INTERPRETED
+
+PREFIX_QUERIES = 128                 # (row, head of a group) pairs in a tile of rows that share a prefix
+
+# ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """What the host knows of a step's shape. The device has the true lengths; these fix the grids."""
+
+    num_decodes: int                 # leading rows that have exactly one query each; padding among them has kv_len 0
+    longest_query: int               # no later row has more queries than this; 0: there are none
+    deterministic: bool = False      # a row's result depends on that row alone, to the last bit
+
+
+def work_of(query_start: list[int]) -> AttentionWork:
+    """From the prefix sums of queries per row."""
+    decodes = leading_decodes(query_start)
+    rest = range(decodes, len(query_start) - 1)
+    return AttentionWork(decodes, max((query_start[row + 1] - query_start[row] for row in rest), default=0))
+
+
+def leading_decodes(query_start: list[int]) -> int:
+    """How many rows from the first on have one query. Schedulers put decodes first."""
+    count = 0
+    while count + 1 < len(query_start) and query_start[count + 1] == count + 1:
+        count += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreshTokens:
+    """What is still to be done with the new tokens of decodes: norm and rotation, and the write of K and V. One a row."""
+
+    positions: Tensor                # int64 [R]: row of cos_sin
+    slots: Tensor                    # int64 [R]: block * block_size + offset, where the row's table has the newest position
+    cos_sin: Tensor                  # [max_position, 2, rotary_dim / 2]
+    q_norm: Tensor | None = None     # [D]: weights of the norm on each head
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    norm_offset: float = 0.0
+
+
+# ── shared prefixes ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefix:
+    """Leading blocks that decode rows have in common, so that they are read once per tile of rows, not once per row.
+
+    An opportunity, never an obligation: the block tables are complete, and whoever ignores this computes the same.
+    A tile is up to `prefix_tile_rows(group)` rows with one prefix. The number of tiles and members may be upper bounds.
+    """
+
+    tile_row: Tensor                 # int32 [N]: a row of the block table whose first blocks are the prefix
+    tile_len: Tensor                 # int32 [N]: tokens of the prefix, a multiple of the block size; 0: unused tile
+    tile_first: Tensor               # int32 [N]: where the tile's rows stand in `members`
+    tile_count: Tensor               # int32 [N]: how many they are
+    members: Tensor                  # int32 [M]: batch rows, each in one tile at most
+    prefix_len: Tensor               # int32 [R]: tile_len of the row's tile, less than kv_len; 0: shares nothing
+
+
+def prefix_tile_rows(group: int) -> int:
+    """Rows in a tile of `SharedPrefix`, for `group` query heads per KV head."""
+    return max(1, PREFIX_QUERIES // group)
+
+
+def shared_prefix(
+    groups: list[tuple[list[int], int]], rows: int, group: int, *,
+    table_rows: list[int] | None = None, tiles: int = 0, device: torch.device | str = "cpu",
+) -> SharedPrefix:
+    """From (batch rows, tokens they share) per group of rows; padded to `tiles` tiles and `rows` members."""
+    size = prefix_tile_rows(group)
+    cut = [(members[i : i + size], length) for members, length in groups for i in range(0, len(members), size)]
+    table: list[list[int]] = [[], [], [], []]
+    members: list[int] = []
+    prefix_len = [0] * rows
+    for own, length in cut:
+        first = own[0] if table_rows is None else table_rows[own[0]]
+        for column, value in zip(table, (first, length, len(members), len(own)), strict=True):
+            column.append(value)
+        members += own
+        for row in own:
+            prefix_len[row] = length
+    columns = [column + [0] * (tiles - len(column)) for column in table]
+    return SharedPrefix(*(
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in (*columns, members + [0] * (rows - len(members)), prefix_len)
+    ))
+
+
+def prefix_shares(rows: int, group: int, kv_heads: int, multiprocessors: int) -> int:
+    """Into how many shares a prefix of so many rows is cut at most: one program fills a multiprocessor."""
+    tiles = -(-rows // prefix_tile_rows(group))
+    return max(1, min(16, multiprocessors // (tiles * kv_heads)))
+
+
+# ── split-KV and its workspace ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionWorkspace:
+    """Where programs leave partial results for each other. One serves all layers: launches of a stream follow each
+    other, and every launch leaves the counters at zero."""
+
+    partials: Tensor                 # float32, `workspace_floats` of them
+    arrived: Tensor                  # int32 [rows * kv_heads], zeros
+
+
+def workspace_floats(
+    max_rows: int, heads: int, kv_heads: int, head_dim: int, *, multiprocessors: int, prefix_tiles: int = 0,
+    deterministic: bool = False,
+) -> int:
+    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind."""
+    programs = programs_at_once(multiprocessors, kv_heads)
+    slots = 0
+    for rows in range(1, max_rows + 1):
+        before = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors) if prefix_tiles else 0
+        slots = max(slots, num_items(rows, programs, deterministic) + rows * before)
+    return partial_floats(slots, heads, head_dim)
+
+
+def partial_floats(slots: int, heads: int, head_dim: int) -> int:
+    return slots * heads * (tile_dim(head_dim) + 2)      # accumulated values; and the maximum and the sum
+
+
+def make_workspace(floats: int, max_rows: int, kv_heads: int, device: torch.device) -> AttentionWorkspace:
+    return AttentionWorkspace(
+        torch.empty(floats, dtype=torch.float32, device=device),
+        torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def tile_dim(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def device_shares(
+    lengths: list[int], kv_heads: int, window: int | None, prefix: SharedPrefix | None, deterministic: bool,
+    device: torch.device,
+) -> DeviceShares:
+    """Split-KV shares of decodes with these lengths. The engine keeps its own on the device (runner/device_rows.py).
+
+    The keys of a shared prefix are left out: another kernel reads them.
+    """
+    read = np.array(lengths, np.int32) if window is None else np.minimum(np.array(lengths, np.int32), window)
+    if prefix is not None:
+        read = read - prefix.prefix_len.cpu().numpy()[: len(read)]
+    found = share_out(read, programs_at_once(sm_count(device), kv_heads), deterministic)
+    return DeviceShares(*(torch.from_numpy(each).to(device) for each in (found.item_row, found.first_item, found.size)))
+
+
+def sm_count(device: torch.device) -> int:
+    return 8 if TRITON_INTERPRETED else multiprocessors(device)      # the interpreter runs one program after another
+
+
+# ── quantised caches ─────────────────────────────────────────────────────────────────────────────────────────────────
+# value = stored * scale, with a float32 scale for each token and KV head: [blocks, block_size, KH], of K and of V.
+
+
+def quantise_kv(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a cache of `dtype` stores for values [N, KH, D] (new tokens) with scales [N, KH]. Values beyond the dtype's range
+    are clamped."""
+    wide = torch.promote_types(values.dtype, torch.float32)
+    limit = torch.finfo(dtype).max
+    return (values.to(wide) / scale.unsqueeze(-1)).clamp_(-limit, limit).to(dtype)
+
+
+def token_scales(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales [N, KH] that use the whole range of `dtype` for each token and head of values [N, KH, D]."""
+    largest = values.abs().amax(dim=-1).to(torch.float32)
+    return torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+
+
+def scale_argument(scale: Tensor | None, unused: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The scales as kernels take them, with their strides over blocks, slots and KV heads; `unused` if there are none."""
+    return (unused, (0, 0, 0)) if scale is None else (scale, scale.stride())
