@@ -16,16 +16,16 @@ _LENGTH = struct.Struct("<I")
 
 class Question(msgspec.Struct, array_like=True):
     asked: StructuredOutputs
-    seconds: float                   # that it may take
-    of_a_processor: float = 0.0      # of them; 0: all
+    seconds: float                   # wall-clock time until the client gets an answer
+    cpu_seconds: float               # that it may use
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """`late`: it took more than its time, with a good part of it on a processor; `busy`: others had the processors."""
+    """`late`: it used up its CPU time. `busy`: its wall-clock time passed before that, because other processes had the CPUs."""
 
     verdict: Literal["good", "refused", "late", "busy", "memory"]
     reason: str = ""                 # why it is refused
-    spent: float = 0.0               # seconds of a processor
+    spent: float = 0.0               # CPU seconds
 
 
 def write_frame(stream: IO[bytes], data: bytes) -> None:

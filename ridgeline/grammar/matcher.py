@@ -28,10 +28,11 @@ Room = Callable[[tuple[int, int], type[np.int32]], np.ndarray]
 _ALONE = 4                           # so few rows are done one after the other: less than waking threads for them
 _MAX_THREADS = 12                    # on three quarters of the cores; more save nothing
 _FAILED = "the grammar of structured_outputs failed on this answer: "
-SLOW_SECONDS = 0.25                  # a mask that takes longer holds everybody up: its request fails
-STEP_SECONDS = 0.1                   # each time that masks have taken so much of one step, the dearest grammar is warned, …
-_WARNINGS = 3                        # … and with so many it fails, …
-_FORGIVEN_SECONDS = 60.0             # … unless the one before is so long ago
+# Limits on the work of masks, in CPU time: on a busy machine a mask takes longer, but no more work.
+SLOW_SECONDS = 0.25                  # of one mask: beyond it the whole batch would wait, so its request fails
+STEP_SECONDS = 0.1                   # of all masks of a step: each time it is used up, the dearest grammar gets a warning, …
+_WARNINGS = 3                        # … and fails with this one, …
+_FORGIVEN_SECONDS = 60.0             # … unless the one before is this old (wall-clock time)
 
 
 class Matcher:
@@ -105,6 +106,12 @@ def _family_of_second(each: tuple[int, Matcher]) -> int:
     return each[1].family
 
 
+def _work(wall: float, cpu_before: float) -> float:
+    """Seconds of work that threads did together: no more than the time that passed, and no more than the CPU time that this
+    process used meanwhile. So neither a busy machine nor other threads of this process make masks look slow by themselves."""
+    return min(wall, time.process_time() - cpu_before)
+
+
 def num_threads() -> int:
     """That fill masks at once."""
     return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) * 3 // 4))
@@ -142,7 +149,7 @@ class Masks:
         told = [each for each in said if each[0]._guided and not each[0].error]
         if len(told) <= _ALONE or self._threads <= 1 or self._look_for_slow:
             return
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         told.sort(key=_family_of_first)
         listed: list[Any] = [(matcher._matcher, token) for matcher, token in told]
         try:
@@ -165,7 +172,7 @@ class Masks:
         except Exception:                                # fill() will see whose fault it is
             self._ahead = {}
         spent = time.perf_counter() - started
-        self._look_for_slow = spent > STEP_SECONDS       # together they were slow: next time, see who it is
+        self._look_for_slow = _work(spent, worked) > STEP_SECONDS       # next time, one by one: which grammar is it?
         self.seconds += spent
 
     def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray:
@@ -182,15 +189,12 @@ class Masks:
                 masks[row] = -1
         elif len(wanted) < num_rows:
             masks.fill(-1)
-        if len(missing) <= _ALONE or self._threads <= 1 or self._look_for_slow:
-            self._one_by_one(missing, masks)
-        else:
-            self._at_once(missing, masks)
+        alone = len(missing) <= _ALONE or self._threads <= 1 or self._look_for_slow
+        work = self._one_by_one(missing, masks) if alone else self._at_once(missing, masks)
         self._look_at(wanted, masks)
-        spent = time.perf_counter() - started
         if not ahead:
-            self._look_for_slow = spent > STEP_SECONDS
-        self.seconds += spent
+            self._look_for_slow = work > STEP_SECONDS
+        self.seconds += time.perf_counter() - started
         self.filled += len(wanted)
         return masks
 
@@ -232,21 +236,20 @@ class Masks:
                     _hold_back(masks[row], matcher.held)
                     break
 
-    def _one_by_one(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
-        """And see who is slow: one mask, or all of a grammar's together, by the processor's time."""
+    def _one_by_one(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> float:
+        """Fill masks in this thread, and fail a mask, or all of a grammar together, that is too slow. Returns the CPU time."""
         spent: dict[int, float] = {}
-        before = allowed = time.thread_time()
+        began = before = allowed = time.thread_time()
         for row, matcher in wanted:
             if matcher.error:
                 continue
-            started = time.perf_counter()
             try:
                 matcher._matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
             except Exception as error:
                 matcher.fail(str(error))
-            if time.perf_counter() - started > SLOW_SECONDS:
-                matcher.fail(f"a mask took more than {SLOW_SECONDS} s; use a simpler grammar")
             now = time.thread_time()
+            if now - before > SLOW_SECONDS and not matcher.error and not matcher._matcher.is_error():
+                matcher.fail(f"a mask took more than {SLOW_SECONDS} s of CPU time; use a simpler grammar")
             spent[matcher.grammar] = spent.get(matcher.grammar, 0.0) + now - before
             before = now
             if now > allowed + STEP_SECONDS:
@@ -255,6 +258,7 @@ class Masks:
                 if self._warn(dearest):
                     self._fail_all(dearest, [each for _, each in wanted])
                     del spent[dearest]
+        return before - began
 
     def _warn(self, grammar: int) -> bool:
         """True: once too often."""
@@ -268,7 +272,9 @@ class Masks:
     def _fail_all(grammar: int, matchers: Iterable[Matcher]) -> None:
         for matcher in matchers:
             if matcher.grammar == grammar and not matcher.error:
-                matcher.fail(f"its masks took most of {STEP_SECONDS} s of a step, again and again; use a simpler grammar")
+                matcher.fail(
+                    f"its masks took most of {STEP_SECONDS} s of CPU time in a step, again and again; use a simpler grammar"
+                )
 
     def _fill_others(self, listed: list[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> None:
         if self._others is None:
@@ -277,7 +283,9 @@ class Masks:
             self._others = BatchFiller(self._threads)
         self._others.fill(listed, masks)
 
-    def _at_once(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
+    def _at_once(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> float:
+        """Fill masks in the library's threads. Returns the work, as `_work` counts it."""
+        started, worked = time.perf_counter(), time.process_time()
         guided = [each for each in wanted if each[1]._guided]
         others: Any = []
         if len(guided) < len(wanted):
@@ -287,4 +295,5 @@ class Masks:
             if others:
                 self._fill_others(others, masks)
         except Exception:                                # it does not say whose fault it is
-            self._one_by_one(wanted, masks)
+            return self._one_by_one(wanted, masks)
+        return _work(time.perf_counter() - started, worked)
