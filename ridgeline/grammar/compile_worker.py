@@ -16,7 +16,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,11 +24,7 @@ from ridgeline.grammar.background import process_steps_back
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
-    from ridgeline.grammar.xgrammar_backend import XGrammar
+from ridgeline.grammar.interface import Backend
 
 MEMORY_BYTES = 2**30                 # beyond what the vocabulary takes
 
@@ -48,7 +43,7 @@ def serve(name: str, vocabulary: GrammarVocabulary) -> None:
         write_frame(target, msgspec.msgpack.encode(_in_a_copy(backend, question)))
 
 
-def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
+def _in_a_copy(backend: Backend, question: Question) -> Answer:
     source, target = os.pipe()
     child = os.fork()
     if not child:
@@ -79,7 +74,7 @@ def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
     return answer
 
 
-def _compile(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
+def _compile(backend: Backend, question: Question) -> Answer:
     try:
         compile_grammar(backend, question.asked)
     except BadRequest as error:

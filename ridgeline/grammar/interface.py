@@ -1,13 +1,11 @@
-"""What the libraries that follow an answer through its grammar have in common, as llguidance names it.
-
-Knows neither library, so that both can be written against it.
-"""
+"""What grammar libraries have in common, with llguidance's names. Both backends are written against it; it knows neither."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from ridgeline.errors import BadRequest
+from ridgeline.sampling_params import StructuredOutputs
 
 _REASON_CHARACTERS = 200
 
@@ -30,6 +28,13 @@ class LibraryMatcher(Protocol):
 
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
         """Write the mask of what may follow, `size` bytes, where the caller has room for them."""
+
+
+class Backend(Protocol):
+    """A library that compiles grammars for one vocabulary."""
+
+    def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
+        """Any exception: it cannot be used; so may the matcher's error say (grammar/compiler makes a BadRequest of both)."""
 
 
 def in_words(reason: str) -> str:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
 
 from ridgeline.grammar.interface import LibraryMatcher, in_words
+from ridgeline.grammar.llguidance_backend import is_llguidance, make_pool
+from ridgeline.grammar.xgrammar_backend import BatchFiller, XGrammarMatcher
 from ridgeline.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ridgeline.grammar.xgrammar_backend import BatchFiller, XGrammarMatcher
+    from llguidance import LLExecutor
 
 Room = Callable[[tuple[int, int], type[np.int32]], np.ndarray]
 _ALONE = 4                           # so few rows are done one after the other: less than waking threads for them
@@ -47,7 +48,7 @@ class Matcher:
         self._matcher = compiled.deep_copy()
         self.family = id(compiled)                       # copies of the same one share a lock inside the library
         self.grammar = 0 if params.structured_outputs is None else hash(params.structured_outputs.key)
-        self._guided = isinstance(self._matcher, LLMatcher)
+        self._guided = is_llguidance(self._matcher)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._told = False                               # of its newest token already, with others (`Masks.advance`)
@@ -205,7 +206,7 @@ class Masks:
 
     def _workers(self) -> LLExecutor:
         if self._pool is None:
-            self._pool = LLExecutor(self._threads)
+            self._pool = make_pool(self._threads)
         return self._pool
 
     def _fill_guided(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
@@ -278,8 +279,6 @@ class Masks:
 
     def _fill_others(self, listed: list[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> None:
         if self._others is None:
-            from ridgeline.grammar.xgrammar_backend import BatchFiller
-
             self._others = BatchFiller(self._threads)
         self._others.fill(listed, masks)
 

@@ -12,16 +12,19 @@ import ctypes
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xgrammar
 
 from ridgeline.errors import BadRequest
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.interface import LibraryMatcher, structures
+from ridgeline.grammar.llguidance_backend import LLGuidance
 from ridgeline.grammar.xgrammar_schema import require_what_is_kept
 from ridgeline.sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    import xgrammar
 
 _BLANKS = 40                         # between the parts of JSON, at most
 _PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")                     # where in its sources an error was raised
@@ -31,6 +34,8 @@ class XGrammar:
     """Compiles for one vocabulary."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        import xgrammar  # and torch and transformers with it
+
         special = frozenset(vocabulary.special_ids)
         # A token without bytes is never text to the library: control tokens, and ids that only pad the vocabulary.
         pieces = [b"" if token in special else piece for token, piece in enumerate(vocabulary.pieces)]
@@ -43,10 +48,10 @@ class XGrammar:
         self._ids = _Ids(vocabulary)
 
     def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
-        if asked.grammar is not None and asked.grammar.lstrip().startswith("%llguidance"):
-            from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+        import xgrammar
 
-            return compile_grammar(make_tokenizer(self._vocabulary), asked)
+        if asked.grammar is not None and asked.grammar.lstrip().startswith("%llguidance"):
+            return LLGuidance(self._vocabulary).compile(asked)
         try:
             compiled = self._compiled(asked)
         except BadRequest:
@@ -174,6 +179,8 @@ class BatchFiller:
     """Fills the masks of many matchers in threads of the library's own."""
 
     def __init__(self, threads: int) -> None:
+        import xgrammar
+
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
 
     def fill(self, listed: Sequence[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> None:

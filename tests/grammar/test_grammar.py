@@ -32,10 +32,11 @@ from ridgeline.engine.client.grammar_check import GrammarChecker, vocabulary_of
 from ridgeline.engine.ipc import TO_ENGINE, Add
 from ridgeline.errors import BadRequest, Overloaded, RequestError
 from ridgeline.grammar import background, compile_worker
-from ridgeline.grammar.compiler import compile_grammar, make_backend, make_tokenizer
+from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
+from ridgeline.grammar.llguidance_backend import LLGuidance
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
 from ridgeline.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
@@ -478,7 +479,7 @@ def test_copies_of_one_grammar_stand_beside_each_other(vocabulary: GrammarVocabu
     """They wait for each other: one thread should get them."""
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
     assert params.structured_outputs is not None
-    prototypes = [compile_grammar(make_tokenizer(vocabulary), params.structured_outputs) for _ in range(3)]
+    prototypes = [compile_grammar(LLGuidance(vocabulary), params.structured_outputs) for _ in range(3)]
     made = [Matcher(prototypes[number % 3], params, vocabulary.end_ids) for number in range(12)]
     masks, pool, a = Masks(PADDED, 2), Listed(), vocabulary.pieces.index(b"a")
     monkeypatch.setattr(masks, "_pool", pool)
@@ -566,7 +567,7 @@ def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: P
     whole.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     tokenizer = Tokenizer.load(tmp_path)
-    spell = make_tokenizer(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenize_str
+    spell = LLGuidance(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenizer.tokenize_str
     for text in [*SAMPLES, *learnt]:
         assert [*spell(text)] == tokenizer.encode(text, False), text
 
@@ -575,7 +576,7 @@ def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: P
 def test_forced_text_is_spelled_as_the_embedded_model_does(embedded_model: Path) -> None:
     """But for blanks before a digit: it cuts between all digits before anything else."""
     tokenizer = Tokenizer.load(embedded_model)
-    spell = make_tokenizer(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenize_str
+    spell = LLGuidance(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenizer.tokenize_str
     assert [text for text in SAMPLES if [*spell(text)] != tokenizer.encode(text, False)] == ['{\n  "a": [\n    1,\n    2\n  ]\n}']
 
 
@@ -597,7 +598,7 @@ def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: st
     words = [b"aa", b"ab", b"cd", b"ef", b"gh", b"abcd", b"99", b"  ", b"((", b".get"]
     vocabulary = worded(*words, *([b"ab"] if spelled_by == "Python" else []))
     assert (vocabulary.ranks() is None) == (spelled_by == "Python")
-    backend, masks, following = make_tokenizer(vocabulary), Masks(len(vocabulary.pieces), 1), list[Matcher]()
+    backend, masks, following = LLGuidance(vocabulary), Masks(len(vocabulary.pieces), 1), list[Matcher]()
     for size in (5_000, 10_000, 20_000):
         asked = SamplingParams(structured_outputs=LONG[what](size))  # type: ignore[arg-type]
         assert asked.structured_outputs is not None
@@ -1125,5 +1126,6 @@ def test_the_cache_holds_so_many_bytes_and_forgets_the_least_used() -> None:
 
 
 def test_neither_front_end_nor_engine_imports_the_library_before_a_grammar_comes() -> None:
-    code = "import sys, ridgeline.engine.client.processor, ridgeline.engine.core.grammars; sys.exit('llguidance' in sys.modules)"
+    modules = "ridgeline.engine.client.processor, ridgeline.engine.core.grammars"
+    code = f"import sys, {modules}; sys.exit(bool({{'llguidance', 'xgrammar'}} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

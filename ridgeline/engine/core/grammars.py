@@ -12,24 +12,19 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ridgeline.errors import RidgelineError, one_line
 from ridgeline.grammar.background import thread_steps_back
+from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_backend
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
+from ridgeline.grammar.interface import Backend, LibraryMatcher
+from ridgeline.grammar.matcher import Masks, Matcher, Room, num_threads
 from ridgeline.messages import Request
 from ridgeline.process.log import get_logger
 from ridgeline.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
-    from ridgeline.grammar.interface import LibraryMatcher
-    from ridgeline.grammar.matcher import Masks, Matcher, Room
-    from ridgeline.grammar.xgrammar_backend import XGrammar
 
 CACHE_BYTES = 64 * 2**20
 ENOUGH = 4                           # answers at once for each time that a grammar is compiled, …
@@ -37,7 +32,7 @@ COPIES_PER_THREAD = 4                # … up to so often for each thread that f
 COPIES_SECONDS = 0.2                 # … and as takes no longer than this
 logger = get_logger("grammars")
 
-Outcome = tuple[Request, dict[int, "Matcher"], str]      # a matcher for each answer, or why there is none
+Outcome = tuple[Request, dict[int, Matcher], str]      # a matcher for each answer, or why there is none
 
 
 class Compiled:
@@ -70,8 +65,6 @@ class Compiled:
 
     def start(self, params: SamplingParams, end_ids: Sequence[int]) -> Matcher:
         """A matcher for another answer."""
-        from ridgeline.grammar.matcher import Matcher
-
         with self._lock:
             if not self.has_room(1):
                 self._prototypes.append(self._make())
@@ -94,7 +87,7 @@ class Grammars:
         self._room = room
         self._load_vocabulary = load_vocabulary
         self._vocabulary: GrammarVocabulary | None = None
-        self._backend: LLTokenizer | XGrammar | None = None
+        self._backend: Backend | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._num_pending = 0
@@ -180,8 +173,6 @@ class Grammars:
     def masks(self) -> Masks:
         """Where masks are filled; asked for only once there are matchers."""
         if self._masks is None:
-            from ridgeline.grammar.matcher import Masks
-
             assert self._vocabulary is not None
             self._masks = Masks(len(self._vocabulary.pieces), room=self._room)
         return self._masks
@@ -203,10 +194,6 @@ class Grammars:
     def _matchers(self, request: Request) -> dict[int, Matcher]:
         asked = request.params.structured_outputs
         assert asked is not None
-        # The library takes a tenth of a second to import: that is spent here, and only where grammars are used.
-        from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_backend
-        from ridgeline.grammar.matcher import num_threads
-
         if self._vocabulary is None or self._backend is None:
             self._vocabulary = self._load_vocabulary()
             self._backend = make_backend(self._name, self._vocabulary)
