@@ -3,7 +3,7 @@
     passages of the text and of the slices ─▶ perplexity ─▶ (with a reference) divergence
     needle, multiple choice                  ─▶ shares
 
-Everything that is drawn comes from the seed, and the engine is greedy: the same seed gives the same figures.
+All random choices come from the seed, and the engine is greedy: the same seed gives the same figures.
 """
 
 from __future__ import annotations
@@ -34,19 +34,14 @@ def evaluate(
     path = model_path(config)
     tokenizer = Tokenizer.load(config.model.tokenizer or path)
     texts = slice_texts(task)
-    asked = [
-        passage for name, text in texts.items()
-        for passage in passages(
-            name, text, tokenizer, context=task.context, overlap=task.overlap, tokens=task.tokens, seed=task.seed
-        )
-    ]  # fmt: skip
+    asked = _passages(texts, tokenizer, task)
     hidden = needle.trials(tokenizer, texts[DEFAULT_TEXT], task.needle, task.seed) if task.needle else []
     questions = choices.read_questions(task.choices) if task.choices else []
     longest = max(len(passage.tokens) for passage in asked)
     most = max(
         longest, needle.longest(hidden, tokenizer) if hidden else 0,
         choices.longest(tokenizer, questions) if questions else 0,
-    )  # fmt: skip
+    )
     result: dict[str, Any] = {
         "model": path.name, "seed": task.seed, "context": task.context, "overlap": task.overlap,
         "texts": {name: fingerprint(text) for name, text in texts.items()},
@@ -74,6 +69,15 @@ def evaluate(
             with progress_bar("choices", wanted=show) as tick:
                 result["choices"] = choices.run(model, tokenizer, questions, tick)
     return result
+
+
+def _passages(texts: dict[str, str], tokenizer: Tokenizer, task: Task) -> list[Passage]:
+    return [
+        passage for name, text in texts.items()
+        for passage in passages(
+            name, text, tokenizer, context=task.context, overlap=task.overlap, tokens=task.tokens, seed=task.seed
+        )
+    ]
 
 
 def slice_texts(task: Task) -> dict[str, str]:

@@ -43,28 +43,47 @@ def require_what_is_kept(schema: Any) -> None:
 
 
 def _broken(schema: Mapping[str, Any], root: Any) -> str:
-    """What of this schema, without those inside it, is not kept to; empty: nothing."""
-    for name in _NEVER:
-        if name in schema and schema[name] is not True:
-            return name
-    if schema.get("uniqueItems"):
-        return "uniqueItems"
+    """What of this schema, without those inside it, the library ignores; empty: nothing."""
+    return (
+        next((name for name in _NEVER if name in schema and schema[name] is not True), "")
+        or ("uniqueItems" if schema.get("uniqueItems") else "")
+        or _broken_combination(schema, root) or _broken_by_type(schema) or _broken_properties(schema)
+    )
+
+
+def _broken_combination(schema: Mapping[str, Any], root: Any) -> str:
+    """References, combinations and lists of values: each must stand alone."""
     for name in (name for name in _ALONE if name in schema):
-        others = sorted(other for other in _CONSTRAIN if other in schema and other != name)
-        if others == ["type"] and name in ("const", "enum"):
-            values = schema["enum"] if name == "enum" else [schema["const"]]
-            others = [] if isinstance(values, list) and all(_type(value) & _types(schema) for value in values) else others
-        if others:
+        if others := _others(schema, name):
             return f"{others[0]} beside {name}"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         return "an allOf of several"
     if isinstance(schema.get("oneOf"), list):
         if not all(_are_apart(one, other, root) for one, other in combinations(schema["oneOf"], 2)):
             return "a oneOf of which an answer could fit two branches (anyOf is kept to)"
-    types = _types(schema) if "type" in schema else frozenset()
+    return ""
+
+
+def _others(schema: Mapping[str, Any], name: str) -> list[str]:
+    """What else constrains its values; a type may stand beside values that have it."""
+    others = sorted(other for other in _CONSTRAIN if other in schema and other != name)
+    if others == ["type"] and name in ("const", "enum"):
+        values = schema["enum"] if name == "enum" else [schema["const"]]
+        return [] if isinstance(values, list) and all(_type(value) & _types(schema) for value in values) else others
+    return others
+
+
+def _broken_by_type(schema: Mapping[str, Any]) -> str:
+    """What a schema says of numbers, texts, arrays or objects needs their type beside it."""
+    types = _given_types(schema)
     for needed, names in _OF_TYPES.items():
         if (name := next((name for name in names if name in schema), "")) and not types.intersection(needed):
             return f"{name} without type {needed[-1]!r}"
+    return ""
+
+
+def _broken_properties(schema: Mapping[str, Any]) -> str:
+    """Names, multiples and texts, each in a combination that the library ignores."""
     required, listed = schema.get("required"), schema.get("properties")
     if isinstance(required, list):
         missing = [name for name in required if not (isinstance(listed, Mapping) and name in listed)]
@@ -72,10 +91,14 @@ def _broken(schema: Mapping[str, Any], root: Any) -> str:
             return f"a required property that properties does not list, {json.dumps(missing[0])}"
     if "patternProperties" in schema and "properties" in schema:
         return "patternProperties beside properties"
-    if "multipleOf" in schema and ("number" in types or any(name in schema for name in _BOUNDS)):
+    if "multipleOf" in schema and ("number" in _given_types(schema) or any(name in schema for name in _BOUNDS)):
         return "multipleOf for numbers or beside bounds"
     texts = [name for name in ("pattern", "format") if name in schema] + [name for name in _LENGTHS if name in schema][:1]
     return f"{texts[1]} beside {texts[0]}" if len(texts) > 1 else ""
+
+
+def _given_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    return _types(schema) if "type" in schema else frozenset()
 
 
 def _inside(schema: Mapping[str, Any], root: Any) -> Iterator[Any]:
