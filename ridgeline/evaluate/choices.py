@@ -98,4 +98,4 @@ def run(
         "questions": len(questions), "accuracy": accuracy, "accuracy_by_byte": float((np.array(by_byte) == right).mean()),
         "error": float(np.sqrt(accuracy * (1 - accuracy) / len(questions))),
         "chance": float(np.mean([1 / len(question.choices) for question in questions])), "picked": by_sum,
-    }  # fmt: skip
+    }

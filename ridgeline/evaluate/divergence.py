@@ -105,7 +105,7 @@ def summary(passages: Sequence[Passage], found: Divergence, places: Sequence[int
         "kl_p90": float(np.quantile(kl, 0.9)), "kl_p99": float(np.quantile(kl, 0.99)), "kl_max": float(kl.max()),
         "top1": float(agree.mean()), "reference_perplexity": exponential(losses[0]),
         "perplexity_ratio": exponential(losses[1] - losses[0]),
-    }  # fmt: skip
+    }
 
 
 def by_position(passages: Sequence[Passage], found: Divergence) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ def by_position(passages: Sequence[Passage], found: Divergence) -> list[dict[str
             "top1": float(np.concatenate([agree for _, agree in parts]).mean()),
         }
         for octave, parts in sorted(rows.items())
-    ]  # fmt: skip
+    ]
 
 
 def worst_decile(passages: Sequence[Passage], found: Divergence, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -142,4 +142,4 @@ def worst_decile(passages: Sequence[Passage], found: Divergence, tokenizer: Toke
             }
             for place in order
         ],
-    }  # fmt: skip
+    }

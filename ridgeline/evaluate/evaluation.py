@@ -28,7 +28,7 @@ from ridgeline.text.tokenizer import Tokenizer
 def evaluate(
     options: dict[str, Any], task: Task, reference: str = "", reference_options: dict[str, Any] | None = None,
     save_reference: str = "", show: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """`options` are the engine's; `reference` is a model, or a file that `save_reference` wrote."""
     config = EngineConfig.of(**options)
     path = model_path(config)

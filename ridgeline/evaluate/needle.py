@@ -112,4 +112,4 @@ def run(scorer: Scorer, tokenizer: Tokenizer, made: Sequence[Trial], tick: Tick 
             {"length": cell[0], "depth": cell[1], "found": share(found, cell), "picked": share(picked, cell)}
             for cell in cells
         ],
-    }  # fmt: skip
+    }

@@ -65,4 +65,4 @@ def summary(passages: Sequence[Passage], logprobs: Sequence[np.ndarray], tokeniz
         "tokens": len(losses), "loss": loss, "perplexity": exponential(loss),
         "perplexity_error": None if math.isnan(error) else exponential(loss) * error,
         "bits_per_byte": float(losses.sum()) / math.log(2) / size if size else None,
-    }  # fmt: skip
+    }

@@ -12,7 +12,7 @@ from ridgeline.evaluate.task import Task
 GATES = {
     "perplexity": (False, "slices"), "kl": (False, "slices"), "kl_p99": (False, "slices"), "top1": (True, "slices"),
     "perplexity_ratio": (False, "slices"), "needle": (True, "needle"), "choices": (True, "choices"),
-}  # fmt: skip
+}
 
 
 def parse_gate(words: str) -> dict[str, float]:

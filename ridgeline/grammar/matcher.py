@@ -42,7 +42,7 @@ class Matcher:
     __slots__ = (
         "__weakref__", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_told", "error", "family",
         "grammar",
-    )  # fmt: skip
+    )
 
     def __init__(self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
         self._matcher = compiled.deep_copy()

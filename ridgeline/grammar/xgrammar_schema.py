@@ -14,7 +14,7 @@ from typing import Any
 _NEVER = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "unevaluatedProperties", "additionalItems", "$dynamicRef", "$recursiveRef",
-)  # fmt: skip
+)
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LENGTHS = ("minLength", "maxLength")
@@ -25,7 +25,7 @@ _OF_TYPES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("object",): ("minProperties", "maxProperties", "propertyNames", "patternProperties"),
 }
 _CONSTRAIN = frozenset(_NEVER + _ALONE + ("type", "properties", "required", "additionalProperties", "items", "prefixItems",
-                                          "uniqueItems", "unevaluatedItems")).union(*_OF_TYPES.values())  # fmt: skip
+                                          "uniqueItems", "unevaluatedItems")).union(*_OF_TYPES.values())
 _ADVICE = "xgrammar does not keep to; start the server with the default backend (llguidance) for it"
 
 

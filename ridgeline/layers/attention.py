@@ -73,7 +73,7 @@ class Attention(nn.Module):
         return {
             "q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps,
             "norm_offset": self.q_norm.offset,
-        }  # fmt: skip
+        }
 
     def write(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection [T, (heads + 2 KV heads) * dim]: K and V go into the cache, q [T, heads, dim] comes back."""

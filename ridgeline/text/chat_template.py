@@ -50,7 +50,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")       # what OpenAI's APIs ca
 PART_FIELDS = frozenset({
     "type", "text", "id", "index", "name", "annotations", "citations", "logprobs", "refusal", "detail", "cache_control",
     "prompt_cache_breakpoint", "extras", "additional_kwargs", "provider_specific_fields", "providerOptions", "provider_options",
-})  # fmt: skip
+})
 CONTINUE_MARK = "THE-FINAL-MESSAGE-GOES-ON-HERE"
 
 

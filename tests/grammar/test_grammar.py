@@ -122,7 +122,7 @@ def circular() -> dict[str, Any]:
         ({"jsom": {}}, "has no field 'jsom'"), ("json", "structured_outputs must be an object"),
         ({"regex": "a", "disable_any_whitespace": True}, "goes with json"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_at_once_and_by_name(given: Any, words: str) -> None:
     started = time.thread_time()
     with pytest.raises(BadRequest, match=r"^structured_outputs") as refused:
@@ -441,7 +441,7 @@ def test_a_special_token_can_be_named_by_a_grammar(vocabulary: GrammarVocabulary
             "structures": [{"begin": "<f=go>", "schema": {"type": "array", "items": {"type": "null"}}, "end": "</f>"}],
         }), "free text <f=go>[null]</f> more", "text <f=go>[1]"),
     ],
-)  # fmt: skip
+)
 def test_every_kind(vocabulary: GrammarVocabulary, backend: str, asked: StructuredOutputs, good: str, bad: str) -> None:
     if backend == "xgrammar" and asked.disable_any_whitespace:
         good = good.replace(",", ", ")                   # always so, where llguidance has none
@@ -539,7 +539,7 @@ SAMPLES = [
     "Привет, мир! Как дела?", "你好，世界。今天天气很好。", "emoji 🙂👍🏽 done", "  two spaces   three\t\ttabs",
     'SELECT * FROM users WHERE id >= 10 AND name != "x";', "0x1F 3.14159 1,000,000 1e-9", '{\n  "a": [\n    1,\n    2\n  ]\n}',
     "the quick brown fox jumps over the lazy dog; extraordinary internationalization",
-]  # fmt: skip
+]
 SINCE_GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -556,12 +556,12 @@ def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: P
     whole = HFTokenizer(models.BPE())
     whole.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(CUTS[cut]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    ])
     whole.decoder = decoders.ByteLevel()
     learner = trainers.BpeTrainer(
         vocab_size=4_000, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), special_tokens=["</s>"],
         show_progress=False,
-    )  # fmt: skip
+    )
     learnt = [path.read_text() for path in sorted((Path(__file__).parents[2] / "ridgeline" / "grammar").glob("*.py"))]
     whole.train_from_iterator([*learnt, *SAMPLES, *SAMPLES], learner)
     whole.save(str(tmp_path / "tokenizer.json"))
@@ -694,7 +694,7 @@ HOSTILE = {
     "long enum": {"json": {"enum": [letter + "word " * 6_000 for letter in "xy"]}},
     "long literal": {"grammar": f'start: "{"(ab) " * 13_000}"'},
     "doubling": {"grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + '\nr60: "a"'},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -822,7 +822,7 @@ def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarC
         (StructuredOutputs(structural_tag={"triggers": ["<a>"], "structures": [{"begin": "<b>", "schema": {}, "end": ""}]}),
          "no trigger begins '<b>'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_grammar_is_refused_in_one_line(checker: GrammarChecker, asked: StructuredOutputs, words: str) -> None:
     for _ in range(2):                                   # compiled; remembered
         with pytest.raises(BadRequest, match=words) as refused:

@@ -138,11 +138,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "tool", "content": "{\"t\": 21}"},
     ],
     "wrong order": [{"role": "assistant", "content": "x"}, {"role": "assistant", "content": "y"}],
-}  # fmt: skip
+}
 TOOLS = [{"type": "function", "function": {
     "name": "weather", "description": "Tells the <weather> & \"more\" é",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}}]  # fmt: skip
+}}]
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -337,7 +337,7 @@ ESCAPES = [
     "{{ x.__init__.__globals__.__builtins__.open('/etc/passwd').read() }}",
     "{{ caller.__globals__ }}{{ varargs.__class__ }}{{ context.environment }}",
     "{{ tojson.__globals__ }}{{ ([1]|tojson).__class__ }}",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +392,7 @@ BOMBS = {
     "indent": "{{ [[[[1]]]] | tojson(indent=10**8) }}",
     "brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "long source": "{{ 'x' }}" * 60_000,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ class Grammars:
     def __init__(
         self, load_vocabulary: Callable[[], GrammarVocabulary], backend: str = "auto", room: Room = np.empty,
         cache_bytes: int = CACHE_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cache: ByteLimitedCache[Compiled] = ByteLimitedCache(cache_bytes)
         self._name = backend
         self._room = room
