@@ -1,4 +1,4 @@
-"""An evaluation as a table for people."""
+"""An evaluation's result as a text table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _slices(result: dict[str, Any]) -> list[str]:
 
 
 def _short(value: float, digits: int = 4) -> str:
-    """So that it stays in its column: of a model that guesses, perplexities are millions."""
+    """Fits its column: perplexities of a model that guesses are in the millions."""
     return f"{value:.3f}" if value < 1000 else f"{value:.{digits}g}"
 
 

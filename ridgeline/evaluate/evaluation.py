@@ -1,4 +1,4 @@
-"""A whole evaluation: what is asked for, computed with one model or beside a reference, as one plain dictionary.
+"""Runs a whole evaluation, of one model or against a reference, and returns one plain dictionary.
 
     passages of the text and of the slices ─▶ perplexity ─▶ (with a reference) divergence
     needle, multiple choice                  ─▶ shares
@@ -122,7 +122,7 @@ def _scorer(options: dict[str, Any], longest: int, show: bool) -> Iterator[Score
         scorer.close()
 
 
-# What the reference takes over from the options of the model under test: nothing that may change its answers.
+# Options that the reference takes over from the model under test: none that may change its answers.
 _SHARED = ("device", "tokenizer", "seed", "load_format")
 
 

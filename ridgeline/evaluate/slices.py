@@ -1,4 +1,4 @@
-"""Named slices: kinds of text that lossy techniques hurt differently. A gate looks at the worst one.
+"""Named slices: kinds of text that lossy techniques damage differently. A gate uses the worst one.
 
 | slice | where its text comes from |
 |---|---|

@@ -1,10 +1,9 @@
-"""A process that compiles grammars to see whether they can be: `python -m ridgeline.grammar.compile_worker BACKEND`.
+"""A process that checks whether grammars compile: `python -m ridgeline.grammar.compile_worker BACKEND`.
 
-It reads frames from standard input and answers each on standard output: first the vocabulary, then Questions. It ends with its
-input. Each grammar is compiled in a copy of this process, with limits on its time and memory: what exceeds them ends the copy,
-and the next one need not wait until libraries are imported and the vocabulary is prepared again.
-
-It comes behind whoever generates, for the processors' time.
+It reads frames from standard input, first the vocabulary, then Questions, and answers each on standard output. It ends with its
+input. Each grammar is compiled in a fork of this process, with limits on CPU time, wall-clock time and memory. A grammar that
+exceeds them ends its fork only: libraries stay imported and the vocabulary stays prepared for the next one. The process runs at a
+lower CPU priority than token generation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.interface import Backend
 
-MEMORY_BYTES = 2**30                 # beyond what the vocabulary takes
+MEMORY_BYTES = 2**30                 # for one grammar, on top of the vocabulary
 
 
 def serve(name: str, vocabulary: GrammarVocabulary) -> None:
@@ -34,8 +33,8 @@ def serve(name: str, vocabulary: GrammarVocabulary) -> None:
     source, target = sys.stdin.buffer, sys.stdout.buffer
     backend = make_backend(name, vocabulary)
     _limit_memory()
-    gc.freeze()                                          # or the copies would copy what they only look at
-    # Threads of numerical libraries do nothing here, and a copy has no use for them.
+    gc.freeze()                                          # else a collection in a fork would copy every page it visits
+    # Threads of numerical libraries are idle here, and the forks do not need them.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     write_frame(target, b"ready")
     while (frame := read_frame(source)) is not None:
@@ -48,7 +47,7 @@ def _in_a_copy(backend: Backend, question: Question) -> Answer:
     child = os.fork()
     if not child:
         try:
-            # Without a handler these signals end the copy, also inside a library.
+            # Without a handler these signals end the fork, also inside a library.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, max(question.seconds, 1e-6))
@@ -68,7 +67,7 @@ def _in_a_copy(backend: Backend, question: Question) -> Answer:
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return Answer("late", spent=spent)
     if status:
-        return Answer("memory", spent=spent)             # the libraries end the process that they run out of it in
+        return Answer("memory", spent=spent)             # the libraries abort when an allocation fails
     answer = msgspec.msgpack.decode(written, type=Answer)
     answer.spent = spent
     return answer

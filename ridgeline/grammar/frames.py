@@ -1,6 +1,5 @@
-"""What is asked of the process that compiles grammars (grammar/compile_worker) and what it answers, as frames on a
-pipe: a length of
-four bytes, then so many."""
+"""Messages between the front end and the process that compiles grammars (grammar/compile_worker), as frames on a pipe: a length
+of four bytes, then that many bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 def write_frame(stream: IO[bytes], data: bytes) -> None:
-    """All of it, also where the pipe takes only part at a time."""
+    """Writes everything, also where the pipe takes only part at a time."""
     rest = memoryview(_LENGTH.pack(len(data)) + data)
     while rest:
         rest = rest[stream.write(rest) :]
@@ -37,7 +36,7 @@ def write_frame(stream: IO[bytes], data: bytes) -> None:
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """None: the other side is gone."""
+    """None: the other side has closed the pipe."""
     head = _read(stream, _LENGTH.size)
     return None if head is None else _read(stream, _LENGTH.unpack(head)[0])
 

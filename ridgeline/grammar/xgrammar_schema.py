@@ -1,7 +1,7 @@
-"""What of JSON Schema xgrammar does not keep to (0.2.8): it leaves it out without a word, so answers would violate the schema.
+"""Refuses JSON Schemas with parts that xgrammar (0.2.8) silently ignores: answers would violate the schema.
 
-Refused before the library sees it. A schema that says one thing by a reference, a combination or a list of values must say
-nothing else beside it; what it says of numbers, texts, arrays or objects needs their type beside it.
+A reference, a combination (anyOf …) or a list of values must stand alone in its schema; constraints on numbers, strings, arrays
+or objects need the matching `type` beside them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ADVICE = "xgrammar does not keep to; start the server with the default backend 
 
 
 def require_what_is_kept(schema: Any) -> None:
-    """ValueError names what is not."""
+    """ValueError names what xgrammar would ignore."""
     seen: set[int] = set()
     waiting = [schema]
     while waiting:
@@ -114,7 +114,7 @@ def _inside(schema: Mapping[str, Any], root: Any) -> Iterator[Any]:
 
 
 def _target(schema: Any, root: Any) -> Any:
-    """What a reference inside the same schema refers to; the schema itself where it is none. Others the library refuses."""
+    """What a reference inside the same schema refers to; the schema itself if it is no reference. The library refuses others."""
     met = 0
     while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#") and met < 64:
         found, met = root, met + 1
@@ -125,7 +125,7 @@ def _target(schema: Any, root: Any) -> Any:
 
 
 def _are_apart(one: Any, other: Any, root: Any, depth: int = 0) -> bool:
-    """No value fits both: for their types, their values, or those of a property that both require."""
+    """No value fits both: their types, their values, or those of a property that both require exclude each other."""
     one, other = _target(one, root), _target(other, root)
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return one is False or other is False
@@ -156,7 +156,7 @@ _ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """That its values may have; an integer is a number, too."""
+    """Types that its values may have; an integer is also a number."""
     given = schema.get("type")
     if given is None:
         values = [schema["const"]] if "const" in schema else schema.get("enum")

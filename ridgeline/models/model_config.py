@@ -60,7 +60,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int     # the longest context the model was made for
     rms_norm_eps: float
-    dtype: str                       # of the checkpoint, one of costs.DTYPE_BYTES
+    dtype: str                       # of the checkpoint, one of op_costs.DTYPE_BYTES
     eos_token_ids: tuple[int, ...]   # any of them ends an answer
 
     tied: bool                       # the head is the embedding
@@ -77,11 +77,11 @@ class ModelConfig:
     final_softcap: float | None
     windows: tuple[int | None, ...]  # per layer; None sees everything
     ropes: tuple[Rope, ...]          # per layer
-    stored_block_bytes: int = 0      # of the linears that a GGUF file packs in a way they can be multiplied in
+    stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
-        """(how many, outputs, inputs) of the linears, fused as the decoder has them; the last is the head."""
+        """(count, outputs, inputs) of the linears, fused as in the decoder; the last is the head."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
             (self.num_layers, queries + 2 * keys, self.hidden_size),
@@ -138,7 +138,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KVGroupSpec]:
-    """The KV cache's groups on any one rank. Shards are padded to equal size, so all ranks have the same."""
+    """The KV cache's groups on one rank. Shards are padded to equal size, so all ranks have the same groups."""
     kv = head_shards(config.num_heads, config.num_kv_heads, 0, tp_size)[1]
     return [
         KVGroupSpec(layers, window, block_size, kv.size, config.head_dim)
@@ -147,9 +147,9 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
 
 
 def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1) -> int:
-    """What the weights will occupy on one rank, second forms included, up to the padding of uneven shards.
+    """Bytes of the weights on one rank, second layouts included, without the padding of uneven shards.
 
-    Where the native kernels are not built, the stored blocks are counted and not kept.
+    Stored blocks are counted also where the native kernels are not built and the blocks are not kept.
     """
     numbers, blocks = config.num_parameters, 0
     if device == "cpu" and dtype == "float32":
@@ -162,7 +162,7 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1)
 
 
 def layer_groups(config: ModelConfig) -> list[int]:
-    """For each layer, the place of its group in `kv_groups`."""
+    """For each layer, the index of its group in `kv_groups`."""
     place = [0] * config.num_layers
     for index, (_, layers) in enumerate(group_layers(list(config.windows))):
         for layer in layers:
@@ -291,7 +291,7 @@ def _softcap(fields: Fields, family: Family, name: str) -> float | None:
 
 
 def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
-    """From a GGUF file's metadata and, for what it does not say, from which tensors it has."""
+    """From a GGUF file's metadata and, where that is silent, from the tensors that the file has."""
     architecture = file.metadata.get("general.architecture")
     family = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
     fields = Fields(where, file.metadata, {})
@@ -341,7 +341,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
         post_norms=family.post_norms,
-        norm_offset=0.0,              # already added by whoever wrote the file
+        norm_offset=0.0,              # the converter has added it to the weights
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
         attention_scale=scale,
         attention_softcap=softcaps[0] if family.softcaps else None,
@@ -353,7 +353,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
 
 
 def _stored_block_bytes(file: GGUFFile, family: Family) -> int:
-    """Of the linears whose parts are all packed in the same one of STORED_KINDS. A tied head is the embedding."""
+    """Bytes of the linears whose parts all have the same packing of STORED_KINDS. A tied head is the embedding."""
     linears: dict[str, list[GGUFTensor]] = {}
     tied = "output.weight" not in file.tensors
     for name, tensor in file.tensors.items():
