@@ -27,7 +27,7 @@ from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.engine.core.core import EngineCore, grammar_vocabulary, make_grammars
 from ridgeline.engine.core.grammars import COPIES_PER_THREAD, Compiled
-from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
 from ridgeline.grammar.matcher import Masks, num_threads
 from ridgeline.process import embedded
@@ -129,7 +129,7 @@ def made_up(vocab_size: int) -> GrammarVocabulary:
 
 def masks_alone(vocabulary: GrammarVocabulary, numbers: list[int]) -> dict[str, Any]:
     """Microseconds per row of each step of TEXT. Rows are at different places of it, as they would be."""
-    tokenizer = make_tokenizer(vocabulary)
+    tokenizer = make_backend("llguidance", vocabulary)
     compiled = Compiled(lambda: compile_grammar(tokenizer, ASKED), COPIES_PER_THREAD * num_threads())
     tokens = Pieces(vocabulary)(TEXT)
     params = SamplingParams(structured_outputs=ASKED, ignore_eos=True)

@@ -1,7 +1,7 @@
 """The collectives that sharded layers need. At size 1 each is the identity.
 
-Processes meet through a file, not a port: nothing listens on the network to be found or abused. This file moves
-tensors; which part of a tensor belongs to whom is `plan.py`'s business.
+Processes meet through a file, not a port, so nothing listens on the network. This file moves tensors; `sharding.py` says
+which rank keeps which part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Communicator:
 
     rank = 0
     size = 1
-    waited = 0.0                     # seconds in collectives so far, where a call returns when its result is there
+    waited = 0.0                     # seconds in blocking collectives so far (gloo)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, possibly in place."""
@@ -40,7 +40,7 @@ class Communicator:
         return x
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
 
 
 class ProcessGroup(Communicator):
@@ -49,8 +49,8 @@ class ProcessGroup(Communicator):
     def __init__(
         self, rank: int, size: int, store: Path, backend: str = "gloo", timeout_seconds: float = 120.0
     ) -> None:
-        """`store` is a path that no file has yet, the same for all ranks. After `timeout_seconds` a collective that not
-        all ranks have joined fails; so does one with a rank that is gone, at once."""
+        """`store` is a new path, the same for all ranks. A collective fails after `timeout_seconds` if a rank has not joined,
+        and at once if a rank has exited."""
         if not 0 <= rank < size:
             raise ConfigError(f"rank must be in 0..{size - 1}, got {rank}")
         if backend == "gloo":

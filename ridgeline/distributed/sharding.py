@@ -1,7 +1,7 @@
 """Which part of each dimension a rank keeps. Pure arithmetic: no torch, no processes.
 
-Where a dimension does not divide, shards are padded to equal size. Padding is zeros: it changes no result and costs no
-more than the fullest rank spends anyway.
+Where a dimension does not divide evenly, shards are padded with zeros to equal size. Padding changes no result, and takes no
+longer than the fullest rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ridgeline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """`total[start:stop]` is this rank's; it takes `size` places, the last of them possibly padding."""
+    """This rank keeps `total[start:stop]` in `size` places; the last places may be padding."""
 
     total: int
     start: int
@@ -25,7 +25,7 @@ class Shard:
         return self.stop - self.start
 
     def scaled(self, width: int) -> Shard:
-        """The same shard where each item is `width` wide: heads to rows."""
+        """The same shard with `width` rows per item: from heads to rows."""
         return Shard(self.total * width, self.start * width, self.stop * width, self.size * width)
 
 
@@ -42,7 +42,7 @@ def even_shard(total: int, rank: int, size: int) -> Shard:
 def head_shards(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[Shard, Shard]:
     """Query heads and KV heads of a rank. Query heads stay with the KV head they read.
 
-    With fewer KV heads than ranks each KV head is kept by several ranks, which divide its query heads.
+    With fewer KV heads than ranks, several ranks keep the same KV head and divide its query heads.
     """
     group = num_heads // num_kv_heads
     if num_kv_heads >= size:

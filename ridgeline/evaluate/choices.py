@@ -1,8 +1,8 @@
-"""Multiple choice by log-likelihood: of several endings, the model picks the one that it finds likeliest.
+"""Multiple choice by log-likelihood: of several endings, the model picks the one with the highest log-probability.
 
 A line of the JSONL file is {"question": text, "choices": [text, …], "answer": index or text}. Two ways to pick: by the sum
 of the ending's log-probabilities (`accuracy`), and by the sum divided by the ending's bytes (`accuracy_by_byte`), which is
-fair to long endings. Nothing is generated, so the figure has no luck in it.
+fair to long endings. Nothing is generated, so the figure has no sampling noise.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def _question(where: str, line: str) -> Question:
 
 
 def endings(tokenizer: Tokenizer, question: Question) -> list[tuple[list[int], int]]:
-    """Of every choice the tokens of question and ending together, and how many of them belong to the question.
+    """For every choice: the tokens of question and ending together, and how many of them belong to the question.
 
-    They are tokenised as one text, as the model would meet it; a token that lies across the border counts as ending.
+    Both are tokenised as one text, as the model would see it; a token across the border counts as ending.
     """
     stem, found = tokenizer.encode(question.text), []
     for choice in question.choices:
@@ -98,4 +98,4 @@ def run(
         "questions": len(questions), "accuracy": accuracy, "accuracy_by_byte": float((np.array(by_byte) == right).mean()),
         "error": float(np.sqrt(accuracy * (1 - accuracy) / len(questions))),
         "chance": float(np.mean([1 / len(question.choices) for question in questions])), "picked": by_sum,
-    }  # fmt: skip
+    }

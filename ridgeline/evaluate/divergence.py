@@ -1,10 +1,10 @@
-"""How far a model's choices are from a reference's, token by token, over the whole vocabulary.
+"""KL divergence of a model from a reference, token by token, over the whole vocabulary.
 
     KL = Σ over the vocabulary of p(id) · (log p(id) − log q(id))        p: the reference, q: the model, in nats
 
 Perplexity hides damage that cancels out; divergence does not. Both models read the same tokens (teacher forcing), so one
-difference does not make all that follow differ. Beside the mean there are the tail, the share of positions at which both
-would say the same token, the figures by position, and the tenth of the passages that came off worst.
+difference does not change all later positions. Beside the mean it reports the tail, the share of positions at which both have the
+same top token, the figures by position, and the worst tenth of the passages.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ridgeline.evaluate.scoring import Scores, Tick, log_probabilities
 from ridgeline.evaluate.texts import Passage
 from ridgeline.text.tokenizer import Tokenizer
 
-KEPT_BYTES = 512 * 2**20             # of the reference's logits that wait for the model's
+KEPT_BYTES = 512 * 2**20             # of the reference's logits, kept until the model's are computed
 _EXCERPT = 60                        # characters
 
 
 class Divergence:
-    """Both models' scores of some sequences, and their divergence at every position that has a token after it."""
+    """Both models' scores of the sequences, and their divergence at every position that has a token after it."""
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self.reference, self.model = TokenScores(sequences), TokenScores(sequences)
         self.kl = [np.full(len(each) - 1, np.nan) for each in sequences]
 
     def agree(self, place: int) -> np.ndarray:
-        """bool: both find the same token likeliest."""
+        """bool: both have the same top token."""
         return self.reference.best[place] == self.model.best[place]
 
     def keep(self, place: int, start: int, reference: Tensor, model: Tensor) -> None:
@@ -45,7 +45,7 @@ class Divergence:
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Of log-probabilities [n, vocabulary]; what the reference rules out adds nothing. Never below 0 but by rounding."""
+    """Of log-probabilities [n, vocabulary]. Ids with reference probability 0 add nothing. Below 0 only by rounding."""
     terms = torch.where(torch.isneginf(p), 0.0, p.exp() * (p - q))
     return terms.sum(-1, dtype=torch.float64)
 
@@ -81,7 +81,7 @@ def _compare_group(
         kept[group[place]].append((start, logits if logits.dtype == torch.float64 else logits.float()))
 
     def take(place: int, start: int, logits: Tensor) -> None:
-        for first, theirs in kept[group[place]]:         # the two may have been cut in different places
+        for first, theirs in kept[group[place]]:         # the two may have been split at different positions
             low, high = max(first, start), min(first + len(theirs), start + len(logits))
             if low < high:
                 mine = logits[low - start : high - start]
@@ -93,7 +93,7 @@ def _compare_group(
 
 
 def summary(passages: Sequence[Passage], found: Divergence, places: Sequence[int]) -> dict[str, Any]:
-    """Of these of the passages together."""
+    """Figures of the passages at these places, together."""
     kl = np.concatenate([found.kl[place][passages[place].first - 1 :] for place in places])
     agree = np.concatenate([found.agree(place)[passages[place].first - 1 :] for place in places])
     losses = [
@@ -105,7 +105,7 @@ def summary(passages: Sequence[Passage], found: Divergence, places: Sequence[int
         "kl_p90": float(np.quantile(kl, 0.9)), "kl_p99": float(np.quantile(kl, 0.99)), "kl_max": float(kl.max()),
         "top1": float(agree.mean()), "reference_perplexity": exponential(losses[0]),
         "perplexity_ratio": exponential(losses[1] - losses[0]),
-    }  # fmt: skip
+    }
 
 
 def by_position(passages: Sequence[Passage], found: Divergence) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ def by_position(passages: Sequence[Passage], found: Divergence) -> list[dict[str
             "top1": float(np.concatenate([agree for _, agree in parts]).mean()),
         }
         for octave, parts in sorted(rows.items())
-    ]  # fmt: skip
+    ]
 
 
 def worst_decile(passages: Sequence[Passage], found: Divergence, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -142,4 +142,4 @@ def worst_decile(passages: Sequence[Passage], found: Divergence, tokenizer: Toke
             }
             for place in order
         ],
-    }  # fmt: skip
+    }

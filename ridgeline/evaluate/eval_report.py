@@ -1,4 +1,4 @@
-"""An evaluation as a table for people."""
+"""An evaluation's result as a text table."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def table(result: dict[str, Any]) -> str:
     if "choices" in result:
         found = result["choices"]
         lines += ["", f"choices: {found['accuracy']:.1%} ± {found['error']:.1%} of {found['questions']} questions right, "
-                      f"{found['accuracy_by_byte']:.1%} by byte; chance {found['chance']:.1%}"]  # fmt: skip
+                      f"{found['accuracy_by_byte']:.1%} by byte; chance {found['chance']:.1%}"]
     for verdict in result.get("gate", ()):
         lines += ["", f"gate {verdict['figure']}: worst is {verdict['worst']} with {verdict['value']:.5g}, the limit is "
-                      f"{verdict['limit']:g}: {'passed' if verdict['passed'] else 'FAILED'}"]  # fmt: skip
+                      f"{verdict['limit']:g}: {'passed' if verdict['passed'] else 'FAILED'}"]
     return "\n".join(lines)
 
 
@@ -40,12 +40,12 @@ def _slices(result: dict[str, Any]) -> list[str]:
     if compared:
         found = result["all"]
         lines.append(f"{'all':<14}{found['tokens']:>8}{'':>12}{'':>8}{'':>11}{_short(found['reference_perplexity']):>11}"
-                     f"{found['kl']:>10.2g}{found['kl_p99']:>10.2g}{found['top1']:>9.2%}")  # fmt: skip
+                     f"{found['kl']:>10.2g}{found['kl_p99']:>10.2g}{found['top1']:>9.2%}")
     return lines
 
 
 def _short(value: float, digits: int = 4) -> str:
-    """So that it stays in its column: of a model that guesses, perplexities are millions."""
+    """Fits its column: perplexities of a model that guesses are in the millions."""
     return f"{value:.3f}" if value < 1000 else f"{value:.{digits}g}"
 
 
@@ -67,7 +67,7 @@ def _worst(found: dict[str, Any]) -> list[str]:
 def _needle(found: dict[str, Any]) -> list[str]:
     depths = sorted({cell["depth"] for cell in found["cells"]})
     lines = [f"needle: {found['found']:.0%} found, {found['picked']:.0%} picked, of {found['trials']}; found (picked) by depth",
-             f"{'length':<14}" + "".join(f"{depth:>14.0%}" for depth in depths)]  # fmt: skip
+             f"{'length':<14}" + "".join(f"{depth:>14.0%}" for depth in depths)]
     for length in sorted({cell["length"] for cell in found["cells"]}):
         row = {cell["depth"]: cell for cell in found["cells"] if cell["length"] == length}
         cells = [f"{row[depth]['found']:.0%} ({row[depth]['picked']:.0%})" for depth in depths]

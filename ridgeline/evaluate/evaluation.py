@@ -1,9 +1,9 @@
-"""A whole evaluation: what is asked for, computed with one model or beside a reference, as one plain dictionary.
+"""Runs a whole evaluation, of one model or against a reference, and returns one plain dictionary.
 
     passages of the text and of the slices ─▶ perplexity ─▶ (with a reference) divergence
     needle, multiple choice                  ─▶ shares
 
-Everything that is drawn comes from the seed, and the engine is greedy: the same seed gives the same figures.
+All random choices come from the seed, and the engine is greedy: the same seed gives the same figures.
 """
 
 from __future__ import annotations
@@ -28,25 +28,20 @@ from ridgeline.text.tokenizer import Tokenizer
 def evaluate(
     options: dict[str, Any], task: Task, reference: str = "", reference_options: dict[str, Any] | None = None,
     save_reference: str = "", show: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """`options` are the engine's; `reference` is a model, or a file that `save_reference` wrote."""
     config = EngineConfig.of(**options)
     path = model_path(config)
     tokenizer = Tokenizer.load(config.model.tokenizer or path)
     texts = slice_texts(task)
-    asked = [
-        passage for name, text in texts.items()
-        for passage in passages(
-            name, text, tokenizer, context=task.context, overlap=task.overlap, tokens=task.tokens, seed=task.seed
-        )
-    ]  # fmt: skip
+    asked = _passages(texts, tokenizer, task)
     hidden = needle.trials(tokenizer, texts[DEFAULT_TEXT], task.needle, task.seed) if task.needle else []
     questions = choices.read_questions(task.choices) if task.choices else []
     longest = max(len(passage.tokens) for passage in asked)
     most = max(
         longest, needle.longest(hidden, tokenizer) if hidden else 0,
         choices.longest(tokenizer, questions) if questions else 0,
-    )  # fmt: skip
+    )
     result: dict[str, Any] = {
         "model": path.name, "seed": task.seed, "context": task.context, "overlap": task.overlap,
         "texts": {name: fingerprint(text) for name, text in texts.items()},
@@ -74,6 +69,15 @@ def evaluate(
             with progress_bar("choices", wanted=show) as tick:
                 result["choices"] = choices.run(model, tokenizer, questions, tick)
     return result
+
+
+def _passages(texts: dict[str, str], tokenizer: Tokenizer, task: Task) -> list[Passage]:
+    return [
+        passage for name, text in texts.items()
+        for passage in passages(
+            name, text, tokenizer, context=task.context, overlap=task.overlap, tokens=task.tokens, seed=task.seed
+        )
+    ]
 
 
 def slice_texts(task: Task) -> dict[str, str]:
@@ -118,7 +122,7 @@ def _scorer(options: dict[str, Any], longest: int, show: bool) -> Iterator[Score
         scorer.close()
 
 
-# What the reference takes over from the options of the model under test: nothing that may change its answers.
+# Options that the reference takes over from the model under test: none that may change its answers.
 _SHARED = ("device", "tokenizer", "seed", "load_format")
 
 

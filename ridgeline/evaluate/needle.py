@@ -1,8 +1,8 @@
 """Long-context retrieval: one sentence with a number is hidden in a long text, and the model is asked for the number.
 
-For every length and depth there are some trials, each with a city, a number and a place in the text of its own, all from
-the seed. Two figures: `found`, the greedy answer begins with the number; and `picked`, the number is likelier than three
-others that stand nowhere. The second still tells models apart where none gets the first.
+For every length and depth there are some trials, each with its own city, number and passage of text, all from the seed. Two
+figures: `found`, the greedy answer begins with the number; and `picked`, the number has a higher probability than three others
+that the text does not contain. `picked` still distinguishes models where none reaches `found`.
 """
 
 from __future__ import annotations
@@ -112,4 +112,4 @@ def run(scorer: Scorer, tokenizer: Tokenizer, made: Sequence[Trial], tick: Tick 
             {"length": cell[0], "depth": cell[1], "found": share(found, cell), "picked": share(picked, cell)}
             for cell in cells
         ],
-    }  # fmt: skip
+    }

@@ -1,4 +1,4 @@
-"""Perplexity: how many tokens a model hesitates between, on average, where one comes next.
+"""Perplexity of passages, and bits per byte.
 
     perplexity = exp(mean of −log p(token | those before it))        bits per byte = −Σ log₂ p / bytes of the text
 
@@ -21,7 +21,7 @@ from ridgeline.text.tokenizer import Tokenizer
 
 
 class TokenScores:
-    """Of every sequence, the log-probability of each token but the first, and the token that was likeliest there."""
+    """For every sequence: the log-probability of each token but the first, and the model's top token at its position."""
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self._sequences = sequences
@@ -46,12 +46,12 @@ def score_passages(scores: Scores, passages: Sequence[Passage], tick: Tick | Non
 
 
 def exponential(loss: float) -> float:
-    """Infinite where a float ends: a model that is broken enough gets a figure too, and fails at its gate."""
+    """exp; infinite where a float overflows, so that a broken model gets a figure as well, and fails its gate."""
     return math.exp(loss) if loss < 709 else math.inf if loss == loss else math.nan
 
 
 def summary(passages: Sequence[Passage], logprobs: Sequence[np.ndarray], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Of some passages together: tokens count alike, wherever they are."""
+    """Figures of some passages together; every token has the same weight."""
     counted = [-each[passage.first - 1 :] for passage, each in zip(passages, logprobs, strict=True)]
     losses = np.concatenate(counted)
     means = np.array([each.mean() for each in counted])
@@ -65,4 +65,4 @@ def summary(passages: Sequence[Passage], logprobs: Sequence[np.ndarray], tokeniz
         "tokens": len(losses), "loss": loss, "perplexity": exponential(loss),
         "perplexity_error": None if math.isnan(error) else exponential(loss) * error,
         "bits_per_byte": float(losses.sum()) / math.log(2) / size if size else None,
-    }  # fmt: skip
+    }

@@ -1,4 +1,4 @@
-"""A gate over an evaluation: the worst slice decides, and what is no number passes nothing. Plain Python."""
+"""Pass or fail of an evaluation: the worst slice decides, and NaN never passes. No torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.task import Task
 
-# figure -> (is more better?, where it is)
+# figure -> (is higher better?, where it is in the result)
 GATES = {
     "perplexity": (False, "slices"), "kl": (False, "slices"), "kl_p99": (False, "slices"), "top1": (True, "slices"),
     "perplexity_ratio": (False, "slices"), "needle": (True, "needle"), "choices": (True, "choices"),
-}  # fmt: skip
+}
 
 
 def parse_gate(words: str) -> dict[str, float]:
@@ -30,7 +30,7 @@ def parse_gate(words: str) -> dict[str, float]:
 
 
 def judge(result: dict[str, Any], limits: dict[str, float]) -> list[dict[str, Any]]:
-    """Every gate with the worst figure there is, the slice it is from, and whether it passes."""
+    """For every gate: the worst figure, its slice, and whether it passes."""
     verdicts = []
     for name, limit in limits.items():
         more, where = GATES[name]
@@ -42,7 +42,7 @@ def judge(result: dict[str, Any], limits: dict[str, float]) -> list[dict[str, An
         if not values:
             needs = {"needle": "--needle", "choices": "--choices"}.get(where, "--reference")
             raise ConfigError(f"the gate {name} needs {needs}")
-        # What is no number is worse than any: a format that breaks one slice altogether must not pass on the others.
+        # NaN is worse than any number: a format that breaks one slice altogether must not pass by the other slices.
         worst = min(values, key=lambda each: -math.inf if math.isnan(values[each]) else values[each] if more else -values[each])
         passed = values[worst] >= limit if more else values[worst] <= limit
         verdicts.append({"figure": name, "limit": limit, "worst": worst, "value": values[worst], "passed": passed})

@@ -34,7 +34,7 @@ def is_reference_file(path: str | Path) -> bool:
 
 
 def file_bytes(sequences: Sequence[Sequence[int]], vocab_size: int) -> int:
-    """What the logits will take."""
+    """Bytes of the logits."""
     return sum(len(sequence) - 1 for sequence in sequences) * vocab_size * 4
 
 
@@ -45,7 +45,7 @@ def write_reference(
     head = _MAGIC + json.dumps(header).encode() + b"\n"
     head += b"\0" * (-len(head) % _ALIGNMENT)
     begins = np.cumsum([0, *(len(each) - 1 for each in sequences)])
-    partial = Path(f"{path}.partial")                    # whoever finds the file finds all of it
+    partial = Path(f"{path}.partial")                    # renamed when complete: a file of the final name is never partial
     try:
         with partial.open("wb") as file:
             file.write(head)

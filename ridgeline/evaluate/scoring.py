@@ -1,10 +1,10 @@
-"""How likely a model finds every token of given sequences: the engine computes, and all logits of every position are seen.
+"""Scores given sequences with the engine: the logits of every position, teacher-forced.
 
-The sequences go through the engine as prompts do: scheduled, batched, through the paged KV cache and whatever kernels and
-schemes are in use. So a quantized linear or KV cache is judged as it serves. With `max_num_batched_tokens=1` every token
-is a step of its own, and the kernels of decoding are the ones that are judged.
+The sequences run as prompts: scheduled, batched, through the paged KV cache and the kernels and schemes in use. So a quantised
+linear or KV cache is evaluated as it serves. With `max_num_batched_tokens=1` every token is a step of its own, which evaluates
+the decode kernels.
 
-Logits exist for a few hundred positions at a time; whoever looks at them (perplexity, divergence, choices) keeps numbers.
+Logits exist for a few hundred positions at a time; perplexity, divergence and choices keep only figures of them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LOGITS_ROWS = 256                    # positions whose logits exist at once
 ROWS = 8                             # sequences that are computed together
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 
-# (which sequence, position p of the first row, logits [n, vocabulary]): row k speaks of token p + k + 1.
+# (which sequence, position p of the first row, logits [n, vocabulary]): row k predicts token p + k + 1.
 Take = Callable[[int, int, Tensor], None]
 Tick = Callable[[int, int], None]
 
 
 class Scores(Protocol):
-    """Whatever gives the logits of sequences: an engine, or a file that one wrote."""
+    """A source of logits: an engine, or a file that an engine wrote."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -53,7 +53,7 @@ class Scores(Protocol):
 
 
 class Scorer:
-    """An engine for evaluation. Options are the engine's own; sizes that are not given are made to fit the task."""
+    """An engine for evaluation. Options are the engine's own; sizes that are not given are chosen to fit the task."""
 
     def __init__(self, options: dict[str, Any], longest: int, show: bool = True) -> None:
         """`longest`: tokens of the longest sequence."""
@@ -75,7 +75,7 @@ class Scorer:
         return self.core.config.model.vocab_size
 
     def score(self, sequences: Sequence[Sequence[int]], take: Take, tick: Tick | None = None) -> None:
-        """Hand out the logits of every position that has a token after it. Sequences that are equal are computed once."""
+        """Call `take` with the logits of every position that has a token after it. Equal sequences are computed once."""
         places: dict[bytes, list[int]] = {}
         for place, sequence in enumerate(sequences):
             if len(sequence) < 2:
@@ -91,7 +91,7 @@ class Scorer:
             self._tap.take = None
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, tick: Tick | None = None) -> list[list[int]]:
-        """Greedy answers of at most so many tokens."""
+        """Greedy answers of at most `tokens` tokens."""
         answers: dict[str, list[int]] = {}
         for prompt in prompts:
             answers[self._add(list(prompt), SamplingParams(temperature=0, max_tokens=tokens), "answer")] = []
@@ -118,7 +118,7 @@ class Scorer:
                     tick(done, total)
 
     def close(self) -> None:
-        """End it and give its memory back."""
+        """Close the engine and free its memory."""
         self.core.close()
         set_kernels("auto")
         del self.core, self._tap
@@ -128,7 +128,7 @@ class Scorer:
 
 
 def _sized(config: EngineConfig, longest: int) -> EngineConfig:
-    """A few rows of the task's length, unless asked otherwise: two models have to fit beside each other."""
+    """Room for a few rows of the task's length, unless options say otherwise: two models must fit side by side."""
     model = load_model_config(model_path(config))
     context = config.model.max_model_len or min(longest + 16, model.max_position_embeddings)
     if longest + 1 > context:
@@ -146,7 +146,7 @@ def _sized(config: EngineConfig, longest: int) -> EngineConfig:
 
 
 class _Tap:
-    """Stands before the runner's forward pass and shows the logits of prompt positions to whoever asked for them."""
+    """Wraps the runner's forward pass and passes the logits of prompt positions to `take`."""
 
     def __init__(self, runner: Runner) -> None:
         self.take: Take | None = None
@@ -184,7 +184,7 @@ class _Tap:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Of every id, in float32 or better; sums in float64, so that vocabularies of any size lose nothing."""
+    """Of every id, in float32 or better; sums are float64, so that large vocabularies lose no precision."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     shifted = logits - logits.amax(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True, dtype=torch.float64).log().to(shifted.dtype)

@@ -1,4 +1,4 @@
-"""Named slices: kinds of text that lossy techniques hurt differently. A gate looks at the worst one.
+"""Named slices: kinds of text that lossy techniques damage differently. A gate uses the worst one.
 
 | slice | where its text comes from |
 |---|---|
@@ -77,7 +77,7 @@ def _record(rng: random.Random) -> str:
         "name": f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}", "city": rng.choice(_CITIES),
         "goods": rng.choice(_GOODS), "count": rng.randint(2, 60), "price": round(rng.uniform(4, 900), 2),
         "date": f"2025-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}", "order": f"R{rng.randint(10000, 99999)}",
-    }  # fmt: skip
+    }
     sentences = [
         "Note: {name} from {city} ordered {count} crates of {goods} on {date}. The price is {price} a crate, the order "
         "number {order}.",
@@ -89,4 +89,4 @@ def _record(rng: random.Random) -> str:
 
 SLICES: dict[str, Callable[[int], str]] = {
     "prose": prose, "code": code, "mathematics": mathematics, "multilingual": multilingual, "extraction": extraction,
-}  # fmt: skip
+}

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for. No torch: the command line reads this before anything computes."""
+"""The options of an evaluation. No torch: the command line reads them before anything computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.slices import SLICES
 
-EMBEDDED = "embedded"                # the name of the embedded model, where an empty word cannot be given
+EMBEDDED = "embedded"                # name of the embedded model where an empty string cannot be given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The text that is judged: passages of a known length, the same ones for the same seed.
+"""The text that is evaluated: passages of a known length, the same ones for the same seed.
 
 By default it is the reference text that CPython carries as `pydoc_data.topics`: half a megabyte of English about a
 programming language, on every machine. It differs a little between versions of Python, so a result names a hash of it.
@@ -70,7 +70,7 @@ def passages(
     begins = [place for place in range(0, len(body), stride) if len(body) - place > max(1, overlap)]
     if not begins:
         raise ConfigError(f"{name} has {len(body)} tokens: too few for an overlap of {overlap}")
-    full = [place for place in begins if len(body) - place >= room] or begins    # a stump at the end counts less
+    full = [place for place in begins if len(body) - place >= room] or begins    # without a shorter last one, if possible
     wanted = max(1, -(-tokens // stride))
     if len(full) < wanted:
         chosen = begins

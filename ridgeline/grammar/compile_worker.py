@@ -1,10 +1,9 @@
-"""A process that compiles grammars to see whether they can be: `python -m ridgeline.grammar.compile_worker BACKEND`.
+"""A process that checks whether grammars compile: `python -m ridgeline.grammar.compile_worker BACKEND`.
 
-It reads frames from standard input and answers each on standard output: first the vocabulary, then Questions. It ends with its
-input. Each grammar is compiled in a copy of this process, with limits on its time and memory: what exceeds them ends the copy,
-and the next one need not wait until libraries are imported and the vocabulary is prepared again.
-
-It comes behind whoever generates, for the processors' time.
+It reads frames from standard input, first the vocabulary, then Questions, and answers each on standard output. It ends with its
+input. Each grammar is compiled in a fork of this process, with limits on CPU time, wall-clock time and memory. A grammar that
+exceeds them ends its fork only: libraries stay imported and the vocabulary stays prepared for the next one. The process runs at a
+lower CPU priority than token generation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,14 +23,9 @@ from ridgeline.grammar.background import process_steps_back
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
+from ridgeline.grammar.interface import Backend
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
-    from ridgeline.grammar.xgrammar_backend import XGrammar
-
-MEMORY_BYTES = 2**30                 # beyond what the vocabulary takes
-FAIR_SHARE = 0.25                    # of the time that a grammar may take, on a processor: less is not its own fault
+MEMORY_BYTES = 2**30                 # for one grammar, on top of the vocabulary
 
 
 def serve(name: str, vocabulary: GrammarVocabulary) -> None:
@@ -40,8 +33,8 @@ def serve(name: str, vocabulary: GrammarVocabulary) -> None:
     source, target = sys.stdin.buffer, sys.stdout.buffer
     backend = make_backend(name, vocabulary)
     _limit_memory()
-    gc.freeze()                                          # or the copies would copy what they only look at
-    # Threads of numerical libraries do nothing here, and a copy has no use for them.
+    gc.freeze()                                          # else a collection in a fork would copy every page it visits
+    # Threads of numerical libraries are idle here, and the forks do not need them.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     write_frame(target, b"ready")
     while (frame := read_frame(source)) is not None:
@@ -49,16 +42,16 @@ def serve(name: str, vocabulary: GrammarVocabulary) -> None:
         write_frame(target, msgspec.msgpack.encode(_in_a_copy(backend, question)))
 
 
-def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
+def _in_a_copy(backend: Backend, question: Question) -> Answer:
     source, target = os.pipe()
     child = os.fork()
     if not child:
         try:
-            # Without a handler these signals end the copy, also inside a library.
+            # Without a handler these signals end the fork, also inside a library.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, max(question.seconds, 1e-6))
-            signal.setitimer(signal.ITIMER_PROF, question.of_a_processor)
+            signal.setitimer(signal.ITIMER_PROF, max(question.cpu_seconds, 1e-6))
             with os.fdopen(target, "wb") as pipe:
                 pipe.write(msgspec.msgpack.encode(_compile(backend, question)))
             os._exit(0)
@@ -70,17 +63,17 @@ def _in_a_copy(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
     _, status, used = os.wait4(child, 0)
     spent = used.ru_utime + used.ru_stime
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-        return Answer("late" if spent >= FAIR_SHARE * question.seconds else "busy", spent=spent)
+        return Answer("busy", spent=spent)               # however much it used: its CPU time was not up
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return Answer("late", spent=spent)
     if status:
-        return Answer("memory", spent=spent)             # the libraries end the process that they run out of it in
+        return Answer("memory", spent=spent)             # the libraries abort when an allocation fails
     answer = msgspec.msgpack.decode(written, type=Answer)
     answer.spent = spent
     return answer
 
 
-def _compile(backend: LLTokenizer | XGrammar, question: Question) -> Answer:
+def _compile(backend: Backend, question: Question) -> Answer:
     try:
         compile_grammar(backend, question.asked)
     except BadRequest as error:

@@ -1,6 +1,5 @@
-"""What is asked of the process that compiles grammars (grammar/compile_worker) and what it answers, as frames on a
-pipe: a length of
-four bytes, then so many."""
+"""Messages between the front end and the process that compiles grammars (grammar/compile_worker), as frames on a pipe: a length
+of four bytes, then that many bytes."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ _LENGTH = struct.Struct("<I")
 
 class Question(msgspec.Struct, array_like=True):
     asked: StructuredOutputs
-    seconds: float                   # that it may take
-    of_a_processor: float = 0.0      # of them; 0: all
+    seconds: float                   # wall-clock time until the client gets an answer
+    cpu_seconds: float               # that it may use
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """`late`: it took more than its time, with a good part of it on a processor; `busy`: others had the processors."""
+    """`late`: it used up its CPU time. `busy`: its wall-clock time passed before that, because other processes had the CPUs."""
 
     verdict: Literal["good", "refused", "late", "busy", "memory"]
     reason: str = ""                 # why it is refused
-    spent: float = 0.0               # seconds of a processor
+    spent: float = 0.0               # CPU seconds
 
 
 def write_frame(stream: IO[bytes], data: bytes) -> None:
-    """All of it, also where the pipe takes only part at a time."""
+    """Writes everything, also where the pipe takes only part at a time."""
     rest = memoryview(_LENGTH.pack(len(data)) + data)
     while rest:
         rest = rest[stream.write(rest) :]
@@ -37,7 +36,7 @@ def write_frame(stream: IO[bytes], data: bytes) -> None:
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """None: the other side is gone."""
+    """None: the other side has closed the pipe."""
     head = _read(stream, _LENGTH.size)
     return None if head is None else _read(stream, _LENGTH.unpack(head)[0])
 

@@ -1,4 +1,4 @@
-"""Values that were dear to make, by key, as many as fit into so many bytes. The one unused for longest goes first."""
+"""A least-recently-used cache with a limit in bytes, for compiled grammars and verdicts on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ByteLimitedCache(Generic[T]):
-    """Safe to use from several threads. What is larger than the whole cache is not kept."""
+    """Safe to use from several threads. A value larger than the whole cache is not kept."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

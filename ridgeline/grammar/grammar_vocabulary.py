@@ -1,7 +1,7 @@
 """A model's vocabulary as grammars see it: the bytes of every token id, which ids are no text, and which end an answer.
 
-Nothing here knows tokenizer files or requests: whoever has a tokenizer makes a GrammarVocabulary of it, and whoever
-compiles grammars makes llguidance's tokenizer of that (grammar/compiler): the front end need not import the library.
+It is made from a tokenizer (engine/client/grammar_check) and read by the backends (llguidance_backend, xgrammar_backend). This
+file knows neither tokenizer files nor requests, and imports neither library.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_REMEMBERED = 4096                   # texts whose tokens are …
-_REMEMBERED_BYTES = 128              # … unless they are longer, …
-_REMEMBERED_LONG = 16                # … of which so many are, with where each token begins
+_REMEMBERED = 4096                   # short texts whose tokens are kept; at most …
+_REMEMBERED_BYTES = 128              # … this long
+_REMEMBERED_LONG = 16                # longer texts that are kept, with the place where each token begins
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class GrammarVocabulary:
         return cls(known, special, ends)
 
     def ranks(self) -> dict[bytes, int] | None:
-        """The ids of all pieces of text, for llguidance to spell by itself: from single bytes on, joining two pieces at a time.
-        None where that does not work: a piece has a byte that is none by itself, two ids say the same, or a special token has no
-        name."""
+        """The ids of all pieces of text, with which llguidance can do BPE by itself: from single bytes on, merging two pieces at
+        a time. None where that does not work: some byte is no token by itself, two ids have the same bytes, or a special token
+        has no name."""
         special = frozenset(self.special_ids)
         ranks = {piece: token for token, piece in enumerate(self.pieces) if piece and token not in special}
         num_text = sum(1 for piece in self.pieces if piece) - len(special)
@@ -56,7 +56,7 @@ def _is_text(data: bytes) -> bool:
 
 
 class Pieces:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer that llguidance calls where it cannot do BPE by itself."""
 
     is_tokenizer_wrapper = True
 
@@ -74,10 +74,10 @@ class Pieces:
         self._long: dict[bytes, tuple[bytes, array[int], array[int]]] = {}       # by how they end: text, tokens, where they begin
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens that spell the text, each as long as can be. Asked for where a grammar leaves one text only, such as the rest
-        of a property's name: by every thread that fills masks, under the interpreter's lock, and for the same few texts again
-        and again. So those are remembered; and since an answer that says a long text asks for the rest of it at every token, so
-        are the rests."""
+        """Tokens that spell the text, each as long as possible. llguidance asks where a grammar leaves one text only, such as the
+        rest of a property's name: from every thread that fills masks, under Python's lock, and for the same few texts again and
+        again. So answers are kept. In a long forced text it asks for the rest at every token, so rests of long texts are found
+        as well."""
         data = text.encode() if isinstance(text, str) else text
         if len(data) > _REMEMBERED_BYTES:
             return self._spell_long(data)

@@ -1,41 +1,46 @@
-"""What the libraries that follow an answer through its grammar have in common, as llguidance names it.
-
-Knows neither library, so that both can be written against it.
-"""
+"""What grammar libraries have in common, with llguidance's names. Both backends are written against it; it knows neither."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from ridgeline.errors import BadRequest
+from ridgeline.sampling_params import StructuredOutputs
 
 _REASON_CHARACTERS = 200
 
 
 class LibraryMatcher(Protocol):
-    """One answer's place in a compiled grammar."""
+    """The state of one answer in a compiled grammar."""
 
     def deep_copy(self) -> LibraryMatcher:
-        """Another that goes on from here by itself."""
+        """An independent copy in the same state."""
 
     def consume_token(self, token: int) -> bool:
-        """False: it may not follow, and from then on there is an error."""
+        """False: the grammar does not allow this token here. The matcher then stays in an error state."""
 
     def is_stopped(self) -> bool:
-        """Nothing but an end token could follow."""
+        """Only an end token can follow."""
 
     def is_error(self) -> bool: ...
 
     def get_error(self) -> str: ...
 
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
-        """Write the mask of what may follow, `size` bytes, where the caller has room for them."""
+        """Write the mask of allowed tokens, `size` bytes, to this address."""
+
+
+class Backend(Protocol):
+    """A library that compiles grammars for one vocabulary."""
+
+    def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
+        """An exception, or an error state of the result, says why it cannot be used (grammar/compiler: BadRequest)."""
 
 
 def in_words(reason: str) -> str:
-    """Why a grammar cannot be used, of what a library says of it."""
+    """A library's error as one short line for the client."""
     words = " ".join(reason.replace("<non-verbose/>", "").split())
-    if words.startswith("panic: no entry found"):        # of the id of a byte, where one text only is left
+    if words.startswith("panic: no entry found"):        # in BPE of a forced text: a byte of it has no token
         return "no token can say the text that it asks for"
     if words.startswith("panic"):
         return "it is more than the compiler can do; use a simpler grammar"

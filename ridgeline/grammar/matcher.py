@@ -1,11 +1,10 @@
-"""A matcher follows one answer through its grammar, and masks say what each of a batch of answers may say next.
+"""A matcher follows one answer through its grammar; masks hold the tokens that each answer of a batch may sample next.
 
-A matcher's state is on the host and follows from the answer's tokens alone, so preemption does not touch it. One that
-fails says so and stays failed; nobody else's is touched.
+A matcher's state is on the host and depends on the answer's tokens alone, so preemption does not touch it. A matcher that
+fails keeps its error; other answers go on.
 
-What beside the grammar decides over an answer's end is settled here, in the mask: `ignore_eos` and `min_tokens` keep end
-tokens out for as long as the grammar leaves anything else to say. An answer whose grammar is complete ends whatever they
-ask: there is nothing valid to add.
+`ignore_eos` and `min_tokens` are applied to the mask here: they keep end tokens out for as long as the grammar allows any
+other token. An answer whose grammar is complete ends whatever they ask: there is nothing valid to add.
 """
 
 from __future__ import annotations
@@ -16,61 +15,63 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
 
 from ridgeline.grammar.interface import LibraryMatcher, in_words
+from ridgeline.grammar.llguidance_backend import is_llguidance, make_pool
+from ridgeline.grammar.xgrammar_backend import BatchFiller, XGrammarMatcher
 from ridgeline.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ridgeline.grammar.xgrammar_backend import BatchFiller, XGrammarMatcher
+    from llguidance import LLExecutor
 
 Room = Callable[[tuple[int, int], type[np.int32]], np.ndarray]
-_ALONE = 4                           # so few rows are done one after the other: less than waking threads for them
+_ALONE = 4                           # up to this many rows are filled in this thread: waking others would take longer
 _MAX_THREADS = 12                    # on three quarters of the cores; more save nothing
 _FAILED = "the grammar of structured_outputs failed on this answer: "
-SLOW_SECONDS = 0.25                  # a mask that takes longer holds everybody up: its request fails
-STEP_SECONDS = 0.1                   # each time that masks have taken so much of one step, the dearest grammar is warned, …
-_WARNINGS = 3                        # … and with so many it fails, …
-_FORGIVEN_SECONDS = 60.0             # … unless the one before is so long ago
+# Limits on the work of masks, in CPU time: on a busy machine a mask takes longer, but no more work.
+SLOW_SECONDS = 0.25                  # of one mask: beyond it the whole batch would wait, so its request fails
+STEP_SECONDS = 0.1                   # of all masks of a step: each time it is used up, the dearest grammar gets a warning, …
+_WARNINGS = 3                        # … and fails with this one, …
+_FORGIVEN_SECONDS = 60.0             # … unless the one before is this old (wall-clock time)
 
 
 class Matcher:
-    """One answer's place in its grammar."""
+    """The state of one answer in its grammar."""
 
     __slots__ = (
-        "__weakref__", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_told", "error", "family",
+        "__weakref__", "_accepted", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "error", "family",
         "grammar",
-    )  # fmt: skip
+    )
 
     def __init__(self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
         self._matcher = compiled.deep_copy()
-        self.family = id(compiled)                       # copies of the same one share a lock inside the library
+        self.family = id(compiled)                       # copies of one compiled grammar share a lock inside the library
         self.grammar = 0 if params.structured_outputs is None else hash(params.structured_outputs.key)
-        self._guided = isinstance(self._matcher, LLMatcher)
+        self._guided = is_llguidance(self._matcher)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._told = False                               # of its newest token already, with others (`Masks.advance`)
-        # The ids that are held back before min_tokens, and behind: (word of the mask, bit).
+        self._accepted = False                           # its newest token, by `Masks.advance`; accept() has not been called
+        # Ids held back before min_tokens, and after: (word of the mask, bit).
         self._early = _bits({*end_ids, *params.stop_token_ids}) if params.min_tokens else []
         self._late = _bits(end_ids) if params.ignore_eos else []
-        self.error = ""                                  # why it can say nothing more of this answer
+        self.error = ""                                  # why it failed; final
 
     def accept(self, token: int) -> bool:
-        """The answer goes on with this token. False: it may not, and `error` says why."""
-        if self._told:
-            self._told = False
+        """Take the answer's next token. False: the grammar does not allow it, and `error` says why."""
+        if self._accepted:
+            self._accepted = False
         elif not self.error:
             self._num_tokens += 1
             try:
                 if not self._matcher.consume_token(token):
                     self.fail(self._matcher.get_error())
-            except Exception as error:                   # whatever the library does, it is this answer's fault alone
+            except Exception as error:                   # any failure of the library fails this answer alone
                 self.fail(str(error))
         return not self.error
 
     @property
     def ended(self) -> bool:
-        """The grammar is complete: nothing but an end token could follow."""
+        """The grammar is complete: only an end token can follow."""
         return not self.error and bool(self._matcher.is_stopped())
 
     def fail(self, reason: str) -> None:
@@ -78,12 +79,12 @@ class Matcher:
 
     @property
     def held(self) -> list[tuple[int, int]]:
-        """The ends that are not wanted yet: (word of the mask, bit)."""
+        """End tokens to keep out of the mask now: (word of the mask, bit)."""
         return self._early if self._num_tokens < self._min_tokens else self._late
 
 
 def _hold_back(mask: np.ndarray, held: list[tuple[int, int]]) -> None:
-    """Take these out of a mask, if that leaves anything."""
+    """Take these bits out of a mask, unless that would leave no token."""
     words = mask.view(np.uint32)
     before = [words[word] for word, _ in held]
     for word, bit in held:
@@ -105,73 +106,78 @@ def _family_of_second(each: tuple[int, Matcher]) -> int:
     return each[1].family
 
 
+def _work(wall: float, cpu_before: float) -> float:
+    """Seconds of work that threads did together: no more than the time that passed, and no more than the CPU time that this
+    process used meanwhile. So neither a busy machine nor other threads of this process make masks look slow by themselves."""
+    return min(wall, time.process_time() - cpu_before)
+
+
 def num_threads() -> int:
-    """That fill masks at once."""
+    """Threads that fill masks."""
     return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) * 3 // 4))
 
 
 class Masks:
     """Fills the masks of a step: int32 [rows, ceil(vocab / 32)], id 32 w + b at bit b of word w.
 
-    The library's threads do it, all rows in one call without the interpreter's lock. A few masks take fifty times as long as the
-    others (a text close to its greatest length, where every token has to be looked at), so whoever is done takes from whoever is
-    not; and since copies of one compiled grammar wait for each other, they stand beside each other in the list, where mostly one
-    thread gets them. On 16 cores 128 answers are told their tokens and get their masks in 1.6 ms, 2.5 at the 90th percentile,
-    while a forward pass of an 8B model takes 5.6.
+    The library's threads fill all rows in one call, without Python's lock. A few masks take fifty times as long as the others (a
+    text close to its maximum length, where every token must be tested), so idle threads steal rows from busy ones. Copies of one
+    compiled grammar share a lock: they are neighbours in the list, so that mostly one thread gets them. On 16 cores 128 answers
+    accept a token and get their masks in 1.6 ms (90th percentile 2.5), while a forward pass of an 8B model takes 5.6.
     """
 
     def __init__(self, vocab_size: int, threads: int | None = None, room: Room = np.empty) -> None:
-        self.seconds = 0.0                               # spent on them, and …
+        self.seconds = 0.0                               # wall-clock time spent on masks, and …
         self.filled = 0                                  # … how many there were
         self._words = -(-vocab_size // 32)
-        self._room = room                                # makes the buffer: where the device can read it, if it must
+        self._room = room                                # allocates the buffer: pinned where the device copies it
         self._buffer = np.empty((0, self._words), np.int32)
         self._threads = num_threads() if threads is None else threads
         self._pool: LLExecutor | None = None
-        self._others: BatchFiller | None = None          # for matchers of the other library, once there are some
+        self._others: BatchFiller | None = None          # for xgrammar's matchers, once there are some
         self._look_for_slow = False
-        self._warned: dict[int, tuple[int, float]] = {}  # by grammar, how often and when last
-        self._ahead: dict[Matcher, int] = {}             # rows that advance() has filled, for the next fill()
+        self._warned: dict[int, tuple[int, float]] = {}  # by grammar: how many warnings, and when the last was
+        self._ahead: dict[Matcher, int] = {}             # rows that advance() has filled for the next fill()
 
     def advance(self, said: Sequence[tuple[Matcher, int]], wanted: Sequence[tuple[int, Matcher]] = (), num_rows: int = 0) -> None:
-        """Tell matchers what their answers have just said, and fill the rows that those of them want next.
+        """Accept the answers' newest tokens in the library's threads, and fill the masks that these answers need next.
 
-        `accept` of the same token then only says what came of it, and fill() of the same rows finds them there. Whatever is
-        not done here is done there: there may be too little for threads.
+        A later `accept` of the same token only returns its outcome, and fill() of the same rows finds them filled. With too few
+        rows for threads nothing happens here, and those two do the work.
         """
-        told = [each for each in said if each[0]._guided and not each[0].error]
-        if len(told) <= _ALONE or self._threads <= 1 or self._look_for_slow:
+        ours = [each for each in said if each[0]._guided and not each[0].error]
+        if len(ours) <= _ALONE or self._threads <= 1 or self._look_for_slow:
             return
-        started = time.perf_counter()
-        told.sort(key=_family_of_first)
-        listed: list[Any] = [(matcher._matcher, token) for matcher, token in told]
+        started, worked = time.perf_counter(), time.process_time()
+        ours.sort(key=_family_of_first)
+        listed: list[Any] = [(matcher._matcher, token) for matcher, token in ours]
         try:
             good = self._workers().consume_token_par(listed)
-        except Exception:                                # before anybody was told
+        except Exception:                                # raised before any token was accepted
             return
-        for (matcher, _), fits in zip(told, good, strict=True):
-            matcher._told = True
+        for (matcher, _), fits in zip(ours, good, strict=True):
+            matcher._accepted = True
             matcher._num_tokens += 1
             if not fits:
                 matcher.fail(matcher._matcher.get_error())
         masks = self._rows(num_rows)
         if len(wanted) < num_rows:
             masks.fill(-1)
-        current = {matcher for matcher, _ in told}
+        current = {matcher for matcher, _ in ours}
         ahead = [each for each in wanted if each[1] in current]
         try:
             self._fill_guided(ahead, masks)
             self._ahead = {matcher: row for row, matcher in ahead}
-        except Exception:                                # fill() will see whose fault it is
+        except Exception:                                # fill() will find out which matcher failed
             self._ahead = {}
         spent = time.perf_counter() - started
-        self._look_for_slow = spent > STEP_SECONDS       # together they were slow: next time, see who it is
+        self._look_for_slow = _work(spent, worked) > STEP_SECONDS       # next time, one by one: which grammar is it?
         self.seconds += spent
 
     def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray:
-        """`wanted` are (row of the mask, matcher); the other rows, and those of matchers that fail, allow everything.
+        """`wanted` are (row of the mask, matcher). All other rows, and those of matchers that fail, allow every token.
 
-        What it returns is valid until the next call.
+        The result is valid until the next call.
         """
         ahead, self._ahead = self._ahead, {}
         masks = self._rows(num_rows)
@@ -182,15 +188,12 @@ class Masks:
                 masks[row] = -1
         elif len(wanted) < num_rows:
             masks.fill(-1)
-        if len(missing) <= _ALONE or self._threads <= 1 or self._look_for_slow:
-            self._one_by_one(missing, masks)
-        else:
-            self._at_once(missing, masks)
+        alone = len(missing) <= _ALONE or self._threads <= 1 or self._look_for_slow
+        work = self._one_by_one(missing, masks) if alone else self._at_once(missing, masks)
         self._look_at(wanted, masks)
-        spent = time.perf_counter() - started
         if not ahead:
-            self._look_for_slow = spent > STEP_SECONDS
-        self.seconds += spent
+            self._look_for_slow = work > STEP_SECONDS
+        self.seconds += time.perf_counter() - started
         self.filled += len(wanted)
         return masks
 
@@ -201,7 +204,7 @@ class Masks:
 
     def _workers(self) -> LLExecutor:
         if self._pool is None:
-            self._pool = LLExecutor(self._threads)
+            self._pool = make_pool(self._threads)
         return self._pool
 
     def _fill_guided(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
@@ -210,13 +213,13 @@ class Masks:
             self._workers().unsafe_compute_mask_ptr(listed, masks.ctypes.data, 4 * self._words, len(masks))
 
     def close(self) -> None:
-        """Its threads end."""
+        """End the threads."""
         self._pool = None
 
     def _look_at(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
-        """At what was filled: who failed, and which of the ends that a mask allows are not wanted yet.
+        """After filling: mark the matchers that failed, and hold back end tokens that may not come yet.
 
-        This is on the path of every token, and few masks allow an end: columns are looked at, not rows.
+        This runs for every token, and few masks allow an end token: so it reads columns of the masks, not rows.
         """
         columns: dict[int, list[int]] = {}
         for row, matcher in wanted:
@@ -232,21 +235,20 @@ class Masks:
                     _hold_back(masks[row], matcher.held)
                     break
 
-    def _one_by_one(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
-        """And see who is slow: one mask, or all of a grammar's together, by the processor's time."""
+    def _one_by_one(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> float:
+        """Fill masks in this thread, and fail a mask, or all of a grammar together, that is too slow. Returns the CPU time."""
         spent: dict[int, float] = {}
-        before = allowed = time.thread_time()
+        began = before = allowed = time.thread_time()
         for row, matcher in wanted:
             if matcher.error:
                 continue
-            started = time.perf_counter()
             try:
                 matcher._matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
             except Exception as error:
                 matcher.fail(str(error))
-            if time.perf_counter() - started > SLOW_SECONDS:
-                matcher.fail(f"a mask took more than {SLOW_SECONDS} s; use a simpler grammar")
             now = time.thread_time()
+            if now - before > SLOW_SECONDS and not matcher.error and not matcher._matcher.is_error():
+                matcher.fail(f"a mask took more than {SLOW_SECONDS} s of CPU time; use a simpler grammar")
             spent[matcher.grammar] = spent.get(matcher.grammar, 0.0) + now - before
             before = now
             if now > allowed + STEP_SECONDS:
@@ -255,9 +257,10 @@ class Masks:
                 if self._warn(dearest):
                     self._fail_all(dearest, [each for _, each in wanted])
                     del spent[dearest]
+        return before - began
 
     def _warn(self, grammar: int) -> bool:
-        """True: once too often."""
+        """True: this was the last warning, and the grammar fails."""
         now = time.monotonic()
         self._warned = {each: said for each, said in self._warned.items() if now < said[1] + _FORGIVEN_SECONDS}
         times = self._warned.get(grammar, (0, now))[0] + 1
@@ -268,16 +271,18 @@ class Masks:
     def _fail_all(grammar: int, matchers: Iterable[Matcher]) -> None:
         for matcher in matchers:
             if matcher.grammar == grammar and not matcher.error:
-                matcher.fail(f"its masks took most of {STEP_SECONDS} s of a step, again and again; use a simpler grammar")
+                matcher.fail(
+                    f"its masks took most of {STEP_SECONDS} s of CPU time in a step, again and again; use a simpler grammar"
+                )
 
     def _fill_others(self, listed: list[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> None:
         if self._others is None:
-            from ridgeline.grammar.xgrammar_backend import BatchFiller
-
             self._others = BatchFiller(self._threads)
         self._others.fill(listed, masks)
 
-    def _at_once(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
+    def _at_once(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> float:
+        """Fill masks in the library's threads. Returns the work, as `_work` counts it."""
+        started, worked = time.perf_counter(), time.process_time()
         guided = [each for each in wanted if each[1]._guided]
         others: Any = []
         if len(guided) < len(wanted):
@@ -286,5 +291,6 @@ class Masks:
             self._fill_guided(guided, masks)
             if others:
                 self._fill_others(others, masks)
-        except Exception:                                # it does not say whose fault it is
-            self._one_by_one(wanted, masks)
+        except Exception:                                # it does not say which matcher failed
+            return self._one_by_one(wanted, masks)
+        return _work(time.perf_counter() - started, worked)

@@ -1,9 +1,8 @@
-"""xgrammar behind the interface of llguidance's matchers (grammar/interface). Imported only where it was chosen.
+"""xgrammar behind the interface of llguidance's matchers (grammar/interface). The library is imported only where it was chosen.
 
-It imports torch and transformers, which takes seconds and hundreds of megabytes; it has no limits of its own, so that only
-the limits of the process that compiles first (grammar/compile_worker) protect from hostile grammars; its regular expressions are
-those of JavaScript. What it has no words for, grammars written for llguidance, llguidance compiles; schemas that it would not
-keep to are refused (grammar/xgrammar_schema).
+It imports torch and transformers, which takes seconds and hundreds of megabytes. It has no limits of its own: only the process
+that compiles first (grammar/compile_worker) protects from hostile grammars. Its regular expressions are JavaScript's. Grammars
+for llguidance (%llguidance) are compiled by llguidance; schemas that it would violate are refused (grammar/xgrammar_schema).
 """
 
 from __future__ import annotations
@@ -12,41 +11,46 @@ import ctypes
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xgrammar
 
 from ridgeline.errors import BadRequest
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.interface import LibraryMatcher, structures
+from ridgeline.grammar.llguidance_backend import LLGuidance
 from ridgeline.grammar.xgrammar_schema import require_what_is_kept
 from ridgeline.sampling_params import StructuredOutputs
 
-_BLANKS = 40                         # between the parts of JSON, at most
-_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")                     # where in its sources an error was raised
+if TYPE_CHECKING:
+    import xgrammar
+
+_BLANKS = 40                         # whitespace characters between the parts of JSON, at most
+_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")                     # time and source line at the start of its error messages
 
 
 class XGrammar:
     """Compiles for one vocabulary."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        import xgrammar  # and torch and transformers with it
+
         special = frozenset(vocabulary.special_ids)
-        # A token without bytes is never text to the library: control tokens, and ids that only pad the vocabulary.
+        # Tokens without bytes are never text to the library: control tokens, and ids that only pad the vocabulary.
         pieces = [b"" if token in special else piece for token, piece in enumerate(vocabulary.pieces)]
         info = xgrammar.TokenizerInfo(
             pieces, xgrammar.VocabType.RAW, vocab_size=len(pieces), stop_token_ids=vocabulary.end_ids
         )
-        # One thread, because others compute meanwhile; what is compiled is remembered by whoever asked (engine/core/grammars).
+        # One thread, because generation needs the others; engine/core/grammars caches what is compiled.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._vocabulary = vocabulary
         self._ids = _Ids(vocabulary)
 
     def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
-        if asked.grammar is not None and asked.grammar.lstrip().startswith("%llguidance"):
-            from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+        import xgrammar
 
-            return compile_grammar(make_tokenizer(self._vocabulary), asked)
+        if asked.grammar is not None and asked.grammar.lstrip().startswith("%llguidance"):
+            return LLGuidance(self._vocabulary).compile(asked)
         try:
             compiled = self._compiled(asked)
         except BadRequest:
@@ -63,7 +67,7 @@ class XGrammar:
         if asked.json is not None or asked.json_object:
             schema = '{"type":"object"}' if asked.json is None else str(asked.json)
             require_what_is_kept(json.loads(schema))
-            # Without any: ", " and ": ", which the library writes inside what a schema leaves open whatever one asks for.
+            # Without any_whitespace it writes ", " and ": ", also inside parts that the schema leaves open.
             blanks: dict[str, Any] = {"any_whitespace": True, "max_whitespace_cnt": _BLANKS}
             if asked.disable_any_whitespace:
                 blanks = {"any_whitespace": False}
@@ -91,7 +95,7 @@ def _tag(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Ids:
-    """What matchers of one vocabulary share."""
+    """Facts of the vocabulary that its matchers share."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         size = len(vocabulary.pieces)
@@ -101,7 +105,7 @@ class _Ids:
 
 
 class XGrammarMatcher:
-    """One answer's place, with the names that llguidance has for it."""
+    """The state of one answer, with llguidance's method names."""
 
     __slots__ = ("_error", "_ids", "_matcher", "num_bytes")
 
@@ -120,7 +124,7 @@ class XGrammarMatcher:
         return not self._error
 
     def is_stopped(self) -> bool:
-        """The library says only that an answer may end here: whether it must, the mask says."""
+        """The library reports only that an answer may end here; whether it must, the mask shows."""
         if self._error or self._matcher.is_terminated():
             return not self._error
         return bool(self._matcher.is_completed()) and not self._allowed(but=self._ids.ends).any()
@@ -148,7 +152,7 @@ class XGrammarMatcher:
             self.look(masks[row])
 
     def look(self, mask: np.ndarray) -> None:
-        """At what was filled: a grammar may have ways that lead nowhere."""
+        """Check a filled mask: a grammar may reach a state from which no token follows."""
         mask[-1] &= self._ids.tail
         if not mask.any():
             self._error = "nothing can follow what it has allowed so far"
@@ -171,9 +175,11 @@ def _only(mask: np.ndarray, ids: Sequence[int]) -> None:
 
 
 class BatchFiller:
-    """Fills the masks of many matchers in threads of the library's own."""
+    """Fills the masks of many matchers in xgrammar's own threads."""
 
     def __init__(self, threads: int) -> None:
+        import xgrammar
+
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
 
     def fill(self, listed: Sequence[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> None:

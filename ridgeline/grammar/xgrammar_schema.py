@@ -1,7 +1,7 @@
-"""What of JSON Schema xgrammar does not keep to (0.2.8): it leaves it out without a word, so answers would violate the schema.
+"""Refuses JSON Schemas with parts that xgrammar (0.2.8) silently ignores: answers would violate the schema.
 
-Refused before the library sees it. A schema that says one thing by a reference, a combination or a list of values must say
-nothing else beside it; what it says of numbers, texts, arrays or objects needs their type beside it.
+A reference, a combination (anyOf …) or a list of values must stand alone in its schema; constraints on numbers, strings, arrays
+or objects need the matching `type` beside them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 _NEVER = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "unevaluatedProperties", "additionalItems", "$dynamicRef", "$recursiveRef",
-)  # fmt: skip
+)
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LENGTHS = ("minLength", "maxLength")
@@ -25,12 +25,12 @@ _OF_TYPES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("object",): ("minProperties", "maxProperties", "propertyNames", "patternProperties"),
 }
 _CONSTRAIN = frozenset(_NEVER + _ALONE + ("type", "properties", "required", "additionalProperties", "items", "prefixItems",
-                                          "uniqueItems", "unevaluatedItems")).union(*_OF_TYPES.values())  # fmt: skip
+                                          "uniqueItems", "unevaluatedItems")).union(*_OF_TYPES.values())
 _ADVICE = "xgrammar does not keep to; start the server with the default backend (llguidance) for it"
 
 
 def require_what_is_kept(schema: Any) -> None:
-    """ValueError names what is not."""
+    """ValueError names what xgrammar would ignore."""
     seen: set[int] = set()
     waiting = [schema]
     while waiting:
@@ -43,28 +43,47 @@ def require_what_is_kept(schema: Any) -> None:
 
 
 def _broken(schema: Mapping[str, Any], root: Any) -> str:
-    """What of this schema, without those inside it, is not kept to; empty: nothing."""
-    for name in _NEVER:
-        if name in schema and schema[name] is not True:
-            return name
-    if schema.get("uniqueItems"):
-        return "uniqueItems"
+    """What of this schema, without those inside it, the library ignores; empty: nothing."""
+    return (
+        next((name for name in _NEVER if name in schema and schema[name] is not True), "")
+        or ("uniqueItems" if schema.get("uniqueItems") else "")
+        or _broken_combination(schema, root) or _broken_by_type(schema) or _broken_properties(schema)
+    )
+
+
+def _broken_combination(schema: Mapping[str, Any], root: Any) -> str:
+    """References, combinations and lists of values: each must stand alone."""
     for name in (name for name in _ALONE if name in schema):
-        others = sorted(other for other in _CONSTRAIN if other in schema and other != name)
-        if others == ["type"] and name in ("const", "enum"):
-            values = schema["enum"] if name == "enum" else [schema["const"]]
-            others = [] if isinstance(values, list) and all(_type(value) & _types(schema) for value in values) else others
-        if others:
+        if others := _others(schema, name):
             return f"{others[0]} beside {name}"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         return "an allOf of several"
     if isinstance(schema.get("oneOf"), list):
         if not all(_are_apart(one, other, root) for one, other in combinations(schema["oneOf"], 2)):
             return "a oneOf of which an answer could fit two branches (anyOf is kept to)"
-    types = _types(schema) if "type" in schema else frozenset()
+    return ""
+
+
+def _others(schema: Mapping[str, Any], name: str) -> list[str]:
+    """What else constrains its values; a type may stand beside values that have it."""
+    others = sorted(other for other in _CONSTRAIN if other in schema and other != name)
+    if others == ["type"] and name in ("const", "enum"):
+        values = schema["enum"] if name == "enum" else [schema["const"]]
+        return [] if isinstance(values, list) and all(_type(value) & _types(schema) for value in values) else others
+    return others
+
+
+def _broken_by_type(schema: Mapping[str, Any]) -> str:
+    """What a schema says of numbers, texts, arrays or objects needs their type beside it."""
+    types = _given_types(schema)
     for needed, names in _OF_TYPES.items():
         if (name := next((name for name in names if name in schema), "")) and not types.intersection(needed):
             return f"{name} without type {needed[-1]!r}"
+    return ""
+
+
+def _broken_properties(schema: Mapping[str, Any]) -> str:
+    """Names, multiples and texts, each in a combination that the library ignores."""
     required, listed = schema.get("required"), schema.get("properties")
     if isinstance(required, list):
         missing = [name for name in required if not (isinstance(listed, Mapping) and name in listed)]
@@ -72,10 +91,14 @@ def _broken(schema: Mapping[str, Any], root: Any) -> str:
             return f"a required property that properties does not list, {json.dumps(missing[0])}"
     if "patternProperties" in schema and "properties" in schema:
         return "patternProperties beside properties"
-    if "multipleOf" in schema and ("number" in types or any(name in schema for name in _BOUNDS)):
+    if "multipleOf" in schema and ("number" in _given_types(schema) or any(name in schema for name in _BOUNDS)):
         return "multipleOf for numbers or beside bounds"
     texts = [name for name in ("pattern", "format") if name in schema] + [name for name in _LENGTHS if name in schema][:1]
     return f"{texts[1]} beside {texts[0]}" if len(texts) > 1 else ""
+
+
+def _given_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    return _types(schema) if "type" in schema else frozenset()
 
 
 def _inside(schema: Mapping[str, Any], root: Any) -> Iterator[Any]:
@@ -91,7 +114,7 @@ def _inside(schema: Mapping[str, Any], root: Any) -> Iterator[Any]:
 
 
 def _target(schema: Any, root: Any) -> Any:
-    """What a reference inside the same schema refers to; the schema itself where it is none. Others the library refuses."""
+    """What a reference inside the same schema refers to; the schema itself if it is no reference. The library refuses others."""
     met = 0
     while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#") and met < 64:
         found, met = root, met + 1
@@ -102,7 +125,7 @@ def _target(schema: Any, root: Any) -> Any:
 
 
 def _are_apart(one: Any, other: Any, root: Any, depth: int = 0) -> bool:
-    """No value fits both: for their types, their values, or those of a property that both require."""
+    """No value fits both: their types, their values, or those of a property that both require exclude each other."""
     one, other = _target(one, root), _target(other, root)
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return one is False or other is False
@@ -133,7 +156,7 @@ _ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """That its values may have; an integer is a number, too."""
+    """Types that its values may have; an integer is also a number."""
     given = schema.get("type")
     if given is None:
         values = [schema["const"]] if "const" in schema else schema.get("enum")

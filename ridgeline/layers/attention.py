@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: project, norm, rotate, write K and V, attend, project back.
 
-One path for prefill chunks, decode and draft verification: the batch says which token sits where. Everything that
-differs between layers (window, rope, group) is fixed when the layer is made.
+One path for prefill chunks and decode: the batch says which token has which position. What differs between layers
+(window, rope, KV group) is fixed when the layer is made.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = norms or (None, None)
 
     def forward(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
-        """From the projection [T, (heads + 2 KV heads) * dim] to what the queries see, [T, heads * dim]; K and V go into
-        the cache on the way."""
+        """From the projection [T, (heads + 2 KV heads) * dim] to the attention output [T, heads * dim]; writes K and V to the
+        cache."""
         spec = self.spec
         group = batch.groups[spec.group]
         if batch.work is None or not joined(batch.work, len(qkv), group.prefix):
@@ -73,10 +73,10 @@ class Attention(nn.Module):
         return {
             "q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps,
             "norm_offset": self.q_norm.offset,
-        }  # fmt: skip
+        }
 
     def write(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
-        """From the projection [T, (heads + 2 KV heads) * dim]: K and V go into the cache, q [T, heads, dim] comes back."""
+        """From the projection [T, (heads + 2 KV heads) * dim]: writes K and V to the cache, returns q [T, heads, dim]."""
         spec = self.spec
         return rotary_write(
             qkv, batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v, heads=self.qkv.num_heads,
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         )
 
     def read(self, q: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
-        """What the queries see in the cache: [T, heads * dim]"""
+        """The attention output of the queries over the cache, [T, heads * dim]"""
         spec = self.spec
         group = batch.groups[spec.group]
         out = paged_attention(

@@ -3,8 +3,8 @@
 Query token j of row r sits at KV position kv_len[r] - q_len[r] + j. It sees the KV positions up to its own and, with a
 window W, only those greater than its own minus W. Rope position, KV slot and visibility are separate inputs.
 
-A batch may be padded to a recorded shape. Padding rows have a KV length of 0; decodes among them have one token, others
-none; tokens beyond those of the last row are padding, too. All their slots are in block 0, which belongs to nobody.
+A batch may be padded to the shape of a captured CUDA graph. Padding rows have a KV length of 0 and one token (decode) or none
+(prefill); tokens beyond those of the last row are padding, too. All their slots are in block 0, which no sequence owns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class GroupBatch:
     """One KV group's view of the step."""
 
     slots: Tensor                    # int64 [T]: where each token's KV is written (block * block_size + offset)
-    block_table: Tensor              # int32 [*, B]: block ids per row of the table; which is whose: Batch.table_rows
+    block_table: Tensor              # int32 [*, B]: block ids; Batch.table_rows says which line belongs to which row
     prefix: SharedPrefix | None = None           # leading blocks that decode rows have in common
-    shares: DeviceShares | None = None           # which program reads which keys of the decodes
+    shares: DeviceShares | None = None           # split-KV: which CTA reads which keys of the decode rows
 
 
 @dataclass(slots=True)
@@ -34,16 +34,16 @@ class Batch:
     positions: Tensor                # int64 [T]: rope positions
     query_start: Tensor              # int32 [R + 1]: prefix sums of the tokens per row
     kv_len: Tensor                   # int32 [R]: KV length per row, this step's tokens included
-    query_start_host: list[int] | None           # the same two on the host, for the loops of a CPU
+    query_start_host: list[int] | None           # the same two on the host, for the CPU kernels' loops
     kv_len_host: list[int] | None
     groups: list[GroupBatch]
     logits_index: Tensor             # int64 [S]: which of the T positions need logits
     sample_rows: Tensor              # int64 [S]: the engine's rows these belong to
-    picks: np.ndarray                # which of the S the plan asked for, in its order …
+    picks: np.ndarray                # which of the S rows the plan asked for, in its order …
     device_picks: Tensor             # … and the same on the device, int64
     last_rows: Tensor | None = None              # [D]: rows whose newest token is the token of each of the first D; None: no row
-    table_rows: Tensor | None = None             # int32 [R]: each row's place in the block tables; None: its own number
-    query_tiles: Tensor | None = None            # int32 [N, 4]: the prompts as a kernel wants them cut; None: nobody does
+    table_rows: Tensor | None = None             # int32 [R]: each row's line in the block tables; None: its own number
+    query_tiles: Tensor | None = None            # int32 [N, 4]: query tiles of the prefill kernel; None: the kernel needs none
     sampled: Batch | None = None                 # the rows with logits, one query each, for the last layer; None: all
     workspace: AttentionWorkspace | None = None  # scratch of attention, made once
-    work: AttentionWork | None = None            # what the host knows of the step's shape; None: see the lists above
+    work: AttentionWork | None = None            # the step's shape, as the host knows it; None: see the host lists above

@@ -23,8 +23,8 @@ class VocabEmbedding(nn.Module):
         self.weight = nn.Parameter(
             new(self.shard.size, hidden_size, dtype=place.dtype, device=place.device), requires_grad=False
         )
+        self.stored: dict[str, tuple[Tensor, str]] | None = None     # packed rows for the scheme of a tied head
         # Rounded to the weights' dtype, as in training.
-        self.stored: dict[str, tuple[Tensor, str]] | None = None     # of a head that shares the weight: for its scheme
         self.scale = None if scale == 1.0 else torch.tensor(scale, dtype=place.dtype).item()
 
     def pieces(self) -> dict[str, Piece]:

@@ -1,4 +1,4 @@
-"""The gated MLP: down(activation(gate(x)) * up(x)), x being the norm of the stream."""
+"""The gated MLP: down(activation(gate(x)) * up(x)), where x is the normed residual stream."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class GatedMLP(nn.Module):
         self.down = RowLinear(self.gate_up.rows["gate"], hidden_size, bias, place)
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(activation(gate) * up of norm(x + residual), x + residual): all but the last product."""
+        """(activation(gate) * up of norm(x + residual), x + residual): everything but the down projection."""
         return self.gate_up.normed_gated(x, residual, norm, self.activation, batch, self.down)

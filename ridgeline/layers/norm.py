@@ -1,4 +1,4 @@
-"""RMS norm with its weight. Adding the residual is part of it, so that a layer passes (x, residual) on."""
+"""RMS norm with its weight. It can add the residual as well, so layers pass (x, residual) on."""
 
 from __future__ import annotations
 

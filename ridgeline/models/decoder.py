@@ -1,8 +1,8 @@
 """The decoder: one stack of layers for every family.
 
-What a model is comes from its ModelConfig; there is no branch on a family's name here or below. Every activation goes
-through the layers as (x, residual), so that adding the residual belongs to the next norm. No rank arithmetic and no
-names of weights: layers know their shard, `weights.py` knows checkpoints.
+The ModelConfig says what a model is; nothing here or below branches on a family's name. Activations pass through the
+layers as (x, residual), so that the next norm adds the residual. No rank arithmetic and no names of weights: layers know
+their shard, `weights.py` knows checkpoints.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, kv: LayerKV, sampled: Batch | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x is what is to be added to the residual, or without one the whole stream; so is what comes back.
+        """x is to be added to the residual; with residual None, x is the whole stream. The result has the same form.
 
-        `sampled`: nobody reads more of the result than these rows' last tokens, so only those attend and go on.
+        `sampled` (last layer): only the last tokens of these rows get logits, so only they attend and pass through the MLP.
         """
         qkv, residual = self.attention.qkv.normed(x, residual, self.attention_norm, batch)
         if sampled is None:
@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
     def _onto(
         residual: Tensor, linear: RowLinear, x: Tensor, post_norm: RMSNorm | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
-        """(what is to be added to the stream, the stream); the stream and None where it has been added already."""
+        """(x, residual) after a linear; (stream, None) where the linear has added its output to the residual already."""
         if post_norm is None:
             return linear.onto(residual, x, batch)
         return post_norm(linear(x, batch)), residual
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: list[LayerKV]) -> Tensor:
-        """Hidden states after the last norm: of every token, or with `batch.sampled` of those with logits alone."""
+        """Hidden states after the last norm: of every token, or with `batch.sampled` only of those that get logits."""
         x, residual = self.embed(batch.tokens), None
         *layers, last = zip(self.layers, kv, strict=True)
         for layer, cache in layers:
@@ -114,8 +114,8 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
-        """Logits [S, vocabulary] of hidden states [S, hidden], on every rank: in float32 or better on a CPU; on a GPU as
-        the product leaves them, since whoever reads them there widens them on the way."""
+        """Logits [S, vocabulary] of hidden states [S, hidden], on every rank: float32 or better on a CPU; on a GPU in the
+        GEMM's output dtype, because the sampling kernels convert them as they read."""
         logits = self.head(rows, None)
         cap = self.config.final_softcap
         if logits.dtype not in (torch.float32, torch.float64) and (logits.is_cpu or cap is not None):
@@ -123,13 +123,13 @@ class Decoder(nn.Module):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def with_layers(self, numbers: list[int]) -> Decoder:
-        """The same decoder with these of its layers alone; the parameters are shared."""
+        """The same decoder with only these layers; the parameters are shared."""
         few = copy.copy(self)
         few._modules = {**self._modules, "layers": nn.ModuleList(self.layers[number] for number in numbers)}
         return few
 
     def finish(self) -> None:
-        """After the last weight is filled: every linear takes the layout its product wants, one at a time."""
+        """After loading: convert every linear to the layout that its GEMM needs, one at a time."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finish()
@@ -144,20 +144,20 @@ class Decoder(nn.Module):
         return found
 
     def bytes_per_weight(self, rows: int) -> float:
-        """What a step with that many rows reads of the linears and the head, per weight."""
+        """Bytes that a step with this many rows reads per weight of the linears and the head."""
         linears = [module for module in self.modules() if isinstance(module, Linear)]
         read = sum(linear.scheme.read_bytes(linear, rows) for linear in linears)
         return read / sum(linear.weight.numel() for linear in linears)
 
     def weight_reads(self, rows: int) -> tuple[int, int]:
-        """The same in bytes, apart: of all the layers' linears, and of the head."""
+        """Bytes that a step with this many rows reads: (linears of all layers, head)."""
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         read = sum(linear.scheme.read_bytes(linear, rows) for linear in linears)
         return read, self.head.scheme.read_bytes(self.head, rows)
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights occupy on this rank, second layouts included."""
+        """Bytes of the weights on this rank, second layouts included."""
         linears = [module for module in self.modules() if isinstance(module, Linear)]
         return sum(parameter.nbytes for parameter in self.parameters()) + sum(
             linear.scheme.extra_bytes(linear) for linear in linears)

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from ridgeline.errors import ModelError
 
-# GGUF files seldom name it: a token of one of these names ends a turn, whatever the file calls its end of sequence.
+# GGUF files seldom declare the end of a turn: tokens with these names end it, whatever the file's end-of-sequence id is.
 END_OF_TURN = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> </s> <eos> "
     "<｜end▁of▁sentence｜>".split()
@@ -33,7 +33,7 @@ def gguf_ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every id that ends an answer. Ids that the vocabulary does not have are nobody's."""
+    """Every id that ends an answer. Ids beyond the vocabulary are ignored."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens = _list(metadata, "tokenizer.ggml.tokens")
     valid = [each if _is_id(each) and (not tokens or each < len(tokens)) else None for each in named]
@@ -43,7 +43,7 @@ def gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def hf_end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], eos_token: int | None) -> tuple[int, ...]:
-    """From config.json, generation_config.json and the id of the tokenizer's eos_token: they are joined."""
+    """All ids from config.json, generation_config.json and the tokenizer's eos_token."""
     text = config.get("text_config")
     listed = [*_ids(config), *(_ids(text) if isinstance(text, Mapping) else []), *_ids(generation)]
     return _unique([*listed, *([] if eos_token is None else [eos_token])])

@@ -1,7 +1,7 @@
 """What a model family declares: the ways it differs from Llama, and how its checkpoints name things.
 
 There is one decoder. A family is data: flags with Llama's behaviour as their default, and two name maps. It holds no
-sizes (those are a checkpoint's own, see `config.py`), no code and no torch.
+sizes (those are a checkpoint's own, see `model_config.py`), no code and no torch.
 
 A name map goes from the checkpoint's module name to ours, both with `{}` for the layer. `:part` says which part of a
 fused parameter the tensor is, `:a+b` that it holds several parts, one after the other.
@@ -87,4 +87,4 @@ class Family:
     gguf_permuted: bool = False      # GGUF stores the q and k rows of this family interleaved
     # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
-    ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that nothing here needs
+    ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that are not loaded

@@ -1,8 +1,8 @@
 """Reader of GGUF files (versions 2 and 3, little-endian): metadata, tensor directory, weights as float32.
 
-The whole header is read and checked when the file is opened; after that every tensor is known to lie inside the file,
-apart from the others, and to be of a type that can be expanded. A file that lies is refused in one line that names the
-file and the field. The weights themselves are mapped, not read, until somebody asks for them.
+The whole header is read and checked when the file is opened: every tensor then lies inside the file, overlaps no other and has
+a type that can be expanded. A file with a wrong header is refused in one line that names the file and the field. Weights are
+memory-mapped and read only on demand.
 This file does not know what the metadata or the tensor names mean, and does not know torch.
 """
 
@@ -117,7 +117,7 @@ def _shown(name: str) -> str:
 
 
 class _Header:
-    """One pass over the header. Every field is checked before it is believed, so no allocation trusts the file."""
+    """One pass over the header. Every field is checked before use, so no allocation trusts the file."""
 
     def __init__(self, data: mmap.mmap, file_name: str):
         self.data = data

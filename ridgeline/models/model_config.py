@@ -16,15 +16,17 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
+from ridgeline.models.config_fields import Fields
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.family import Family
 from ridgeline.models.gemma import GEMMA2, GEMMA3
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
+from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, hf_windows, windows_that_hide
 from ridgeline.models.llama import LLAMA
 from ridgeline.models.mistral import MISTRAL
 from ridgeline.models.phi3 import PHI3
 from ridgeline.models.qwen import QWEN2, QWEN3
-from ridgeline.models.rope import Rope, make_rope, yarn_divisors, yarn_scale
+from ridgeline.models.rope import Rope
 from ridgeline.process.log import get_logger
 from ridgeline.quant.format import FORMATS
 from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
@@ -34,7 +36,6 @@ from ridgeline.sizes.op_costs import DTYPE_BYTES
 logger = get_logger("models")
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3)
-LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -44,7 +45,8 @@ ACTIVATIONS = {
     "gelu_tanh": "gelu_tanh",
 }
 MAX_LAYERS = 4_096
-GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
+# The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
+GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int     # the longest context the model was made for
     rms_norm_eps: float
-    dtype: str                       # of the checkpoint, one of costs.DTYPE_BYTES
+    dtype: str                       # of the checkpoint, one of op_costs.DTYPE_BYTES
     eos_token_ids: tuple[int, ...]   # any of them ends an answer
 
     tied: bool                       # the head is the embedding
@@ -76,11 +78,11 @@ class ModelConfig:
     final_softcap: float | None
     windows: tuple[int | None, ...]  # per layer; None sees everything
     ropes: tuple[Rope, ...]          # per layer
-    stored_block_bytes: int = 0      # of the linears that a GGUF file packs in a way they can be multiplied in
+    stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
-        """(how many, outputs, inputs) of the linears, fused as the decoder has them; the last is the head."""
+        """(count, outputs, inputs) of the linears, fused as in the decoder; the last is the head."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
             (self.num_layers, queries + 2 * keys, self.hidden_size),
@@ -137,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KVGroupSpec]:
-    """The KV cache's groups on any one rank. Shards are padded to equal size, so all ranks have the same."""
+    """The KV cache's groups on one rank. Shards are padded to equal size, so all ranks have the same groups."""
     kv = head_shards(config.num_heads, config.num_kv_heads, 0, tp_size)[1]
     return [
         KVGroupSpec(layers, window, block_size, kv.size, config.head_dim)
@@ -146,9 +148,9 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
 
 
 def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none") -> int:
-    """What the weights will occupy on one rank, second forms included, up to the padding of uneven shards.
+    """Bytes of the weights on one rank, second layouts included, without the padding of uneven shards.
 
-    Where the native kernels are not built, the stored blocks are counted and not kept.
+    Stored blocks are counted also where the native kernels are not built and the blocks are not kept.
     """
     numbers, blocks = config.num_parameters, 0
     if device == "cpu" and dtype == "float32":
@@ -165,61 +167,12 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1,
 
 
 def layer_groups(config: ModelConfig) -> list[int]:
-    """For each layer, the place of its group in `kv_groups`."""
+    """For each layer, the index of its group in `kv_groups`."""
     place = [0] * config.num_layers
     for index, (_, layers) in enumerate(group_layers(list(config.windows))):
         for layer in layers:
             place[layer] = index
     return place
-
-
-class Fields:
-    """Checked access to a config's fields. `None` counts as absent, as it does in transformers."""
-
-    def __init__(self, where: str, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.where = where
-        self.raw = raw
-        self.defaults = defaults
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self.raw.get(name)
-        if value is None:
-            value = self.defaults.get(name)
-        return default if value is None else value
-
-    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        value = self.get(name, default)
-        if value is None:
-            raise ModelError(f"{self.where}: {name} is missing")
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ModelError(f"{self.where}: {name} must be an integer of at least {minimum}, got {value!r}")
-        if value > maximum:                              # no model has it, and lists of that length would be made
-            raise ModelError(f"{self.where}: {name} must be at most {maximum}, got {value!r}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if value is None:
-            raise ModelError(f"{self.where}: {name} is missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ModelError(f"{self.where}: {name} must be a positive number, got {value!r}")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise ModelError(f"{self.where}: {name} must be true or false, got {value!r}")
-        return value
-
-    def ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them."""
-        value = self.get(name, [])
-        ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
-            raise ModelError(f"{self.where}: {name} must be a token id or a list of them, got {value!r}")
-        return tuple(ids)
 
 
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------
@@ -237,22 +190,11 @@ def hf_model_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], family: Family | None = None, where: str = "config.json",
     eos_token: int | None = None,
 ) -> ModelConfig:
-    """From the content of config.json and generation_config.json, and the id of the tokenizer's eos_token.
-
-    `family` overrides the declared one.
-    """
-    architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise ModelError(f"{where}: architectures is missing")
-    declared = family_of(architectures[0], lambda each: each.architectures, where)
+    """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one."""
+    declared = _declared_family(raw, where)
     family = family or declared
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(f"{where}: quantization_config ({method}) is not supported; use the unquantised checkpoint "
-                         "or a GGUF file")
     if "auto_map" in raw:
-        logger.warning("%s names code of its own (auto_map); it is ignored, %s is built in", where, family.name)
+        logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
     text = raw.get("text_config")
     if isinstance(text, dict):
@@ -267,14 +209,11 @@ def hf_model_config(
     hidden_size = fields.integer("hidden_size")
     head_dim = _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
-    windows = _hf_windows(fields, family, num_layers)
+    windows = hf_windows(fields, family, num_layers)
     max_position = fields.integer("max_position_embeddings")
-    ropes, max_position = _hf_ropes(fields, family, head_dim, max_position, windows)
-    windows = _that_hide(windows, max_position)
+    ropes, max_position = hf_ropes(fields, family, head_dim, max_position, windows)
+    windows = windows_that_hide(windows, max_position)
 
-    activation = fields.get("hidden_activation") or fields.get("hidden_act") or family.activation
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ModelError(f"{where}: hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
     attention_bias = fields.flag("attention_bias")
     return ModelConfig(
@@ -291,7 +230,7 @@ def hf_model_config(
         dtype=_dtype(fields),
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
-        activation=ACTIVATIONS[activation],
+        activation=_activation(fields, family),
         qkv_bias=attention_bias or family.qkv_bias,
         output_bias=attention_bias and not family.qkv_bias,
         mlp_bias=fields.flag("mlp_bias"),
@@ -305,6 +244,27 @@ def hf_model_config(
         windows=windows,
         ropes=ropes,
     )
+
+
+def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
+    """ModelError also for a checkpoint that is quantised: its tensors would not fit."""
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ModelError(f"{where}: architectures is missing")
+    family = family_of(architectures[0], lambda each: each.architectures, where)
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelError(f"{where}: quantization_config ({method}) is not supported; use the unquantised checkpoint "
+                         "or a GGUF file")
+    return family
+
+
+def _activation(fields: Fields, family: Family) -> str:
+    activation = fields.get("hidden_activation") or fields.get("hidden_act") or family.activation
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]
 
 
 def _check_heads(where: str, num_heads: int, num_kv_heads: int) -> None:
@@ -332,78 +292,11 @@ def _softcap(fields: Fields, family: Family, name: str) -> float | None:
     return fields.number(name)
 
 
-def _that_hide(windows: tuple[int | None, ...], max_position: int) -> tuple[int | None, ...]:
-    """A window as long as the longest context hides nothing: such layers see everything, and are computed like those."""
-    return tuple(None if window is None or window >= max_position else window for window in windows)
-
-
-def _hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    everything: tuple[int | None, ...] = (None,) * num_layers
-    slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
-    absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
-    if family.window == "none" or not slides or absent or fields.get("sliding_window") is None:
-        return everything
-    window = fields.integer("sliding_window")
-    types = fields.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != num_layers:
-            raise ModelError(f"{fields.where}: layer_types must list {num_layers} layers, got {types!r}")
-        for kind in types:
-            if kind not in LAYER_TYPES:
-                raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: "
-                                 f"{', '.join(LAYER_TYPES)}")
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if family.window == "all":
-        return (window,) * num_layers
-    if family.window == "upper":
-        first = fields.integer("max_window_layers", minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    every = fields.integer("sliding_window_pattern", family.full_every)
-    return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
-
-
-def _hf_ropes(
-    fields: Fields, family: Family, head_dim: int, max_position: int, windows: tuple[int | None, ...]
-) -> tuple[tuple[Rope, ...], int]:
-    """The rope of each layer, and the context they are good for (yarn stretches it)."""
-    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    if not isinstance(scaling, dict):
-        raise ModelError(f"{fields.where}: rope_scaling must be an object, got {scaling!r}")
-    nested = {kind: scaling[kind] for kind in LAYER_TYPES if isinstance(scaling.get(kind), dict)}
-    if nested and "full_attention" not in nested:
-        raise ModelError(f"{fields.where}: rope_parameters has no full_attention")
-    everywhere = nested.get("full_attention", scaling)
-
-    partial = everywhere.get("partial_rotary_factor") or fields.number("partial_rotary_factor", 1.0)
-    if partial != 1.0 and not family.partial_rotary:
-        raise ModelError(f"{fields.where}: partial_rotary_factor {partial!r} is not supported for {family.name}")
-    dim = int(head_dim * partial)
-    if dim % 2 or not 0 < dim <= head_dim:
-        raise ModelError(f"{fields.where}: {dim} rotated dimensions of a head of {head_dim}: must be even")
-    original = fields.get("original_max_position_embeddings")
-    if original is not None:         # Phi-3 has it outside the dictionary, and there it counts
-        everywhere = {**everywhere, "original_max_position_embeddings": original}
-
-    def rope(parameters: Mapping[str, Any], theta_name: str) -> Rope:
-        own = Fields(fields.where, parameters, {})
-        theta = own.number("rope_theta", fields.number(theta_name, 10_000.0))
-        return make_rope(parameters, theta, dim, max_position, family.longrope, fields.where)
-
-    full = rope(everywhere, "rope_theta")
-    local = full
-    if family.local_rope:
-        local = rope(nested.get("sliding_attention", {}), "rope_local_base_freq")
-    if everywhere.get("rope_type", everywhere.get("type")) == "yarn" and not family.longrope:
-        before = everywhere.get("original_max_position_embeddings") or max_position
-        max_position = max(max_position, int(before * (everywhere.get("factor") or 1.0)))
-    return tuple(full if window is None else local for window in windows), max_position
-
-
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
 def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
-    """From a GGUF file's metadata and, for what it does not say, from which tensors it has."""
+    """From a GGUF file's metadata and, where that is silent, from the tensors that the file has."""
     architecture = file.metadata.get("general.architecture")
     family = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
     fields = Fields(where, file.metadata, {})
@@ -427,7 +320,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
-    windows = _gguf_windows(fields, family, num_layers, key)
+    windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"))
     scale = head_dim**-0.5
     if family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN:
@@ -453,19 +346,19 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
         post_norms=family.post_norms,
-        norm_offset=0.0,              # already added by whoever wrote the file
+        norm_offset=0.0,              # the converter has added it to the weights
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
         attention_scale=scale,
         attention_softcap=softcaps[0] if family.softcaps else None,
         final_softcap=softcaps[1] if family.softcaps else None,
-        windows=_that_hide(windows, max_position),
-        ropes=_gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
+        windows=windows_that_hide(windows, max_position),
+        ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
         stored_block_bytes=_stored_block_bytes(file, family),
     )
 
 
 def _stored_block_bytes(file: GGUFFile, family: Family) -> int:
-    """Of the linears whose parts are all packed in the same one of STORED_KINDS. A tied head is the embedding."""
+    """Bytes of the linears whose parts all have the same packing of STORED_KINDS. A tied head is the embedding."""
     linears: dict[str, list[GGUFTensor]] = {}
     tied = "output.weight" not in file.tensors
     for name, tensor in file.tensors.items():
@@ -479,60 +372,3 @@ def _stored_block_bytes(file: GGUFFile, family: Family) -> int:
         sum(part.nbytes for part in parts) for linear, parts in linears.items()
         if len(kinds[linear]) == 1 and kinds[linear] <= STORED_KINDS
     )
-
-
-# The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
-GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
-
-
-def _gguf_windows(
-    fields: Fields, family: Family, num_layers: int, key: Callable[[str], str]
-) -> tuple[int | None, ...]:
-    if family.window == "none" or not fields.get(key("attention.sliding_window")):
-        return (None,) * num_layers
-    window = fields.integer(key("attention.sliding_window"))
-    if family.window == "pattern":
-        return tuple(window if (layer + 1) % family.full_every else None for layer in range(num_layers))
-    return (window,) * num_layers
-
-
-def _gguf_ropes(
-    file: GGUFFile, fields: Fields, family: Family, head_dim: int, max_position: int,
-    windows: tuple[int | None, ...], key: Callable[[str], str],
-) -> tuple[Rope, ...]:
-    theta = fields.number(key("rope.freq_base"), 10_000.0)
-    dim = fields.integer(key("rope.dimension_count"), head_dim)
-    if dim % 2 or dim > head_dim:
-        raise ModelError(f"{fields.where}: {key('rope.dimension_count')} must be even and at most {head_dim}, "
-                         f"got {dim}")
-    kind = fields.get(key("rope.scaling.type"), "none")
-
-    def divisors(name: str) -> tuple[float, ...]:
-        if name not in file.tensors:
-            return ()
-        values = tuple(float(value) for value in file.read(name).reshape(-1))
-        if len(values) != dim // 2 or not all(0 < value < math.inf for value in values):
-            raise ModelError(f"{fields.where}: tensor {name} must hold {dim // 2} positive numbers")
-        return values
-
-    short, long = divisors("rope_factors_short.weight"), divisors("rope_factors_long.weight")
-    if short and long:
-        full = Rope(theta, dim, short, fields.number(key("rope.scaling.attn_factor"), 1.0), long,
-                    fields.integer(key("rope.scaling.original_context_length"), max_position))
-    elif kind == "yarn":
-        factor = fields.number(key("rope.scaling.factor"))
-        original = fields.number(key("rope.scaling.original_context_length"), max_position)
-        scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * yarn_scale(factor, 1.0)
-        full = Rope(theta, dim, yarn_divisors(theta, dim, factor, original, 32.0, 1.0, truncate=True), scale)
-    elif kind in ("none", "linear", "longrope"):
-        factor = fields.number(key("rope.scaling.factor"), 1.0) if kind == "linear" else 1.0
-        stored = divisors("rope_freqs.weight") or (1.0,) * (dim // 2)
-        scaled = tuple(factor * divisor for divisor in stored)
-        full = Rope(theta, dim, scaled if set(scaled) != {1.0} else ())
-    else:
-        raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {kind!r} is not supported; supported: none, "
-                         "linear, yarn, longrope")
-    local = full
-    if family.local_rope:
-        local = Rope(fields.number(key("rope.freq_base_swa"), GGUF_LOCAL_THETA), dim)
-    return tuple(full if window is None else local for window in windows)

@@ -1,6 +1,6 @@
-"""Rotary position embedding as plain facts: every kind of scaling becomes one divisor per frequency and one scale.
+"""Rotary position embedding as data: every kind of scaling becomes one divisor per frequency and one scale.
 
-Knows the formulas and the spellings of transformers; builds no tables (`layers/rotation_table.py` does) and needs no torch.
+Knows the formulas and transformers' field names. Builds no tables (`layers/rotation_table.py` does) and needs no torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ridgeline.errors import ModelError
@@ -48,15 +49,7 @@ def make_rope(
         kind = "longrope"
     if kind not in ROPE_TYPES or (kind == "longrope" and not longrope):
         raise ModelError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi-3)")
-
-    def number(field: str, default: float | None = None) -> float:
-        value = scaling.get(field)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ModelError(f"{where}: {kind} rope needs a positive number as {field}, got {value!r}")
-        return float(value)
-
+    number = partial(_number, scaling, f"{where}: {kind} rope")
     if kind == "default":
         return Rope(theta, dim)
     if kind == "linear":
@@ -66,29 +59,42 @@ def make_rope(
         divisors = llama3_divisors(theta, dim, number("factor"), number("low_freq_factor"), number("high_freq_factor"),
                                    original)
         return Rope(theta, dim, divisors)
+    factor = number("factor", max_position / original)
     if kind == "yarn":
-        factor = number("factor", max_position / original)
-        scale = scaling.get("attention_factor")
-        if scale is None:
-            mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-            scale = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all) if mscale and mscale_all else (
-                yarn_scale(factor, 1.0))
         divisors = yarn_divisors(theta, dim, factor, original, number("beta_fast", 32.0), number("beta_slow", 1.0),
                                  bool(scaling.get("truncate", True)))
-        return Rope(theta, dim, divisors, float(scale))
-    factor = number("factor", max_position / original)
-    scale = scaling.get("attention_factor")
-    if scale is None:
-        scale = longrope_scale(factor, original)
-    both = []
-    for field in ("short_factor", "long_factor"):
-        values = scaling.get(field)
-        if not isinstance(values, list) or len(values) != dim // 2 or not all(
-            isinstance(v, (int, float)) and v > 0 for v in values
-        ):
-            raise ModelError(f"{where}: longrope needs {dim // 2} positive numbers as {field}, got {_brief(values)}")
-        both.append(tuple(float(v) for v in values))
-    return Rope(theta, dim, both[0], float(scale), both[1], int(original))
+        return Rope(theta, dim, divisors, _attention_factor(scaling, _declared_yarn_scale(scaling, factor)))
+    scale = _attention_factor(scaling, longrope_scale(factor, original))
+    short, long = (_longrope_divisors(scaling, field, dim // 2, where) for field in ("short_factor", "long_factor"))
+    return Rope(theta, dim, short, scale, long, int(original))
+
+
+def _number(scaling: Mapping[str, Any], what: str, field: str, default: float | None = None) -> float:
+    value = scaling.get(field)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ModelError(f"{what} needs a positive number as {field}, got {value!r}")
+    return float(value)
+
+
+def _attention_factor(scaling: Mapping[str, Any], default: float) -> float:
+    given = scaling.get("attention_factor")
+    return default if given is None else float(given)
+
+
+def _declared_yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
+    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all:
+        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all)
+    return yarn_scale(factor, 1.0)
+
+
+def _longrope_divisors(scaling: Mapping[str, Any], field: str, count: int, where: str) -> tuple[float, ...]:
+    values = scaling.get(field)
+    if not isinstance(values, list) or len(values) != count or not all(isinstance(v, (int, float)) and v > 0 for v in values):
+        raise ModelError(f"{where}: longrope needs {count} positive numbers as {field}, got {_brief(values)}")
+    return tuple(float(v) for v in values)
 
 
 def llama3_divisors(

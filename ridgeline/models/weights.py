@@ -1,8 +1,8 @@
-"""Filling a decoder: read → rename → shard → fuse → convert → assign, one tensor at a time.
+"""Weight loading: read → rename → shard → fuse → convert → assign, one tensor at a time.
 
-Names and shapes are checked against the model before the first byte of weights is read: every checkpoint tensor is used
-once (or stands on the family's ignore list), every parameter is filled once, or loading fails and names them. Sources
-are mapped files, so peak memory is one copy of the weights and one tensor.
+Names and shapes are checked against the model before the first byte of weights is read: every checkpoint tensor is used once
+(or is on the family's ignore list) and every parameter is filled once; else loading fails and names them. Files are
+memory-mapped, so peak memory is one copy of the weights and one tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stored:
 
 
 class Source(Protocol):
-    """A checkpoint: what it holds, and its tensors one by one."""
+    """A checkpoint: its tensors' headers, and their content one by one."""
 
     tensors: dict[str, Stored]       # in file order, so that reading is sequential
 
@@ -123,7 +123,7 @@ class Renamer:
         return [f"{target}.{parameter}:{part}" for part in parts.split("+")]
 
     def checkpoint_name(self, piece: str) -> str:
-        """What a checkpoint usually calls a piece: for messages."""
+        """The name that a checkpoint usually has for a piece: for messages."""
         path, _, part = piece.partition(":")
         module, _, parameter = path.rpartition(".")
         layer = re.search(r"\.(\d+)\.", module)
@@ -225,7 +225,7 @@ def _check_finite(values: Tensor, name: str, file: str) -> None:
 
 
 def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) -> None:
-    """Noise keyed by (seed, name) and drawn for the whole tensor, so that it does not depend on the sharding."""
+    """Noise from (seed, name), made for the whole tensor, so that it does not depend on the sharding."""
     total = sum(piece.target.nbytes for piece in pieces.values())
     done = 0
     for name, piece in pieces.items():

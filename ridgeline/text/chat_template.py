@@ -1,11 +1,10 @@
 """Chat templates: from messages to the text of a prompt. The only file that makes a jinja2 environment.
 
-A template is a program that came with somebody's model file. It runs in jinja2's immutable sandbox, which keeps it from
-Python, and in a small process of its own, which bounds what it costs: a loop without end, a string of 10^9 characters,
-a power of huge numbers or a list that holds itself 2^40 times cannot be interrupted inside a thread, but a process with
-a memory limit and an alarm clock can always be ended. The process sees plain JSON and no secrets, serves one template
-after another in about 0.2 ms each, is started when first needed and leaves when its owner does.
-This file does not know tokens: encoding the rendered text is the tokenizer's.
+A template is untrusted code from a model file. It runs in jinja2's immutable sandbox, which keeps it from Python, and in a
+small process of its own, which limits its cost: an endless loop, a string of 10^9 characters, a power of huge numbers or a
+list that holds itself 2^40 times cannot be interrupted inside a thread, but a process with limits on memory and CPU time
+ends. The process sees plain JSON and no secrets, renders in about 0.2 ms, starts when first needed and exits with its owner.
+This file does not know tokens: the tokenizer encodes the rendered text.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ridgeline.process.children import start_child
 
 MAX_INPUT_BYTES = 32 << 20           # messages and tools, as JSON
 MAX_RENDERED = 8_000_000             # characters
-RENDER_SECONDS = 1.25
+RENDER_SECONDS = 1.25                # of CPU time: a busy machine makes no template fail
 MEMORY_BYTES = 96 << 20              # what a render may take on top of the idle process
 
 RESERVED = frozenset(
@@ -46,11 +45,11 @@ RESERVED = frozenset(
 )
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")       # what OpenAI's APIs call a part of text
-# What clients send in one beside its text when they send back what they got, or as hints; none of it belongs into a prompt.
+# Other fields that clients send in a text part, as hints or because they echo a response; none of them enters the prompt.
 PART_FIELDS = frozenset({
     "type", "text", "id", "index", "name", "annotations", "citations", "logprobs", "refusal", "detail", "cache_control",
     "prompt_cache_breakpoint", "extras", "additional_kwargs", "provider_specific_fields", "providerOptions", "provider_options",
-})  # fmt: skip
+})
 CONTINUE_MARK = "THE-FINAL-MESSAGE-GOES-ON-HERE"
 
 
@@ -78,7 +77,7 @@ class ChatTemplate:
             raise BadRequest("continue_final_message needs add_generation_prompt=false: no new message begins")
         conversation = plain_messages(messages)
         if continue_final_message:
-            # The space behind the mark tells whether the template trims messages.
+            # The space after the mark shows whether the template trims messages.
             conversation[-1]["content"] += CONTINUE_MARK + " "
         text = _process.render(self._source(bool(tools)), {
             "documents": None,
@@ -177,7 +176,7 @@ def _plain_call(call: Any, where: str) -> Any:
 
 
 class TemplateProcess:
-    """A child that renders templates. One render at a time; after an accident the next render starts a new child."""
+    """A child process that renders templates, one at a time. If it dies, the next render starts a new one."""
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
         self.seconds = seconds
@@ -212,8 +211,8 @@ class TemplateProcess:
             answer = child.stdout.readline()
         if answer.endswith(b"\n"):
             return answer
-        if self._end() == -signal.SIGALRM:   # it died, perhaps in the middle of its answer
-            raise BadRequest(f"the chat template ran for more than {self.seconds:g} seconds and was stopped")
+        if self._end() == -signal.SIGPROF:   # it died, perhaps in the middle of its answer
+            raise BadRequest(f"the chat template took more than {self.seconds:g} s of CPU time and was stopped")
         raise BadRequest(f"the chat template could not be rendered within {MEMORY_BYTES >> 20} MiB and was stopped")
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -230,7 +229,7 @@ class TemplateProcess:
         return self._child
 
     def _end(self) -> int:
-        """Close the pipes, on which it leaves by itself, and see how it ended."""
+        """Close the pipes, which makes it exit, and return its status."""
         child, self._child = self._child, None
         if child is None:
             return 0
@@ -369,7 +368,7 @@ def _answer(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
 def serve() -> None:
     """The child's whole life: a request per line on standard input, an answer per line on standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is for the owner; it closes the pipe when it leaves
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)        # the alarm ends the process wherever it is, in C code too
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)        # the timer ends the process wherever it is, in C code too
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))    # no file can be written
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _compiled("")                                        # what the library loads lazily is loaded before the limit
@@ -379,9 +378,9 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     for line in sys.stdin.buffer:
         request = _from_line(line)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         answer = _to_line(_answer(request["source"], request["variables"]))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answer)
         sys.stdout.buffer.flush()
 

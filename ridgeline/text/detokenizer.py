@@ -31,7 +31,7 @@ class TextStream:
     __slots__ = (
         "_decoder", "_finder", "_finished", "_held", "_hide_stop", "_length", "_min_tokens", "_pieces", "_shown",
         "_strip", "num_tokens", "stopped_by", "text_offsets",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""Text of special tokens inside a conversation: data, and never the tokens themselves.
+"""Keeps text that is spelt like a special token from becoming that token in a chat prompt.
 
-A chat template marks turns with special tokens, and its text is read with them. Whoever could write `<|im_end|>` into a message
-and have it read as that token could end their own turn and begin a system's. So before a template is rendered, what is spelt like
-a special token in any of its data is replaced by a number that nobody can guess, and comes back as ordinary characters when
-the prompt is tokenised. The marks of reasoning are left alone: they begin nobody's turn, and templates look for them.
+A chat template marks turns with special tokens, and the rendered text is tokenised with them. A user who writes `<|im_end|>` in a
+message could otherwise end the turn and begin a system message. So before rendering, every such spelling in the data is
+replaced by a random number, and becomes ordinary characters again when the prompt is tokenised. `<think>` and `</think>` are left
+alone: they begin no turn, and templates look for them.
 
-Knows strings; which tokens are special, and how text becomes ids, is the tokenizer's.
+This file only handles strings; the tokenizer knows which tokens are special and turns text into ids.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Special:
         self._pattern = re.compile("|".join(map(re.escape, self.texts))) if self.texts else None
 
     def are_in(self, value: Any) -> bool:
-        """Whether any text in plain data has one of them. A stack of our own: depth costs no recursion."""
+        """Whether any string in JSON-like data contains one of them. Uses a stack: nesting costs no recursion."""
         pattern, starts, stack = self._pattern, self._starts, [value]
         while stack and pattern is not None:
             value = stack.pop()
@@ -52,7 +52,7 @@ class Special:
 
 
 class Quoted:
-    """One conversation's: hides what is spelt like them in data, and finds it again in the text that was made of the data."""
+    """For one conversation: hides spellings of special tokens in its data, and finds them again in the rendered text."""
 
     def __init__(self, texts: list[str], pattern: re.Pattern[str] | None) -> None:
         self._texts = texts
@@ -80,7 +80,7 @@ class Quoted:
         return f"{self._nonce}{self._places[match.group()]:0{self._width}d}"
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
-        """(text, whether it is spelt like a special token and is none), in order."""
+        """(text, whether it was hidden: spelt like a special token, but ordinary text), in order."""
         first, *rest = text.split(self._nonce)
         if first:
             yield first, False
@@ -90,5 +90,5 @@ class Quoted:
                 yield each[self._width :], False
 
     def shown(self, text: str) -> str:
-        """The text as it is meant."""
+        """The text with the hidden spellings put back."""
         return "".join(part for part, _ in self.parts(text))

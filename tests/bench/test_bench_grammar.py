@@ -10,8 +10,9 @@ from served_model import write_model
 
 from ridgeline.__main__ import main
 from ridgeline.bench.grammar import ASKED, TEXT, made_up, masks_alone
-from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+from ridgeline.grammar.compiler import compile_grammar
 from ridgeline.grammar.grammar_vocabulary import Pieces
+from ridgeline.grammar.llguidance_backend import LLGuidance
 from ridgeline.grammar.matcher import Matcher
 from ridgeline.sampling_params import SamplingParams
 
@@ -23,7 +24,7 @@ def test_a_vocabulary_that_is_made_up(size: int) -> None:
     assert vocabulary.end_ids == vocabulary.special_ids == [size - 1]
     tokens = Pieces(vocabulary)(TEXT)
     assert b"".join(vocabulary.pieces[token] for token in tokens).decode() == TEXT and len(tokens) < len(TEXT)
-    at = Matcher(compile_grammar(make_tokenizer(vocabulary), ASKED), SamplingParams(structured_outputs=ASKED), vocabulary.end_ids)
+    at = Matcher(compile_grammar(LLGuidance(vocabulary), ASKED), SamplingParams(structured_outputs=ASKED), vocabulary.end_ids)
     assert all(at.accept(token) for token in tokens) and not at.ended
     assert made_up(size) == vocabulary
 

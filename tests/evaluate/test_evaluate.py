@@ -365,7 +365,7 @@ def test_the_embedded_model_reads_english_and_finds_a_needle(embedded_model: Pat
 
 def test_perplexities_of_any_size_have_their_column() -> None:
     found = {"tokens": 510, "perplexity": 5536128.957, "perplexity_error": 113775.8, "bits_per_byte": 22.4,
-             "reference_perplexity": 5530042.741, "kl": 5e-4, "kl_p99": 9e-4, "top1": 0.9745}  # fmt: skip
+             "reference_perplexity": 5530042.741, "kl": 5e-4, "kl_p99": 9e-4, "top1": 0.9745}
     head, line = _slices({"slices": {"text": found}, "all": found, "reference": "x"})[:2]
     assert line.split() == ["text", "510", "5.536e+06", "1.1e+05", "22.400", "5.53e+06", "0.0005", "0.0009", "97.45%"]
     assert len(line) == len(head)

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from llguidance import LLExecutor
 from served_model import write_model
@@ -30,10 +32,11 @@ from ridgeline.engine.client.grammar_check import GrammarChecker, vocabulary_of
 from ridgeline.engine.ipc import TO_ENGINE, Add
 from ridgeline.errors import BadRequest, Overloaded, RequestError
 from ridgeline.grammar import background, compile_worker
-from ridgeline.grammar.compiler import compile_grammar, make_backend, make_tokenizer
+from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
+from ridgeline.grammar.llguidance_backend import LLGuidance
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
 from ridgeline.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
@@ -119,13 +122,13 @@ def circular() -> dict[str, Any]:
         ({"jsom": {}}, "has no field 'jsom'"), ("json", "structured_outputs must be an object"),
         ({"regex": "a", "disable_any_whitespace": True}, "goes with json"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_at_once_and_by_name(given: Any, words: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(BadRequest, match=r"^structured_outputs") as refused:
         SamplingParams(structured_outputs=given)
     assert words in str(refused.value) and "\n" not in str(refused.value)
-    assert time.monotonic() - started < 1.0
+    assert time.thread_time() - started < 1.0
 
 
 def test_it_crosses_the_wire_and_equal_schemas_are_equal() -> None:
@@ -229,49 +232,39 @@ def test_masks_that_are_filled_ahead_are_those_that_would_be_filled(vocabulary: 
     masks.close()
 
 
-def test_a_mask_that_takes_too_long_fails_its_own_request(
-    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
-    made = [matcher(vocabulary, params) for _ in range(2)]
-
-    class Slow:
-        def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
-            time.sleep(0.3)
-
-        def is_error(self) -> bool:
-            return False
-
-    monkeypatch.setattr(made[0], "_matcher", Slow())
-    Masks(PADDED).fill(list(enumerate(made)), 2)
-    assert "took more than" in made[0].error and not made[1].error
-
-
 class Clock:
-    """Stands for the module of time: only what is told to take time takes some."""
+    """Replaces the time module. Work moves all clocks, waiting for a CPU moves only those of wall-clock time."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now = 1000.0                                # CPU time
+        self.waited = 0.0
 
     def __getattr__(self, name: str) -> Callable[[], float]:
-        return lambda: self.now
+        return {
+            "thread_time": lambda: self.now, "process_time": lambda: self.now,
+            "perf_counter": lambda: self.now + self.waited, "monotonic": lambda: self.now + self.waited,
+        }[name]
 
 
 class Taking:
-    """A library's matcher whose masks take so long; but for its start, it allows everything."""
+    """A library's matcher whose masks take this much CPU time, after waiting for a CPU; it allows everything."""
 
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock, self.seconds, self.filled = clock, seconds, 0
+    def __init__(self, clock: Clock, seconds: float, waits: float, error: str) -> None:
+        self.clock, self.seconds, self.waits, self.error, self.filled = clock, seconds, waits, error, 0
 
     def deep_copy(self) -> Taking:
-        return Taking(self.clock, self.seconds)
+        return Taking(self.clock, self.seconds, self.waits, self.error)
 
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
         self.clock.now += self.seconds
+        self.clock.waited += self.waits
         self.filled += 1
 
     def is_error(self) -> bool:
-        return False
+        return bool(self.error)
+
+    def get_error(self) -> str:
+        return self.error
 
 
 @pytest.fixture
@@ -281,9 +274,49 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def taking(clock: Clock, seconds: float, text: str) -> Matcher:
-    made: Any = Taking(clock, seconds)
+def taking(clock: Clock, seconds: float, text: str, waits: float = 0.0, error: str = "") -> Matcher:
+    made: Any = Taking(clock, seconds, waits, error)
     return Matcher(made, SamplingParams(structured_outputs=StructuredOutputs(regex=text)), [EOS])
+
+
+def test_a_mask_that_takes_too_long_fails_its_own_request(clock: Clock) -> None:
+    made = [taking(clock, 0.26, "heavy"), taking(clock, 0.001, "light"), taking(clock, 0.26, "bad", error="no such token")]
+    Masks(PADDED, 1).fill(list(enumerate(made)), 3)
+    assert "a mask took more than 0.25 s of CPU time" in made[0].error and not made[1].error
+    assert "no such token" in made[2].error              # the library's own reason says more
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_busy_machine_makes_no_grammar_slow(clock: Clock, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wall-clock time leaps, CPU time does not: nothing fails, and masks stay with the threads."""
+    masks = Masks(PADDED, threads)
+    monkeypatch.setattr(masks, "_fill_others", lambda listed, _: [each.unsafe_compute_mask_ptr(0, 0) for each, _ in listed])
+    many = [taking(clock, 0.0005, "same", waits=0.3) for _ in range(64)]
+    for _ in range(6):
+        masks.fill(list(enumerate(many)), 64)
+        assert not masks._look_for_slow
+    assert not any(at.error for at in many) and masks.seconds > 100
+
+
+def test_a_busy_machine_keeps_tokens_with_the_threads(
+    vocabulary: GrammarVocabulary, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where threads accept tokens and fill masks ahead; much work in one step does lead to a look at each grammar."""
+    masks, pool, seven = Masks(PADDED, 2), LLExecutor(2), vocabulary.pieces.index(b"7")
+
+    class Waiting:
+        unsafe_compute_mask_ptr = pool.unsafe_compute_mask_ptr
+
+        def consume_token_par(self, listed: Any) -> list[bool]:
+            clock.waited, clock.now = clock.waited + takes[0], clock.now + takes[1]
+            return pool.consume_token_par(listed)
+
+    monkeypatch.setattr(masks, "_workers", Waiting)
+    made = [matcher(vocabulary, SamplingParams(structured_outputs=StructuredOutputs(regex="[0-9]+"))) for _ in range(8)]
+    for waits, works in ((9.0, 0.01), (0.0, 0.11)):
+        takes = waits, works
+        masks.advance([(at, seven) for at in made], list(enumerate(made)), 8)
+        assert masks._look_for_slow == (works > 0.1) and all(at.accept(seven) for at in made)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -408,7 +441,7 @@ def test_a_special_token_can_be_named_by_a_grammar(vocabulary: GrammarVocabulary
             "structures": [{"begin": "<f=go>", "schema": {"type": "array", "items": {"type": "null"}}, "end": "</f>"}],
         }), "free text <f=go>[null]</f> more", "text <f=go>[1]"),
     ],
-)  # fmt: skip
+)
 def test_every_kind(vocabulary: GrammarVocabulary, backend: str, asked: StructuredOutputs, good: str, bad: str) -> None:
     if backend == "xgrammar" and asked.disable_any_whitespace:
         good = good.replace(",", ", ")                   # always so, where llguidance has none
@@ -446,7 +479,7 @@ def test_copies_of_one_grammar_stand_beside_each_other(vocabulary: GrammarVocabu
     """They wait for each other: one thread should get them."""
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
     assert params.structured_outputs is not None
-    prototypes = [compile_grammar(make_tokenizer(vocabulary), params.structured_outputs) for _ in range(3)]
+    prototypes = [compile_grammar(LLGuidance(vocabulary), params.structured_outputs) for _ in range(3)]
     made = [Matcher(prototypes[number % 3], params, vocabulary.end_ids) for number in range(12)]
     masks, pool, a = Masks(PADDED, 2), Listed(), vocabulary.pieces.index(b"a")
     monkeypatch.setattr(masks, "_pool", pool)
@@ -506,7 +539,7 @@ SAMPLES = [
     "Привет, мир! Как дела?", "你好，世界。今天天气很好。", "emoji 🙂👍🏽 done", "  two spaces   three\t\ttabs",
     'SELECT * FROM users WHERE id >= 10 AND name != "x";', "0x1F 3.14159 1,000,000 1e-9", '{\n  "a": [\n    1,\n    2\n  ]\n}',
     "the quick brown fox jumps over the lazy dog; extraordinary internationalization",
-]  # fmt: skip
+]
 SINCE_GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -523,18 +556,18 @@ def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: P
     whole = HFTokenizer(models.BPE())
     whole.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(CUTS[cut]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    ])
     whole.decoder = decoders.ByteLevel()
     learner = trainers.BpeTrainer(
         vocab_size=4_000, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), special_tokens=["</s>"],
         show_progress=False,
-    )  # fmt: skip
+    )
     learnt = [path.read_text() for path in sorted((Path(__file__).parents[2] / "ridgeline" / "grammar").glob("*.py"))]
     whole.train_from_iterator([*learnt, *SAMPLES, *SAMPLES], learner)
     whole.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     tokenizer = Tokenizer.load(tmp_path)
-    spell = make_tokenizer(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenize_str
+    spell = LLGuidance(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenizer.tokenize_str
     for text in [*SAMPLES, *learnt]:
         assert [*spell(text)] == tokenizer.encode(text, False), text
 
@@ -543,7 +576,7 @@ def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: P
 def test_forced_text_is_spelled_as_the_embedded_model_does(embedded_model: Path) -> None:
     """But for blanks before a digit: it cuts between all digits before anything else."""
     tokenizer = Tokenizer.load(embedded_model)
-    spell = make_tokenizer(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenize_str
+    spell = LLGuidance(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)).tokenizer.tokenize_str
     assert [text for text in SAMPLES if [*spell(text)] != tokenizer.encode(text, False)] == ['{\n  "a": [\n    1,\n    2\n  ]\n}']
 
 
@@ -565,7 +598,7 @@ def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: st
     words = [b"aa", b"ab", b"cd", b"ef", b"gh", b"abcd", b"99", b"  ", b"((", b".get"]
     vocabulary = worded(*words, *([b"ab"] if spelled_by == "Python" else []))
     assert (vocabulary.ranks() is None) == (spelled_by == "Python")
-    backend, masks, following = make_tokenizer(vocabulary), Masks(len(vocabulary.pieces), 1), list[Matcher]()
+    backend, masks, following = LLGuidance(vocabulary), Masks(len(vocabulary.pieces), 1), list[Matcher]()
     for size in (5_000, 10_000, 20_000):
         asked = SamplingParams(structured_outputs=LONG[what](size))  # type: ignore[arg-type]
         assert asked.structured_outputs is not None
@@ -661,7 +694,7 @@ HOSTILE = {
     "long enum": {"json": {"enum": [letter + "word " * 6_000 for letter in "xy"]}},
     "long literal": {"grammar": f'start: "{"(ab) " * 13_000}"'},
     "doubling": {"grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + '\nr60: "a"'},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -749,23 +782,30 @@ def test_hostile_grammars_end_no_more_than_the_other_compiler(other_checker: Gra
         other_checker.check(params.structured_outputs)
     except BadRequest as refused:
         assert str(refused).startswith("structured_outputs") and "\n" not in str(refused)
-        assert "/" not in str(refused).replace("$defs/", "") or "reference" in name, "a place in somebody's sources"
+        assert "/" not in str(refused).replace("$defs/", "") or "reference" in name, "a path of the library's sources"
+    except Overloaded as refused:                        # other processes have the CPUs
+        assert "too busy" in str(refused)
     assert time.monotonic() - started < 2.5
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarChecker, name: str) -> None:
-    started = time.monotonic()
+    """What counts is the CPU time that the compiler's process spends on it: wall-clock time depends on the machine's load."""
+    checker.check(StructuredOutputs(choice=[name]))      # the process is there
+    assert checker._compiler is not None
+    process = psutil.Process(checker._compiler._process.pid)
+    began = sum(process.cpu_times()[:4])
     try:
         params = SamplingParams(structured_outputs=HOSTILE[name])  # type: ignore[arg-type]
         assert params.structured_outputs is not None
         checker.check(params.structured_outputs)
     except BadRequest as refused:
         assert str(refused).startswith("structured_outputs") and "\n" not in str(refused)
-    except Overloaded as refused:                        # the other tests have the processors
+    except Overloaded as refused:                        # the other tests have the CPUs
         assert "too busy" in str(refused)
-    assert time.monotonic() - started < 2.5 + 5          # the process may have to be started first
-    checker.check(StructuredOutputs(regex="[0-9]+"))     # nobody else notices
+    if process.is_running():                             # it was ended if it did not answer in time
+        assert sum(process.cpu_times()[:4]) - began < 1.5 + 0.5
+    checker.check(StructuredOutputs(regex="[0-9]+"))     # other requests notice nothing
 
 
 @pytest.mark.parametrize(
@@ -782,7 +822,7 @@ def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarC
         (StructuredOutputs(structural_tag={"triggers": ["<a>"], "structures": [{"begin": "<b>", "schema": {}, "end": ""}]}),
          "no trigger begins '<b>'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_grammar_is_refused_in_one_line(checker: GrammarChecker, asked: StructuredOutputs, words: str) -> None:
     for _ in range(2):                                   # compiled; remembered
         with pytest.raises(BadRequest, match=words) as refused:
@@ -805,22 +845,28 @@ def out_of_memory() -> None:
     raise MemoryError
 
 
+def spin() -> None:
+    collections.deque(itertools.repeat(0), 0)
+
+
 @pytest.mark.parametrize(
-    ("does", "verdict"),
+    ("does", "seconds", "cpu_seconds", "verdict"),
     [
-        (lambda: collections.deque(itertools.repeat(0), 0), "late"),      # for ever, inside a library
-        (lambda: time.sleep(60), "busy"),                # it had no processor
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "memory"),
-        (out_of_memory, "memory"),
-        (lambda: None, "refused"),
+        (spin, 60.0, 0.1, "late"),                       # for ever, inside a library
+        (spin, 0.3, 60.0, "busy"),                       # its time was up before its CPU time, however much it had of it
+        (lambda: time.sleep(60), 0.3, 0.2, "busy"),      # it had no CPU
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, 60.0, "memory"),
+        (out_of_memory, 60.0, 60.0, "memory"),
+        (lambda: None, 60.0, 60.0, "refused"),
     ],
-    ids=["spins", "waits", "dies", "raises", "says no"],
+    ids=["spins", "spins beside others", "waits", "dies", "raises", "says no"],
 )
-def test_each_grammar_is_compiled_in_a_copy_with_limits(does: Callable[[], object], verdict: str) -> None:
-    began = time.monotonic()
-    found = compile_worker._in_a_copy(Fake(does), Question(StructuredOutputs(regex="a"), 0.5))  # type: ignore[arg-type]
+def test_each_grammar_is_compiled_in_a_copy_with_limits(
+    does: Callable[[], object], seconds: float, cpu_seconds: float, verdict: str
+) -> None:
+    question = Question(StructuredOutputs(regex="a"), seconds, cpu_seconds)
+    found = compile_worker._in_a_copy(Fake(does), question)  # type: ignore[arg-type]
     assert found.verdict == verdict and ("only a fake" in found.reason) == (verdict == "refused")
-    assert time.monotonic() - began < 5
 
 
 def test_the_compiler_steps_back(checker: GrammarChecker) -> None:
@@ -848,12 +894,12 @@ def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
         monkeypatch.setattr(checker._compiler, "ask", answer)
 
     answering("late")
-    with pytest.raises(BadRequest, match="regex takes more than 2 s to compile; use a simpler grammar"):
+    with pytest.raises(BadRequest, match=r"regex takes more than 1\.5 s of CPU time to compile; use a simpler grammar"):
         checker.check(StructuredOutputs(regex="b"))
     answering("")
     checker.check(StructuredOutputs(regex="c"))
     assert process.poll() is None                        # the same one
-    with pytest.raises(BadRequest, match="more than 2 s"):
+    with pytest.raises(BadRequest, match=r"more than 1\.5 s"):
         checker.check(StructuredOutputs(regex="b"))      # refused without a look …
     monkeypatch.setattr(grammar_check.time, "monotonic", lambda now=time.monotonic: now() + 100)
     checker.check(StructuredOutputs(regex="b"))          # … for a while
@@ -865,6 +911,19 @@ def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
     checker.close()
 
 
+class Asleep:
+    """Replaces the time module where threads wait for their turn: only sleeping takes time, a millisecond at least."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-3)
+
+
 def test_grammars_that_take_long_are_paced_while_others_generate(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -874,31 +933,34 @@ def test_grammars_that_take_long_are_paced_while_others_generate(
     spent, long = 0.0, True
 
     def answer(frame: bytes, seconds: float) -> bytes:
-        tried = msgspec.msgpack.decode(frame, type=Question).of_a_processor > 0
+        tried = msgspec.msgpack.decode(frame, type=Question).cpu_seconds == grammar_check.TRY_SECONDS
         return msgspec.msgpack.encode(("late", "", 0.0) if tried and long else ("good", "", 0.0 if tried else spent))
 
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None
     monkeypatch.setattr(checker._compiler, "ask", answer)
+    asleep = Asleep()
+    monkeypatch.setattr(grammar_check, "time", asleep)
     checker._allowance = grammar_check._Allowance(0.1, 0.02, 1.0)
+    checker._try_allowance = grammar_check._Allowance(1.0, 1.0, 1.0)
 
     def seconds(text: str, others: bool = True, ends: float | None = None) -> float:
-        began = time.monotonic()
+        began = asleep.now
         checker.check_soon(StructuredOutputs(regex=text), lambda: others, ends).result(10)
-        return time.monotonic() - began
+        return asleep.now - began
 
     spent = 0.05
-    assert seconds("b") < 0.15                           # out of what was saved: 0.03 s are missing now, a tenth of 0.3
-    assert 0.2 < seconds("c") < 0.9
+    assert seconds("b") == 0                             # out of what was saved: 0.03 s are missing now, a tenth of 0.3
+    assert seconds("c") == pytest.approx(0.3, abs=0.06)
     spent = 5.0
-    assert seconds("d", others=False) < 0.15
+    assert seconds("d", others=False) == 0
     long = False
-    assert seconds("short") < 0.15
+    assert seconds("short") == 0
     long = True
-    assert 0.5 < seconds("e") < 1.9                      # however much one has taken, its turn comes
-    assert seconds("e") < 0.15
+    assert seconds("e") == pytest.approx(1.0, abs=0.06)  # however much one has taken, its turn comes
+    assert seconds("e") == 0
     with pytest.raises(Overloaded, match="too many new grammars are waiting"):
-        seconds("f", ends=time.monotonic() + 0.3)
+        seconds("f", ends=asleep.now + 0.3)
     checker.close()
 
 
@@ -908,24 +970,27 @@ def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None
     monkeypatch.setattr(checker._compiler, "ask", lambda *_: msgspec.msgpack.encode(("good", "", 0.02)))
+    asleep = Asleep()
+    monkeypatch.setattr(grammar_check, "time", asleep)
     checker._try_allowance = grammar_check._Allowance(0.1, 0.02, 1.0)
-    began = time.monotonic()
     waiting = [checker.check_soon(StructuredOutputs(regex=f"b{n}"), lambda: True) for n in range(6)]
     for each in waiting:
         each.result(10)
-    assert 0.6 < time.monotonic() - began < 3            # 0.12 s of a processor, of which 0.02 were saved
+    assert asleep.now - 1000.0 == pytest.approx(0.8, abs=0.06)   # 0.12 s of CPU time: 0.02 were saved, the last is not paid yet
     checker.close()
 
 
-def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer) -> None:
-    """As many as the request queue lets in, also while somebody generates."""
+def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the request queue lets in, also while other requests generate. Seconds on a quiet machine; how long a client
+    waits on a busy one is not what this is about."""
+    monkeypatch.setattr(grammar_check, "_PATIENCE_SECONDS", 600.0)
     checker = GrammarChecker(tokenizer)
     choices = [StructuredOutputs(choice=[f"yes {n}", f"no {n}"]) for n in range(128)]
     schemas = [StructuredOutputs(json=json.dumps({"properties": {f"p{n}": {"type": "integer"}}})) for n in range(128)]
     waiting = [checker.check_soon(each) for each in choices + schemas]
     beside = [checker.check_soon(StructuredOutputs(choice=[f"a{n}", "b"]), lambda: True) for n in range(40)]
     for each in waiting + beside:
-        assert each.result(30) is None
+        assert each.result(600) is None
     checker.close()
 
 
@@ -935,25 +1000,27 @@ def test_small_grammars_do_not_wait_behind_those_that_take_long(
     checker = GrammarChecker(tokenizer)
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None
+    may_end = threading.Semaphore(0)
 
     def answer(frame: bytes, seconds: float) -> bytes:
         question = msgspec.msgpack.decode(frame, type=Question)
-        if "bomb" in str(question.asked.regex) and not question.of_a_processor:
-            time.sleep(0.3)
-        return msgspec.msgpack.encode(("late" if "bomb" in str(question.asked.regex) and question.of_a_processor else "good",))
+        bomb, tried = "bomb" in str(question.asked.regex), question.cpu_seconds == grammar_check.TRY_SECONDS
+        if bomb and not tried:
+            assert may_end.acquire(timeout=60)
+        return msgspec.msgpack.encode(("late" if bomb and tried else "good",))
 
     monkeypatch.setattr(checker._compiler, "ask", answer)
     bombs = [checker.check_soon(StructuredOutputs(regex=f"bomb{n}")) for n in range(6)]
-    time.sleep(0.1)
     for number in range(3):
-        began = time.monotonic()
-        checker.check_soon(StructuredOutputs(regex=f"b{number}")).result(10)
-        assert time.monotonic() - began < 0.6            # one of them, at most
+        small = checker.check_soon(StructuredOutputs(regex=f"b{number}"))
+        may_end.release()                                # one of them, at most, before it
+        small.result(60)
     assert not bombs[-1].done()
     assert bombs[-1].cancel()                            # whose client has left is not compiled
+    may_end.release(6)
     for each in bombs[:-1]:
-        each.result(10)
-    time.sleep(0.1)
+        each.result(60)
+    checker._turns.shutdown()
     assert checker._verdicts.get(StructuredOutputs(regex="bomb5").key) is None
     checker.close()
 
@@ -963,9 +1030,7 @@ def test_what_takes_long_is_given_up_after_a_short_try(tokenizer: Tokenizer) -> 
     checker.check(StructuredOutputs(regex="a"))
     pattern = {"type": "string", "pattern": "a{1,40}"}
     bomb = StructuredOutputs(json=json.dumps({"type": "object", "properties": {f"p{n}": pattern for n in range(200)}}))
-    began = time.monotonic()
-    assert not checker._is_through(bomb, 2.0, 0.001)
-    assert time.monotonic() - began < 0.5
+    assert not checker._is_through(bomb, 60.0, 0.001)    # its CPU time was up, long before its wall-clock time
     checker.close()
 
 
@@ -1061,5 +1126,6 @@ def test_the_cache_holds_so_many_bytes_and_forgets_the_least_used() -> None:
 
 
 def test_neither_front_end_nor_engine_imports_the_library_before_a_grammar_comes() -> None:
-    code = "import sys, ridgeline.engine.client.processor, ridgeline.engine.core.grammars; sys.exit('llguidance' in sys.modules)"
+    modules = "ridgeline.engine.client.processor, ridgeline.engine.core.grammars"
+    code = f"import sys, {modules}; sys.exit(bool({{'llguidance', 'xgrammar'}} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

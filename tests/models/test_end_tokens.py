@@ -59,7 +59,7 @@ def directory(path: Path, **files: dict[str, Any]) -> Path:
 VOCABULARY = {"model": {"type": "BPE", "vocab": {"a": 0, "<end>": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
               "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
               "added_tokens": [{"id": 4, "content": "<|turn|>", "single_word": False, "lstrip": False, "rstrip": False,
-                                "normalized": False, "special": True}]}  # fmt: skip
+                                "normalized": False, "special": True}]}
 
 
 @pytest.mark.parametrize(("settings", "place"), [
@@ -73,7 +73,7 @@ VOCABULARY = {"model": {"type": "BPE", "vocab": {"a": 0, "<end>": 1, "b": 2, "ab
 def test_directory(tmp_path: Path, settings: dict[str, Any], place: int | None) -> None:
     config = LLAMA | {"text_config": {"eos_token_id": 8}}
     path = directory(tmp_path, config=config, generation_config={"eos_token_id": [7, 2]}, tokenizer_config=settings,
-                     tokenizer=VOCABULARY)  # fmt: skip
+                     tokenizer=VOCABULARY)
     assert directory_eos_token(path) == place
     ends = {2, 7, 8} | ({place} if place is not None else set())
     assert set(load_model_config(path).eos_token_ids) == Tokenizer.load(path).eos_token_ids == ends

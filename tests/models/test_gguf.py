@@ -238,7 +238,7 @@ REFUSED = [
     ({"b.weight:offset": u64(128)}, "tensors a.weight and b.weight overlap"),
     ({"b.weight:offset": u64(0)}, "overlap"),
     ({"b.weight:offset": u64((1 << 64) - 32)}, "tensor b.weight needs 18,446,744,073,709,552,"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("changes, reason", REFUSED, ids=[reason[:50] for _, reason in REFUSED])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +140,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "tool", "content": "{\"t\": 21}"},
     ],
     "wrong order": [{"role": "assistant", "content": "x"}, {"role": "assistant", "content": "y"}],
-}  # fmt: skip
+}
 TOOLS = [{"type": "function", "function": {
     "name": "weather", "description": "Tells the <weather> & \"more\" é",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}}]  # fmt: skip
+}}]
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -337,7 +339,7 @@ ESCAPES = [
     "{{ x.__init__.__globals__.__builtins__.open('/etc/passwd').read() }}",
     "{{ caller.__globals__ }}{{ varargs.__class__ }}{{ context.environment }}",
     "{{ tojson.__globals__ }}{{ ([1]|tojson).__class__ }}",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +394,7 @@ BOMBS = {
     "indent": "{{ [[[[1]]]] | tojson(indent=10**8) }}",
     "brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "long source": "{{ 'x' }}" * 60_000,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -411,15 +413,28 @@ def test_bombs_are_refused_soon_and_small(
     rendered("warm")
     child = short_fuse._child
     assert child is not None
-    peak = Watcher(child.pid)
+    peak, used = Watcher(child.pid), cpu_meter(child)
     ours = psutil.Process().memory_info().rss
-    started = time.monotonic()
     with pytest.raises(BadRequest) as refusal:
         rendered(BOMBS[name])
-    assert time.monotonic() - started < 2
+    assert used() < 1
     assert peak.growth() < MEMORY_BYTES and psutil.Process().memory_info().rss - ours < 32 << 20
     assert str(refusal.value).startswith("the chat template ") and "\n" not in str(refusal.value)
     assert rendered("{{ messages[0].content }}") == "hello"      # the next one is served as if nothing had been
+
+
+def cpu_meter(child: subprocess.Popen[bytes]) -> Callable[[], float]:
+    """CPU seconds that a child process has used since now; also when it has ended and was waited for."""
+
+    def alive() -> float:
+        return sum(psutil.Process(child.pid).cpu_times()[:2])
+
+    def ended() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before, before_ended = alive(), ended()
+    return lambda: (ended() - before_ended if child.poll() is not None else alive()) - before
 
 
 class Watcher:
@@ -446,11 +461,27 @@ class Watcher:
 
 
 def test_the_default_limit_is_within_two_seconds() -> None:
+    """Of CPU time: on a busy machine it takes longer, but no more work."""
     rendered("warm")
-    started = time.monotonic()
-    with pytest.raises(BadRequest, match=r"ran for more than 1\.25 seconds and was stopped"):
+    child = chat_template._process._child
+    assert child is not None
+    used = cpu_meter(child)
+    with pytest.raises(BadRequest, match=r"took more than 1\.25 s of CPU time and was stopped"):
         rendered(BOMBS["loops"])
-    assert time.monotonic() - started < 2
+    assert 1 < used() < 2
+
+
+def test_a_template_that_gets_no_cpu_is_waited_for() -> None:
+    """Its process stands still for longer than the limit, as on a busy machine: only CPU time counts."""
+    process = TemplateProcess(seconds=1.0)
+    process.render("warm", {})
+    child = process._child
+    assert child is not None
+    threading.Timer(0.05, os.kill, (child.pid, signal.SIGSTOP)).start()
+    threading.Timer(1.25, os.kill, (child.pid, signal.SIGCONT)).start()
+    loop = "{% for i in range(200) %}{% for j in range(1000) %}{% set x = i + j %}{% endfor %}{% endfor %}done"
+    assert process.render(loop, {}) == "done" and process._child is child
+    process.close()
 
 
 def test_a_syntax_error_names_the_line() -> None:

@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 # A vocabulary that makes trouble: parts of characters, bytes that are never valid, letters that overlap stop strings.
 PIECES = [b"a", b"b", b"ab", b"aba", b" ", b" a", b"\n", b"<", b"<e", b"nd>", b"", "é".encode(), "你".encode(), "🙂".encode(),
-          *(bytes([byte]) for byte in "é你🙂".encode()), b"\xff", b"\xc0", b"\xed\xa0", b"\xf0\x9f", b"<s>", b"<b>"]  # fmt: skip
+          *(bytes([byte]) for byte in "é你🙂".encode()), b"\xff", b"\xc0", b"\xed\xa0", b"\xf0\x9f", b"<s>", b"<b>"]
 SPECIAL = (len(PIECES) - 2, len(PIECES) - 1)
 
 tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=24)
@@ -29,7 +29,7 @@ stops = st.lists(
     st.one_of(st.sampled_from(["a", "ab", "aba", "bab", "<end>", "\n\n", "é", "你a", "\ufffd", " a", "abab"]),
               st.text("ab<é \n", min_size=1, max_size=5)),
     max_size=4,
-)  # fmt: skip
+)
 
 # Two letters only: stop strings that overlap each other and themselves come up all the time.
 narrow = st.tuples(

@@ -4,8 +4,8 @@ The compiler runs in a process of its own (grammar/compile_worker) with limits o
 is refused, and
 nobody else notices. Verdicts are remembered, so a grammar that is used again costs nothing here.
 
-That process comes behind whoever generates. So a grammar that was not through in time has perhaps had too little of the
-processors: then it is not the grammar that is refused, but the request, for now.
+That process runs at a lower CPU priority than token generation. So there are two limits. A grammar that needs too much CPU time
+is refused, and remembered. One that is not ready in time because other processes had the CPUs only fails its request, for now.
 
 Each new grammar is tried first, with a little of a processor's time, which is enough for nearly all. What was not through
 comes after all that have not been tried. While others generate, both get only a share of the processors, however many come, and
@@ -37,7 +37,8 @@ from ridgeline.process.children import start_child
 from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.text.tokenizer import Tokenizer
 
-COMPILE_SECONDS = 2.0                # what one grammar may take
+COMPILE_SECONDS = 2.0                # wall-clock time after which a client is told that the machine is too busy
+_CPU_PART = 0.75                     # of it, the CPU time that one grammar may take: less, so that it ends first on a free CPU
 _START_SECONDS = 60.0                # what the process may take to be there: on a loaded machine, many times the usual half
 _VERDICT_BYTES = 8 * 2**20           # of grammars whose verdict is remembered
 _ENTRY_BYTES = 256
@@ -84,14 +85,14 @@ class GrammarChecker:
         """BadRequest when it cannot be used. Waits for the compiler, unless the verdict is known."""
         self._is_through(asked, self._seconds if seconds is None else seconds)
 
-    def _is_through(self, asked: StructuredOutputs, seconds: float, of_a_processor: float = 0.0) -> bool:
-        """False: so many of a processor's seconds were not enough. BadRequest when it cannot be used."""
+    def _is_through(self, asked: StructuredOutputs, seconds: float, try_seconds: float = 0.0) -> bool:
+        """False: it was only tried, and this much CPU time was not enough. BadRequest when it cannot be used."""
         if self._is_good(asked):
             return True
         with self._lock:
             if self._is_good(asked):
                 return True
-            verdict = self._compile(asked, seconds, of_a_processor)
+            verdict = self._compile(asked, seconds, try_seconds)
             if verdict is None:
                 return False
             self._verdicts.put(asked.key, verdict, _ENTRY_BYTES + 4 * len(asked.key) + len(verdict.refusal))
@@ -163,14 +164,15 @@ class GrammarChecker:
             waiting.require_patience(turn)
             time.sleep(min(turn, _LOOK_SECONDS))
 
-    def _compile(self, asked: StructuredOutputs, seconds: float, of_a_processor: float = 0.0) -> _Verdict | None:
+    def _compile(self, asked: StructuredOutputs, seconds: float, try_seconds: float = 0.0) -> _Verdict | None:
         """None: it was only tried, and that was not enough."""
         if self._compiler is None or not self._compiler.alive:
             tokenizer = self._tokenizer
             vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
             self._compiler = _Compiler(self._backend, vocabulary)
         compiler = self._compiler
-        question = msgspec.msgpack.encode(Question(asked, seconds, of_a_processor))
+        cpu_seconds = try_seconds or _CPU_PART * self._seconds
+        question = msgspec.msgpack.encode(Question(asked, seconds, cpu_seconds))
         try:
             answer = msgspec.msgpack.decode(compiler.ask(question, seconds + _LATE_SECONDS), type=Answer)
         except (TimeoutError, EOFError) as gone:
@@ -178,8 +180,8 @@ class GrammarChecker:
                 raise RequestError("the front end is closing") from None
             self._compiler = None
             answer = Answer("busy" if isinstance(gone, TimeoutError) else "memory")
-        (self._try_allowance if of_a_processor else self._allowance).spend(answer.spent)
-        if of_a_processor and answer.verdict in ("late", "busy"):
+        (self._try_allowance if try_seconds else self._allowance).spend(answer.spent)
+        if try_seconds and answer.verdict in ("late", "busy"):
             return None
         if answer.verdict == "busy":
             raise Overloaded("the machine is too busy to compile a grammar; try again later", self._seconds)
@@ -187,8 +189,8 @@ class GrammarChecker:
             return _Verdict(answer.reason)
         reason = "takes too much memory to compile"
         if answer.verdict == "late":
-            reason = f"takes more than {seconds:.2g} s to compile"
-        # The machine may be to blame: after a while it is worth another try.
+            reason = f"takes more than {cpu_seconds:.2g} s of CPU time to compile"
+        # A machine's speed varies: after a while it is worth another try.
         refusal = f"structured_outputs.{asked.kind} {reason}; use a simpler grammar"
         return _Verdict(refusal, time.monotonic() + _RETRY_SECONDS)
 

@@ -1,7 +1,7 @@
-"""The engine's grammars: compiled in a thread, so that steps go on, and kept for the next request with the same one.
+"""The engine's grammars: compiled in a thread, so that steps go on, and cached for the next request with the same grammar.
 
-A request whose grammar is not there yet is unready, and the scheduler passes it over. The tokenizer, which nothing else in
-the engine needs, is loaded when the first grammar arrives, in the same thread.
+A request whose grammar is not compiled yet is unready, and the scheduler skips it. The tokenizer, which nothing else in the
+engine needs, is loaded in the same thread when the first grammar arrives.
 """
 
 from __future__ import annotations
@@ -12,41 +12,36 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ridgeline.errors import RidgelineError, one_line
 from ridgeline.grammar.background import thread_steps_back
+from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_backend
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
+from ridgeline.grammar.interface import Backend, LibraryMatcher
+from ridgeline.grammar.matcher import Masks, Matcher, Room, num_threads
 from ridgeline.messages import Request
 from ridgeline.process.log import get_logger
 from ridgeline.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
-    from ridgeline.grammar.interface import LibraryMatcher
-    from ridgeline.grammar.matcher import Masks, Matcher, Room
-    from ridgeline.grammar.xgrammar_backend import XGrammar
-
 CACHE_BYTES = 64 * 2**20
-ENOUGH = 4                           # answers at once for each time that a grammar is compiled, …
-COPIES_PER_THREAD = 4                # … up to so often for each thread that fills masks, …
-COPIES_SECONDS = 0.2                 # … and as takes no longer than this
+ENOUGH = 4                           # answers that share one compilation of a grammar; beyond it the grammar is compiled again, …
+COPIES_PER_THREAD = 4                # … at most this often for each thread that fills masks, …
+COPIES_SECONDS = 0.2                 # … and with at most this much CPU time in all
 logger = get_logger("grammars")
 
-Outcome = tuple[Request, dict[int, "Matcher"], str]      # a matcher for each answer, or why there is none
+Outcome = tuple[Request, dict[int, Matcher], str]      # a matcher for each answer, or why there is none
 
 
 class Compiled:
     """A grammar from which matchers are copied.
 
-    llguidance's copies share what they have learnt, and a lock on it: threads that fill the masks of one grammar's answers
-    would wait for each other. So a grammar with many answers at once is compiled again for every few of them, and new answers go
-    to the copy that has the fewest. Several copies for each thread, because a few masks take fifty times as long as the others,
-    and what stands behind them should be anybody's; one for each answer would learn too slowly.
+    llguidance's copies share a cache of what they have learnt, and a lock on it: threads that fill the masks of one grammar's
+    answers would wait for each other. So a grammar with many answers at once is compiled again for every few of them, and a new
+    answer goes to the compilation with the fewest. There are several for each thread, because a few masks take fifty times as
+    long as the others, and other threads should be able to steal the rows behind them. One per answer would learn too slowly.
     """
 
     def __init__(self, make: Callable[[], LibraryMatcher], most: int) -> None:
@@ -65,13 +60,11 @@ class Compiled:
         return self._prototypes[0]
 
     def has_room(self, answers: int) -> bool:
-        """So many more can begin without compiling it once more."""
+        """This many more answers can begin without compiling it again."""
         return len(self) == self._most or sum(map(len, self._alive)) + answers <= ENOUGH * len(self)
 
     def start(self, params: SamplingParams, end_ids: Sequence[int]) -> Matcher:
         """A matcher for another answer."""
-        from ridgeline.grammar.matcher import Matcher
-
         with self._lock:
             if not self.has_room(1):
                 self._prototypes.append(self._make())
@@ -83,24 +76,24 @@ class Compiled:
 
 
 class Grammars:
-    """`room` makes the buffers that masks are filled into."""
+    """`room` allocates the buffers that masks are filled into."""
 
     def __init__(
         self, load_vocabulary: Callable[[], GrammarVocabulary], backend: str = "auto", room: Room = np.empty,
         cache_bytes: int = CACHE_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cache: ByteLimitedCache[Compiled] = ByteLimitedCache(cache_bytes)
         self._name = backend
         self._room = room
         self._load_vocabulary = load_vocabulary
         self._vocabulary: GrammarVocabulary | None = None
-        self._backend: LLTokenizer | XGrammar | None = None
+        self._backend: Backend | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._num_pending = 0
-        self._waiting: dict[str, Request] = {}           # by their ids, those that the thread has not begun
-        self._lock = threading.Lock()                    # on these
-        self._arrived: list[Request] = []                # of them, those that the thread has not been given
+        self._waiting: dict[str, Request] = {}           # by id: requests that the thread has not begun
+        self._lock = threading.Lock()                    # on _waiting
+        self._arrived: list[Request] = []                # those of them that have not been submitted to the thread
         self._masks: Masks | None = None
 
     @property
@@ -109,9 +102,9 @@ class Grammars:
         return self._num_pending
 
     def prepare(self, request: Request) -> None:
-        """Make matchers for its answers; they come with take(). Copies of what is there take microseconds: they are made at
-        once, so that requests that come together also begin together. Others are compiled from the next take() on: by then
-        everything that has arrived has been read, and who has left again is forgotten."""
+        """Make matchers for its answers; take() returns them. Copies of a cached grammar take microseconds and are made at once,
+        so that requests that arrive together also begin together. Others are compiled from the next take() on: by then all
+        messages have been read, and requests that were aborted meanwhile are not compiled."""
         self._num_pending += 1
         compiled = self._compiled_for(request)
         if compiled is not None:
@@ -122,7 +115,7 @@ class Grammars:
         self._arrived.append(request)
 
     def begin(self) -> None:
-        """With what has arrived, unless it has left."""
+        """Submit the requests that have arrived and were not aborted."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=thread_steps_back)
         for request in self._arrived:
@@ -131,7 +124,7 @@ class Grammars:
         self._arrived.clear()
 
     def forget(self, request_id: str) -> None:
-        """Nobody wants it any more: it is not compiled, unless it has been begun."""
+        """The request was aborted: do not compile its grammar, unless that has begun."""
         with self._lock:
             if self._waiting.pop(request_id, None) is not None:
                 self._num_pending -= 1
@@ -139,13 +132,13 @@ class Grammars:
 
     def _prepare_waiting(self, request: Request) -> None:
         with self._lock:
-            if self._waiting.get(request.request_id) is not request:     # forgotten, perhaps for another of its name
+            if self._waiting.get(request.request_id) is not request:     # aborted; perhaps another has its id now
                 return
             del self._waiting[request.request_id]
         self._prepare(request)
 
     def _compiled_for(self, request: Request) -> Compiled | None:
-        """What needs only to be copied for it."""
+        """The cached grammar, if its answers can begin without compiling anything."""
         asked = request.params.structured_outputs
         compiled = self.cache.get(asked.key) if asked is not None and self._backend is not None else None
         if compiled is None or request.resumed or not compiled.has_room(request.params.n):
@@ -158,7 +151,7 @@ class Grammars:
         return {index: compiled.start(request.params, end_ids) for index in range(request.params.n)}
 
     def take(self, wait_seconds: float = 0.0) -> list[Outcome]:
-        """What is there; with a time to wait, as soon as something is."""
+        """Outcomes that are ready; with `wait_seconds`, wait for the first of them."""
         if self._arrived:
             self.begin()
         outcomes: list[Outcome] = []
@@ -173,15 +166,13 @@ class Grammars:
 
     @property
     def has_masks(self) -> bool:
-        """Some have been filled."""
+        """Masks have been filled."""
         return self._masks is not None
 
     @property
     def masks(self) -> Masks:
-        """Where masks are filled; asked for only once there are matchers."""
+        """Fills masks; only once there are matchers."""
         if self._masks is None:
-            from ridgeline.grammar.matcher import Masks
-
             assert self._vocabulary is not None
             self._masks = Masks(len(self._vocabulary.pieces), room=self._room)
         return self._masks
@@ -203,16 +194,12 @@ class Grammars:
     def _matchers(self, request: Request) -> dict[int, Matcher]:
         asked = request.params.structured_outputs
         assert asked is not None
-        # The library takes a tenth of a second to import: that is spent here, and only where grammars are used.
-        from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_backend
-        from ridgeline.grammar.matcher import num_threads
-
         if self._vocabulary is None or self._backend is None:
             self._vocabulary = self._load_vocabulary()
             self._backend = make_backend(self._name, self._vocabulary)
         backend, compiled = self._backend, self.cache.get(asked.key)
         if compiled is None:
-            alone = self._name == "xgrammar" or num_threads() == 1       # whose matchers share no lock; or nobody waits for it
+            alone = self._name == "xgrammar" or num_threads() == 1       # no shared lock, or only one thread to take it
             most = 1 if alone else COPIES_PER_THREAD * num_threads()
             compiled = Compiled(lambda: compile_grammar(backend, asked), most)
         matchers = self._start(compiled, request)

@@ -430,7 +430,7 @@ def test_strict_tools_are_kept_to_their_schemas_where_calls_are_free() -> None:
     pytest.importorskip("llguidance")
     from llguidance import LLMatcher
 
-    from ridgeline.grammar.compiler import grammar_text
+    from ridgeline.grammar.llguidance_backend import grammar_text
 
     assert LLMatcher.validate_grammar(grammar_text(params.structured_outputs)) == ""
 
@@ -445,14 +445,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_grammar_holds_after_the_reasoning(tokenizer: Tokenizer, asked: Any, inside: bool) -> None:
     pytest.importorskip("llguidance")
-    from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+    from ridgeline.grammar.compiler import compile_grammar, make_backend
     from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 
     vocabulary = GrammarVocabulary.of(
         tokenizer.token_pieces(), tokenizer.special_ids, tokenizer.eos_token_ids, tokenizer.vocab_size
     )
     grammar = after_reasoning(StructuredOutputs(**asked), inside, special=False)
-    compiled = compile_grammar(make_tokenizer(vocabulary), grammar)
+    compiled = compile_grammar(make_backend("llguidance", vocabulary), grammar)
 
     def fits(text: str) -> bool:
         matcher, tokens = compiled.deep_copy(), tokenizer.encode(text, add_special_tokens=False)
@@ -466,14 +466,14 @@ def test_a_grammar_holds_after_the_reasoning(tokenizer: Tokenizer, asked: Any, i
 @pytest.mark.parametrize("inside", [True, False])
 def test_reasoning_may_end_with_a_special_token(inside: bool) -> None:
     pytest.importorskip("llguidance")
-    from ridgeline.grammar.compiler import compile_grammar, make_tokenizer
+    from ridgeline.grammar.compiler import compile_grammar, make_backend
     from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 
     pieces = [bytes([byte]) for byte in range(256)] + [b"</s>", b"<think>", b"</think>"]
     end, think, thought = 256, 257, 258
     vocabulary = GrammarVocabulary.of(pieces, frozenset({end, think, thought}), frozenset({end}), len(pieces))
     grammar = after_reasoning(StructuredOutputs(json_object=True), inside, special=True)
-    compiled = compile_grammar(make_tokenizer(vocabulary), grammar)
+    compiled = compile_grammar(make_backend("llguidance", vocabulary), grammar)
 
     def fits(tokens: list[int]) -> bool:
         matcher = compiled.deep_copy()

@@ -1,0 +1,58 @@
+"""Checked access to the fields of a model's configuration: config.json or GGUF metadata. Every error names the file and field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ridgeline.errors import ModelError
+
+
+class Fields:
+    """Checked access to a config's fields. `None` counts as absent, as it does in transformers."""
+
+    def __init__(self, where: str, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.where = where
+        self.raw = raw
+        self.defaults = defaults
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            value = self.defaults.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{self.where}: {name} is missing")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ModelError(f"{self.where}: {name} must be an integer of at least {minimum}, got {value!r}")
+        if value > maximum:                              # no model has it, and lists of that length would be made
+            raise ModelError(f"{self.where}: {name} must be at most {maximum}, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{self.where}: {name} is missing")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ModelError(f"{self.where}: {name} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.where}: {name} must be true or false, got {value!r}")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them."""
+        value = self.get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+            raise ModelError(f"{self.where}: {name} must be a token id or a list of them, got {value!r}")
+        return tuple(ids)

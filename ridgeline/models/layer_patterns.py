@@ -1,0 +1,153 @@
+"""What differs from layer to layer, read from a model's configuration: sliding windows and ropes, for Hugging Face and GGUF."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ridgeline.errors import ModelError
+from ridgeline.models.config_fields import Fields
+from ridgeline.models.family import Family
+from ridgeline.models.gguf import GGUFFile
+from ridgeline.models.rope import Rope, make_rope, yarn_divisors, yarn_scale
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
+
+
+def windows_that_hide(windows: tuple[int | None, ...], max_position: int) -> tuple[int | None, ...]:
+    """A window as long as the longest context hides nothing: such a layer is computed as one with full attention."""
+    return tuple(None if window is None or window >= max_position else window for window in windows)
+
+
+def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    everything: tuple[int | None, ...] = (None,) * num_layers
+    slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
+    absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
+    if family.window == "none" or not slides or absent or fields.get("sliding_window") is None:
+        return everything
+    window = fields.integer("sliding_window")
+    types = _layer_types(fields, num_layers)
+    if types:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family.window == "all":
+        return (window,) * num_layers
+    if family.window == "upper":
+        first = fields.integer("max_window_layers", minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    every = fields.integer("sliding_window_pattern", family.full_every)
+    return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+
+
+def _layer_types(fields: Fields, num_layers: int) -> list[str]:
+    """Empty: the config does not list them."""
+    types = fields.get("layer_types")
+    if types is None:
+        return []
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ModelError(f"{fields.where}: layer_types must list {num_layers} layers, got {types!r}")
+    for kind in types:
+        if kind not in LAYER_TYPES:
+            raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: {', '.join(LAYER_TYPES)}")
+    return types
+
+
+def hf_ropes(
+    fields: Fields, family: Family, head_dim: int, max_position: int, windows: tuple[int | None, ...]
+) -> tuple[tuple[Rope, ...], int]:
+    """The rope of each layer, and the context they are good for (yarn stretches it)."""
+    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
+    if not isinstance(scaling, dict):
+        raise ModelError(f"{fields.where}: rope_scaling must be an object, got {scaling!r}")
+    nested = {kind: scaling[kind] for kind in LAYER_TYPES if isinstance(scaling.get(kind), dict)}
+    if nested and "full_attention" not in nested:
+        raise ModelError(f"{fields.where}: rope_parameters has no full_attention")
+    everywhere = nested.get("full_attention", scaling)
+
+    dim = _rotated_dim(fields, family, everywhere, head_dim)
+    original = fields.get("original_max_position_embeddings")
+    if original is not None:         # Phi-3 has it outside the dictionary, and there it counts
+        everywhere = {**everywhere, "original_max_position_embeddings": original}
+
+    def rope(parameters: Mapping[str, Any], theta_name: str) -> Rope:
+        own = Fields(fields.where, parameters, {})
+        theta = own.number("rope_theta", fields.number(theta_name, 10_000.0))
+        return make_rope(parameters, theta, dim, max_position, family.longrope, fields.where)
+
+    full = rope(everywhere, "rope_theta")
+    local = full
+    if family.local_rope:
+        local = rope(nested.get("sliding_attention", {}), "rope_local_base_freq")
+    if everywhere.get("rope_type", everywhere.get("type")) == "yarn" and not family.longrope:
+        before = everywhere.get("original_max_position_embeddings") or max_position
+        max_position = max(max_position, int(before * (everywhere.get("factor") or 1.0)))
+    return tuple(full if window is None else local for window in windows), max_position
+
+
+def _rotated_dim(fields: Fields, family: Family, parameters: Mapping[str, Any], head_dim: int) -> int:
+    partial = parameters.get("partial_rotary_factor") or fields.number("partial_rotary_factor", 1.0)
+    if partial != 1.0 and not family.partial_rotary:
+        raise ModelError(f"{fields.where}: partial_rotary_factor {partial!r} is not supported for {family.name}")
+    dim = int(head_dim * partial)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ModelError(f"{fields.where}: {dim} rotated dimensions of a head of {head_dim}: must be even")
+    return dim
+
+
+def gguf_windows(
+    fields: Fields, family: Family, num_layers: int, key: Callable[[str], str]
+) -> tuple[int | None, ...]:
+    if family.window == "none" or not fields.get(key("attention.sliding_window")):
+        return (None,) * num_layers
+    window = fields.integer(key("attention.sliding_window"))
+    if family.window == "pattern":
+        return tuple(window if (layer + 1) % family.full_every else None for layer in range(num_layers))
+    return (window,) * num_layers
+
+
+def gguf_ropes(
+    file: GGUFFile, fields: Fields, family: Family, head_dim: int, max_position: int,
+    windows: tuple[int | None, ...], key: Callable[[str], str],
+) -> tuple[Rope, ...]:
+    dim = fields.integer(key("rope.dimension_count"), head_dim)
+    if dim % 2 or dim > head_dim:
+        raise ModelError(f"{fields.where}: {key('rope.dimension_count')} must be even and at most {head_dim}, "
+                         f"got {dim}")
+    full = _gguf_full_rope(file, fields, dim, max_position, key)
+    local = full
+    if family.local_rope:
+        local = Rope(fields.number(key("rope.freq_base_swa"), GGUF_LOCAL_THETA), dim)
+    return tuple(full if window is None else local for window in windows)
+
+
+def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int, key: Callable[[str], str]) -> Rope:
+    """Of layers that see the whole context."""
+    theta = fields.number(key("rope.freq_base"), 10_000.0)
+    kind = fields.get(key("rope.scaling.type"), "none")
+    short, long = (_gguf_divisors(file, f"rope_factors_{name}.weight", dim, fields.where) for name in ("short", "long"))
+    if short and long:
+        return Rope(theta, dim, short, fields.number(key("rope.scaling.attn_factor"), 1.0), long,
+                    fields.integer(key("rope.scaling.original_context_length"), max_position))
+    if kind == "yarn":
+        factor = fields.number(key("rope.scaling.factor"))
+        original = fields.number(key("rope.scaling.original_context_length"), max_position)
+        scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * yarn_scale(factor, 1.0)
+        return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, 32.0, 1.0, truncate=True), scale)
+    if kind not in ("none", "linear", "longrope"):
+        raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {kind!r} is not supported; supported: none, "
+                         "linear, yarn, longrope")
+    factor = fields.number(key("rope.scaling.factor"), 1.0) if kind == "linear" else 1.0
+    stored = _gguf_divisors(file, "rope_freqs.weight", dim, fields.where) or (1.0,) * (dim // 2)
+    scaled = tuple(factor * divisor for divisor in stored)
+    return Rope(theta, dim, scaled if set(scaled) != {1.0} else ())
+
+
+def _gguf_divisors(file: GGUFFile, name: str, dim: int, where: str) -> tuple[float, ...]:
+    """Of the frequencies, from a tensor; empty: the file has none of this name."""
+    if name not in file.tensors:
+        return ()
+    values = tuple(float(value) for value in file.read(name).reshape(-1))
+    if len(values) != dim // 2 or not all(0 < value < math.inf for value in values):
+        raise ModelError(f"{where}: tensor {name} must hold {dim // 2} positive numbers")
+    return values
