@@ -78,6 +78,7 @@ test-gpu:
 
 # The generated pages; tests compare them with what the scripts would write.
 docs: install
+	$(BIN)/python scripts/make_file_map.py --write
 	$(BIN)/python scripts/make_options_page.py --write
 	$(BIN)/python scripts/make_models_page.py --write
 	$(BIN)/python scripts/make_reliability_page.py --write
