@@ -15,8 +15,8 @@ HEAD = """\
 
 <!-- Written by scripts/make_models_page.py from ridgeline/models; `make docs` writes it again. -->
 
-There is one decoder (`ridgeline/models/decoder.py`). A family is a declaration of how it differs from Llama. Each is compared with
-transformers on small random checkpoints (`tests/models/test_families.py`), some of them also from GGUF files (`tests/models/test_gguf.py`).
+There is one decoder (`ridgeline/models/decoder.py`). A family is a declaration of how it differs from Llama. Each is
+compared with transformers on small random checkpoints (`tests/models/test_families.py`).
 
 | family | models | `architectures` in config.json | GGUF | differs from Llama by |
 |---|---|---|---|---|
@@ -28,7 +28,8 @@ MODELS = {
 }
 FLAGS = {
     "qkv_bias": "biases on q, k and v", "qk_norm": "RMS norm on q and k", "post_norms": "norms after attention and MLP",
-    "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "query_pre_attn_scalar": "its own attention scale",
+    "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings",
+    "query_pre_attn_scalar": "its own attention scale",
     "softcaps": "capped scores and logits", "partial_rotary": "partial rotation", "longrope": "longrope",
     "local_rope": "a rope of its own for layers with a window", "tied": "tied head",
 }
@@ -38,10 +39,12 @@ FORMATS = """\
 
 ## Files
 
-- **A Hugging Face directory**: `config.json`, `*.safetensors`, `tokenizer.json`; `tokenizer_config.json`, `generation_config.json` and a
-  chat template where the model has them. Fetch one with `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
-- **A GGUF file** (version 2 or 3): tensor types {types}. Weights are expanded to the compute dtype when they are loaded; on a CPU, Q4_1 and
-  Q8_0 are also kept packed, for steps of up to eight rows. Other types are refused by name.
+- **A Hugging Face directory**: `config.json`, `*.safetensors`, `tokenizer.json`; `tokenizer_config.json`,
+  `generation_config.json` and a chat template where the model has them. Fetch one with
+  `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
+- **A GGUF file** (version 2 or 3): tensor types {types}.
+  Weights are expanded to the compute dtype when they are loaded; on a CPU, Q4_1 and Q8_0 are also kept packed, for steps
+  of up to eight rows. Other types are refused by name.
 - **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.
 - **The embedded model**: SmolLM2-135M-Instruct (Q4_1), fetched by `ridgeline pull`.
 
@@ -56,8 +59,9 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 
 ## Not supported
 
-Checkpoints with `quantization_config` (AWQ, GPTQ, FP8 …), mixtures of experts, multi-head latent attention, state-space models, encoders,
-LoRA adapters (merge them first), images and audio. `ridgeline plan` can plan some of these; the engine does not run them.
+Checkpoints with `quantization_config` (AWQ, GPTQ, FP8 …), mixtures of experts, multi-head latent attention, state-space
+models, encoders, LoRA adapters (merge them first), images and audio. `ridgeline plan` can plan some of these; the engine
+does not run them.
 """
 
 

@@ -16,10 +16,11 @@ HEAD = """\
 
 <!-- Written by scripts/make_options_page.py from ridgeline/config.py and the server's options; `make docs` writes it again. -->
 
-Engine options work on the command line (`ridgeline serve MODEL --max-model-len 4096`), in Python (`LLM(model, max_model_len=4096)`) and for
-`AsyncLLM`. On the command line a switch is `--enable-prefix-caching` or `--no-enable-prefix-caching`, and underscores may stand for dashes.
-An option that is not given, or None, has its default. "auto" means that the engine picks a value at start-up; it logs a reduced
-`max_num_seqs`, `max_num_batched_tokens` or `max_model_len` with the reason. Names are vLLM's where vLLM has the option.
+Engine options work on the command line (`ridgeline serve MODEL --max-model-len 4096`) and in Python
+(`LLM(model, max_model_len=4096)`, `AsyncLLM`). On the command line a switch is `--enable-prefix-caching` or
+`--no-enable-prefix-caching`, and underscores may stand for dashes. An option that is not given, or None, has its default.
+"auto" means that the engine picks a value at start-up; where it picks a smaller `max_num_seqs`, `max_num_batched_tokens` or
+`max_model_len` than usual, it logs the reason. Names are vLLM's where vLLM has the option.
 """
 GROUPS = {
     "Model": config.ModelOptions, "KV cache": config.CacheOptions, "Scheduler": config.SchedulerOptions,
@@ -36,14 +37,15 @@ ENVIRONMENT = """\
 | variable | meaning |
 |---|---|
 | `RIDGELINE_API_KEY` | API keys of the server, separated by commas; removed from the environment once read |
-| `RIDGELINE_CACHE` | directory for compiled kernels, measured peaks and the embedded model; default `~/.cache/ridgeline`. It must belong to the user alone |
+| `RIDGELINE_CACHE` | directory for compiled kernels, peaks and the embedded model; default `~/.cache/ridgeline`; mode 700 |
 | `RIDGELINE_LOG` | log level: `DEBUG`, `INFO` (default), `WARNING`, `ERROR` |
 | `OTEL_*` | OpenTelemetry's own variables; see [server.md](server.md#traces) |
 """
 VLLM = """\
 ## Options of vLLM that change nothing here
 
-`LLM()` and `AsyncLLM()` take these, so that programs written for vLLM run. Only the values in the second column (or None) are accepted.
+`LLM()` and `AsyncLLM()` take these, so that programs written for vLLM run. Only the values in the second column, or None,
+are accepted.
 """
 
 
@@ -87,7 +89,8 @@ def neutral_table() -> str:
 def page() -> str:
     parts = [HEAD, *(f"## {title}\n\n{table(group)}" for title, group in GROUPS.items())]
     ignored = ", ".join(f"`{name}`" for name in sorted(config.NO_EFFECT))
-    parts += [f"{SERVER}\n{table(ServerOptions)}", ENVIRONMENT, f"{VLLM}\n{neutral_table()}\nAccepted with any value and ignored: {ignored}.\n"]
+    parts += [f"{SERVER}\n{table(ServerOptions)}", ENVIRONMENT, f"{VLLM}\n{neutral_table()}"]
+    parts.append(f"Accepted with any value and ignored: {ignored}.\n")
     return "\n".join(parts)
 
 
