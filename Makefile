@@ -65,7 +65,7 @@ test-all: test
 
 # The rows of docs/reliability.md that every commit must pass; `make test` runs them, too. Five minutes at most.
 test-reliability: $(VENV)/.test-ready
-	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist loadfile -m reliability
+	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist loadfile -m every_commit
 
 # Uses the Python and torch of the machine and installs nothing. Most of the time is kernel compilation, which pytest-xdist
 # spreads over processes where it is installed.

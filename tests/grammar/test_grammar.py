@@ -98,6 +98,7 @@ def circular() -> dict[str, Any]:
     return schema
 
 
+@pytest.mark.reliability("B-04")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -286,6 +287,7 @@ def taking(clock: Clock, seconds: float, text: str) -> Matcher:
     return Matcher(made, SamplingParams(structured_outputs=StructuredOutputs(regex=text)), [EOS])
 
 
+@pytest.mark.reliability("S-09c")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_grammar_whose_masks_take_most_of_the_steps_fails_alone(
     clock: Clock, threads: int, monkeypatch: pytest.MonkeyPatch
@@ -558,6 +560,7 @@ LONG: dict[str, Callable[[int], dict[str, Any]]] = {     # a grammar with a text
 }
 
 
+@pytest.mark.reliability("R-20c")
 @pytest.mark.parametrize("spelled_by", ["the library", "Python"])
 @pytest.mark.parametrize("what", LONG)
 def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: str) -> None:
@@ -753,6 +756,7 @@ def test_hostile_grammars_end_no_more_than_the_other_compiler(other_checker: Gra
     assert time.monotonic() - started < 2.5
 
 
+@pytest.mark.reliability("S-09", "B-04")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarChecker, name: str) -> None:
     started = time.monotonic()
@@ -805,6 +809,7 @@ def out_of_memory() -> None:
     raise MemoryError
 
 
+@pytest.mark.reliability("S-09")
 @pytest.mark.parametrize(
     ("does", "verdict"),
     [
@@ -823,6 +828,7 @@ def test_each_grammar_is_compiled_in_a_copy_with_limits(does: Callable[[], objec
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.reliability("S-09")
 def test_the_compiler_steps_back(checker: GrammarChecker) -> None:
     checker.check(StructuredOutputs(regex="steps?back"))
     assert checker._compiler is not None
@@ -865,6 +871,7 @@ def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
     checker.close()
 
 
+@pytest.mark.reliability("S-09e")
 def test_grammars_that_take_long_are_paced_while_others_generate(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -902,6 +909,7 @@ def test_grammars_that_take_long_are_paced_while_others_generate(
     checker.close()
 
 
+@pytest.mark.reliability("S-09e")
 def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A little of a processor's time, taken very often, is much of it."""
     checker = GrammarChecker(tokenizer)
@@ -917,6 +925,7 @@ def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch
     checker.close()
 
 
+@pytest.mark.reliability("S-09f")
 def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer) -> None:
     """As many as the request queue lets in, also while somebody generates."""
     checker = GrammarChecker(tokenizer)
@@ -929,6 +938,7 @@ def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenize
     checker.close()
 
 
+@pytest.mark.reliability("S-09f")
 def test_small_grammars_do_not_wait_behind_those_that_take_long(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1005,6 +1015,7 @@ def test_a_compiler_that_dies_refuses_one_grammar(tokenizer: Tokenizer) -> None:
     checker.close()
 
 
+@pytest.mark.reliability("B-04")
 def test_too_many_waiting_grammars_are_turned_away(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     checker = GrammarChecker(tokenizer)
     monkeypatch.setattr(GrammarChecker, "_compile", lambda *_: time.sleep(0.02) or grammar_check._Verdict(""))
