@@ -57,7 +57,7 @@ lint: $(VENV)/.test-ready
 # The models of the tests are tiny: one process per core, with one thread each.
 test: lint
 	$(BIN)/ridgeline build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # The slow tests run one after the other: many measure a time or a rate, and need an otherwise idle machine.
 test-all: test
@@ -65,7 +65,7 @@ test-all: test
 
 # The rows of docs/reliability.md that every commit must pass; `make test` runs them, too. Five minutes at most.
 test-reliability: $(VENV)/.test-ready
-	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist loadfile -m every_commit
+	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist worksteal -m every_commit
 
 # Uses the Python and torch of the machine and installs nothing. Most of the time is kernel compilation, which pytest-xdist
 # spreads over processes where it is installed.

@@ -5,7 +5,8 @@
 
 Markers are read from the syntax of the test files, without importing them: `@pytest.mark.reliability("S-01", …)` on a
 function or class, the same call around a class (`TestPool = pytest.mark.reliability("P-01")(Machine.TestCase)`), or in a
-file's `pytestmark`. A test is slow if it or its file has the marker `slow`. Text between the tables is written by hand.
+file's `pytestmark`. A test is slow if it or its file has the marker `slow`, or if its own marker says so because all of its
+parameters are: `reliability("P-07", slow=True)`. Text between the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def marked_in(file: str, source: str) -> Iterator[Marked]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if rows := _rows(node.decorator_list):
-                slow = all_slow or any(_kind(mark) == "slow" for mark in node.decorator_list)
+                slow = all_slow or any(_kind(mark) == "slow" or _says_slow(mark) for mark in node.decorator_list)
                 yield Marked(file, node.name, rows, slow)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and (rows := _rows([node.value.func])):
             yield Marked(file, ast.unparse(node.targets[0]), rows, all_slow)
@@ -70,6 +71,10 @@ def _kind(mark: ast.expr) -> str:
     """`slow` of `pytest.mark.slow` or `pytest.mark.slow(…)`"""
     words = ast.unparse(mark.func if isinstance(mark, ast.Call) else mark)
     return words.removeprefix("pytest.mark.") if words.startswith("pytest.mark.") else ""
+
+
+def _says_slow(mark: ast.expr) -> bool:
+    return isinstance(mark, ast.Call) and _kind(mark) == "reliability" and bool(mark.keywords)
 
 
 def _rows(marks: Iterable[ast.expr]) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ def test_what_is_not_tested_is_explained() -> None:
         ('@pytest.mark.reliability("S-01", "B-02")\ndef test_a(): ...', [("test_a", ("S-01", "B-02"), False)]),
         ('@pytest.mark.slow\n@pytest.mark.reliability("S-01")\ndef test_a(): ...', [("test_a", ("S-01",), True)]),
         ('pytestmark = [pytest.mark.slow]\n@pytest.mark.reliability("S-01")\ndef test_a(): ...', [("test_a", ("S-01",), True)]),
+        ('@pytest.mark.reliability("S-01", slow=True)\ndef test_a(): ...', [("test_a", ("S-01",), True)]),
         ('pytestmark = pytest.mark.reliability("P-13")\ndef test_a(): ...', [("", ("P-13",), False)]),
         ('TestA = pytest.mark.reliability("P-01")(Machine.TestCase)', [("TestA", ("P-01",), False)]),
         ("@pytest.mark.slow\ndef test_a(): ...\nTestB = Machine.TestCase", []),
