@@ -1,4 +1,4 @@
-"""Pages that scripts write are as the scripts would write them now. `make docs` writes them again."""
+"""Pages that scripts write are current (`make docs` writes them again), and links and options in pages exist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from ridgeline.cli.cmd_serve import ServerOptions
+from ridgeline.config import declared_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
@@ -53,3 +56,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = link.partition("#")[0]
         if path and "://" not in link:
             assert (page.parent / path).exists(), link
+
+
+USER_PAGES = [ROOT / "docs" / name for name in ("gpu-quick-start.md", "install.md", "operations.md")]
+OTHERS_OPTIONS = {"gpus"}            # of docker
+
+
+@pytest.mark.parametrize("page", [*USER_PAGES, *sorted((ROOT / "docs" / "techniques").glob("*.md"))], ids=lambda page: page.stem)
+def test_options_that_a_page_names_exist(page: Path) -> None:
+    """Options in backticks: `--max-model-len 4096`, `--no-async-scheduling`."""
+    known = {each.name for each, _, _ in (*declared_options(), *declared_options(ServerOptions))}
+    for name in re.findall(r"`--(?:no-)?([a-z0-9-]+)", page.read_text(encoding="utf-8")):
+        assert name.replace("-", "_") in known or name in OTHERS_OPTIONS, name
