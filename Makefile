@@ -1,6 +1,7 @@
 PYTHON ?= python3
 PORT   ?= 8000
 MODEL  ?=
+ARGS   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -9,10 +10,21 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 GPU_TESTS := tests/ops/test_ops.py tests/runner/test_sampler.py tests/models/test_families.py tests/engine/test_laws.py \
     tests/ops/test_linear_kernels.py tests/ops/test_gemv_ring.py tests/ops/test_gemm_ring.py tests/ops/test_gemm_wide.py tests/ops/test_gemm_gated.py tests/ops/test_attention_gpu_shapes.py \
     tests/ops/test_kernel_prefill_hopper.py tests/runner/test_shared_prefix.py tests/runner/test_gpu_engine.py tests/runner/test_gpu_embedded.py
-# These compare what the device holds with a prediction, or take all of it, so nobody else may be on it.
+# These compare what the device holds with a prediction, or take all of it, so no other program may use it.
 GPU_TESTS_ALONE := tests/runner/test_gpu_memory.py tests/runner/test_gpu_out_of_memory.py
 
-.PHONY: install serve test test-all test-reliability test-gpu lint clean
+.PHONY: help install serve test test-all test-reliability test-gpu lint docs clean
+.DEFAULT_GOAL := install
+
+help:
+	@echo "make serve             the server on http://127.0.0.1:8000; PORT=, MODEL=path or ARGS='--max-model-len 4096' change it"
+	@echo "make install           dependencies into .venv, the CPU kernels, the embedded model"
+	@echo "make test              lint, types, import contracts, tests"
+	@echo "make test-all          the slow tests, too"
+	@echo "make test-reliability  the tests of docs/reliability.md that every commit must pass"
+	@echo "make test-gpu          the tests that need a GPU, with the Python and torch of this machine"
+	@echo "make docs              write the generated pages of docs/ again"
+	@echo "make clean             remove .venv and build outputs"
 
 install: $(VENV)/.run-ready
 
@@ -35,34 +47,41 @@ $(VENV)/.test-ready: $(VENV)/.run-ready
 	@touch $@
 
 serve: install
-	@exec $(BIN)/ridgeline serve $(MODEL) --port $(PORT)
+	@exec $(BIN)/ridgeline serve $(MODEL) --port $(PORT) $(ARGS)
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tiny models on few cores: threads would only wait for each other, so every core has a process of its own.
+# The models of the tests are tiny: one process per core, with one thread each.
 test: lint
 	$(BIN)/ridgeline build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-# The slow ones one after the other: many hold a time or a rate to a bar, and want a machine with nothing else to do.
+# The slow tests run one after the other: many measure a time or a rate, and need an otherwise idle machine.
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations 25
 
-# What every commit is held to of docs/reliability.md; `make test` has it too. It may take five minutes.
+# The rows of docs/reliability.md that every commit must pass; `make test` runs them, too. Five minutes at most.
 test-reliability: $(VENV)/.test-ready
-	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist loadfile -m reliability
+	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist worksteal -m every_commit
 
-# With the Python that is there and nothing installed: a machine with a GPU brings its own torch. Most of the time goes
-# into compiling kernels, which several processes do side by side where pytest-xdist is there.
+# Uses the Python and torch of the machine and installs nothing. Most of the time is kernel compilation, which pytest-xdist
+# spreads over processes where it is installed.
 test-gpu: SPREAD = $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8 --dist worksteal")
 test-gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch sees no GPU here'"
 	$(PYTHON) -m pytest -q $(SPREAD) $(GPU_TESTS)
 	$(PYTHON) -m pytest -q $(GPU_TESTS_ALONE)
 	$(PYTHON) scripts/record_verified.py $(GPU_TESTS) $(GPU_TESTS_ALONE)
+
+# The generated pages; tests compare them with what the scripts would write.
+docs: install
+	$(BIN)/python scripts/make_file_map.py --write
+	$(BIN)/python scripts/make_options_page.py --write
+	$(BIN)/python scripts/make_models_page.py --write
+	$(BIN)/python scripts/make_reliability_page.py --write
 
 clean:
 	rm -rf $(VENV) build *.egg-info

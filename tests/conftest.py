@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from reliability_rows import EVERY_COMMIT
 
 from ridgeline.process import embedded
 
-PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
-# The rows that every commit is held to: `make test-reliability` runs their tests, and ends them after five minutes.
-PER_COMMIT = {
-    "S-01", "S-02", "S-03", "S-04", "S-05", "S-11", "H-01", "H-03", "R-01", "R-05", "P-01", "P-02", "P-03", "P-05", "P-12",
-}  # fmt: skip
-
-# A shell without a terminal starts what it puts into the background with Ctrl-C ignored, and whoever is started inherits that.
+# A shell without a terminal starts background processes with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def per_commit_tests() -> set[str]:
-    """`file.py::test` of every test that the page names for these rows and that is not slow."""
-    rows = re.findall(r"^\| ([A-Z]-\d\d) \|[^|]*\| ([^|]*) \| commit \|$", PAGE.read_text(encoding="utf-8"), re.M)
-    return {name for row, names in rows if row in PER_COMMIT for name in re.findall(r"`([^`]+)`", names)}
 
 
 @pytest.hookimpl(tryfirst=True)      # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    named = per_commit_tests()
+    """Quick tests of the rows that every commit must pass get the marker that `make test-reliability` selects."""
     for item in items:
-        test = item.nodeid.split("::")[1].split("[")[0]
-        if f"{item.path.name}::{test}" in named:
-            item.add_marker("reliability")
+        rows = {promise[:4] for mark in item.iter_markers("reliability") for promise in mark.args}
+        if rows & EVERY_COMMIT and item.get_closest_marker("slow") is None:
+            item.add_marker("every_commit")
 
 
 @pytest.fixture(scope="session")

@@ -232,6 +232,7 @@ def test_the_record_has_the_servers_own_quality(answer: dict[str, Any] | None, q
     assert asyncio.run(ask()) == quality
 
 
+@pytest.mark.reliability("R-10")
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_three_minutes_of_soak(

@@ -123,7 +123,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_allocatable == NUM_BLOCKS - 1 and not self.pool.num_releasing, "a block leaked"
 
 
-TestPool = PoolMachine.TestCase
+TestPool = pytest.mark.reliability("P-01")(PoolMachine.TestCase)
 TestPool.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
 
 

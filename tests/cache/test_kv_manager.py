@@ -221,7 +221,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert everything is not None and len(self.manager.cache) == 0, "a node outlived its blocks"
 
 
-TestManager = ManagerMachine.TestCase
+TestManager = pytest.mark.reliability("P-01")(ManagerMachine.TestCase)
 TestManager.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 
 

@@ -161,6 +161,7 @@ def test_off_finds_and_keeps_nothing() -> None:
     assert cache.find(cache.root(""), b"aa") is None and len(cache) == 0
 
 
+@pytest.mark.reliability("S-07")
 @pytest.mark.parametrize("bits", [0, 8])
 def test_forced_hash_collisions_never_reuse_a_wrong_block(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 8 bits most lookups collide with something, among them roots of different salts; with 0 bits all do."""

@@ -78,6 +78,7 @@ def short_name(value: Any) -> str:
     return "huge" if value == [10**5000] else ascii(value)[:24]          # Python refuses to print so many digits
 
 
+@pytest.mark.reliability("B-03")
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE + WRONG_TYPE, ids=short_name)
 def test_a_bad_value_is_one_line_that_names_the_field(name: str, value: Any) -> None:
     with pytest.raises(BadRequest) as error:

@@ -81,6 +81,7 @@ async def serve(stream: AnswerStream, client: Client) -> None:
         await events.write(written(batch))
 
 
+@pytest.mark.reliability("H-06")
 @given(st.lists(st.sampled_from(["push", "push", "stop", "go", "turn"]), max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_nothing_is_lost_or_overtaken(actions: list[str]) -> None:

@@ -83,6 +83,7 @@ async def final(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY) -> 
     return [output async for output in llm.generate(prompt, params)][-1]
 
 
+@pytest.mark.reliability("P-05")
 def test_answers_equal_those_of_the_offline_class(llm: AsyncLLM, run: Run, model: Path) -> None:
     prompts = ["abc", "a longer prompt, with more in it", [1, 2, 3]]
     offline = LLM(model, **OPTIONS).generate(prompts, GREEDY, use_tqdm=False)
@@ -256,6 +257,7 @@ def test_outputs_of_the_kind_that_was_asked_for(llm: AsyncLLM, run: Run) -> None
         assert parts[-1].cumulative_logprob == answer.cumulative_logprob
 
 
+@pytest.mark.reliability("B-19")
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
@@ -412,6 +414,7 @@ def test_what_counts_as_work_for_a_thread(prompts: list[Any], params: dict[str, 
     assert prompt_limits.is_long(prompts, SamplingParams(**params)) is is_long
 
 
+@pytest.mark.reliability("B-02")
 def test_text_that_cannot_fit_is_not_tokenised(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = llm.get_tokenizer()
     assert llm.ready is not None
@@ -477,6 +480,7 @@ def test_the_tokenizer_is_loaded_once_and_without_an_engine(model: Path) -> None
     asyncio.run(scene())
 
 
+@pytest.mark.reliability("B-18")
 def test_the_engine_dies_and_every_request_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 

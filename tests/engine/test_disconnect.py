@@ -51,6 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
         yield made
 
 
+@pytest.mark.reliability("B-09", "R-01b")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "messages"])
 def test_the_engine_hears_of_it_before_another_step(server: ScriptedServer, path: str, stream: bool) -> None:
@@ -67,6 +68,7 @@ def test_the_engine_hears_of_it_before_another_step(server: ScriptedServer, path
     assert Gated.last.closed.wait(5) and Gated.last.steps == 3           # no step was let meanwhile
 
 
+@pytest.mark.reliability("R-01b")
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_the_engine_computes_what_was_under_way_and_no_more(tmp_path: Path, async_scheduling: bool) -> None:
     core, runner = core_of(tmp_path, async_scheduling=async_scheduling)

@@ -108,6 +108,7 @@ def params_of(kind: str) -> SamplingParams:
     return SamplingParams(**{"max_tokens": LENGTH, "ignore_eos": True} | KINDS[kind])
 
 
+@pytest.mark.reliability("B-17", "R-02")
 @pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_streams_go_on_exactly_after_the_engine_was_killed(llm: AsyncLLM, run: Run, kills: int) -> None:
     async def answers(kill: int) -> tuple[list[Any], list[Any]]:
@@ -137,6 +138,7 @@ def test_streams_go_on_exactly_after_the_engine_was_killed(llm: AsyncLLM, run: R
             assert len(got.prompt_logprobs) == len(expected.prompt_logprobs) == len(got.prompt_token_ids)
 
 
+@pytest.mark.reliability("B-17")
 def test_an_answer_that_had_ended_is_not_made_again(llm: AsyncLLM, run: Run) -> None:
     """One of two answers is over when the engine dies: only the other goes to the next."""
 
@@ -157,6 +159,7 @@ def test_an_answer_that_had_ended_is_not_made_again(llm: AsyncLLM, run: Run) -> 
     run(scene())
 
 
+@pytest.mark.reliability("B-16")
 def test_requests_that_come_or_go_while_there_is_no_engine(llm: AsyncLLM, run: Run) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     endless = SamplingParams(temperature=0, max_tokens=CONTEXT, ignore_eos=True)
@@ -178,6 +181,7 @@ def test_requests_that_come_or_go_while_there_is_no_engine(llm: AsyncLLM, run: R
     assert whole == later
 
 
+@pytest.mark.reliability("B-14", "R-03")
 def test_a_hung_engine_is_seen_written_about_and_replaced(
     llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +209,7 @@ def test_a_hung_engine_is_seen_written_about_and_replaced(
     assert "most recent call first" in logged and "engine_process.py" in logged         # where it hung
 
 
+@pytest.mark.reliability("B-14", "R-04")
 def test_a_busy_engine_is_not_taken_for_a_hung_one(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle, with a long prompt, with many answers: it always says that it goes on."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -219,6 +224,7 @@ def test_a_busy_engine_is_not_taken_for_a_hung_one(llm: AsyncLLM, run: Run, monk
     run(scene())
 
 
+@pytest.mark.reliability("R-11c")
 @pytest.mark.slow
 def test_a_front_end_that_was_held_up_blames_nobody(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
@@ -231,6 +237,7 @@ def test_a_front_end_that_was_held_up_blames_nobody(llm: AsyncLLM, run: Run, mon
     run(scene())
 
 
+@pytest.mark.reliability("B-18", "R-02c")
 def test_an_engine_that_cannot_come_back_is_told_to_everybody(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,6 +261,7 @@ def test_an_engine_that_cannot_come_back_is_told_to_everybody(
     asyncio.run(asyncio.wait_for(scene(), 60))
 
 
+@pytest.mark.reliability("B-15")
 def test_a_request_that_ends_every_engine_is_given_up(
     llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +303,7 @@ def test_shutdown_in_the_middle_of_a_restart_leaves_nothing(model: Path, monkeyp
 # -- parts, without an engine ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("B-15")
 def test_restarts_are_counted_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
@@ -305,6 +314,7 @@ def test_restarts_are_counted_within_a_window(monkeypatch: pytest.MonkeyPatch) -
     assert Restarts(Supervision()).next_delay() is None
 
 
+@pytest.mark.reliability("B-14")
 def test_a_pulse_counts_steps_and_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
@@ -322,6 +332,7 @@ def test_a_pulse_counts_steps_and_idleness(monkeypatch: pytest.MonkeyPatch) -> N
     assert not unlimited.stopped
 
 
+@pytest.mark.reliability("B-05")
 def test_the_predicted_wait_follows_the_queue_and_the_rows() -> None:
     now = [0.0]
     meter = LoadMeter(lambda: now[0])
@@ -345,6 +356,7 @@ def test_the_predicted_wait_follows_the_queue_and_the_rows() -> None:
     assert (meter.waiting_tokens, meter.open_answers) == (0, 0) and meter.wait(rows=2) == 0.0
 
 
+@pytest.mark.reliability("B-06")
 def test_queued_tokens_and_deadlines_are_limits(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True)
 
@@ -367,6 +379,7 @@ def test_queued_tokens_and_deadlines_are_limits(llm: AsyncLLM, run: Run, monkeyp
     run(scene())
 
 
+@pytest.mark.reliability("S-06")
 def test_callers_with_different_salts_share_no_prefix(llm: AsyncLLM, run: Run) -> None:
     async def cached(salt: str) -> int:
         token = CALLER.set(Caller(cache_salt=salt))
@@ -382,6 +395,7 @@ def test_callers_with_different_salts_share_no_prefix(llm: AsyncLLM, run: Run) -
     assert run(scene()) == [0, 32, 0, 32]
 
 
+@pytest.mark.reliability("B-10")
 def test_what_a_slow_reader_left_unread_is_joined(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_stream, "UNREAD", 8)
     params = SamplingParams(n=2, seed=3, max_tokens=100, ignore_eos=True, logprobs=0)
@@ -402,6 +416,7 @@ def test_what_a_slow_reader_left_unread_is_joined(llm: AsyncLLM, run: Run, monke
     run(scene())
 
 
+@pytest.mark.reliability("B-25", "R-01")
 def test_a_storm_of_clients_that_leave(llm: AsyncLLM, run: Run) -> None:
     """Some before a token, some after a few; the fixture checks that nothing is left of them."""
 
@@ -452,6 +467,7 @@ def orphaned(names: set[str]) -> set[str]:
     return {name for name in names if f"/dev/shm/{name}" not in held and Path("/dev/shm", name).exists()}
 
 
+@pytest.mark.reliability("R-02b")
 @pytest.mark.slow
 def test_killed_twenty_times_under_64_streams(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time tokens come again within 5 s and what loading takes; every answer is the same; and no process, socket or

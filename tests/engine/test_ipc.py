@@ -84,6 +84,7 @@ def decode_or_refuse(codec: ipc.Codec[object], frame: bytes) -> None:
 FRAMES = [CODECS[codec].encode(message) for codec, message in messages()]
 
 
+@pytest.mark.reliability("S-02")
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 @settings(max_examples=500, deadline=None)
 @given(
@@ -97,6 +98,7 @@ def test_mutated_frames_are_refused(codec: ipc.Codec[object], base: bytes, edits
     decode_or_refuse(codec, bytes(frame))
 
 
+@pytest.mark.reliability("S-02")
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 def test_random_bytes_are_refused(codec: ipc.Codec[object]) -> None:
     source = random.Random(5)
@@ -113,6 +115,7 @@ def request_with(**fields: object) -> bytes:
     return encoded({"type": "Add", "request": request})
 
 
+@pytest.mark.reliability("S-02")
 @pytest.mark.parametrize(
     "frame",
     [
@@ -172,6 +175,7 @@ def test_what_would_not_arrive_is_not_encoded(
         ipc.TO_ENGINE.encode(ipc.Add(request))
 
 
+@pytest.mark.reliability("S-03")
 def test_the_socket_directory_is_private_and_goes_away() -> None:
     first, second = ipc.SocketDir(), ipc.SocketDir()
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700

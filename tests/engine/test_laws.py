@@ -155,6 +155,7 @@ def test_every_declared_technique_has_a_law() -> None:
     assert all((Path(__file__).parents[2] / "ridgeline" / technique.module).is_file() for technique in ALL)
 
 
+@pytest.mark.reliability("P-07")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
 def test_technique_alone(technique: Technique, name: str, models: dict[str, Path], reference: dict[str, Any]) -> None:
@@ -163,6 +164,7 @@ def test_technique_alone(technique: Technique, name: str, models: dict[str, Path
     assert ACTIVE[technique.name](outcome.core), f"{technique.name} was never active"
 
 
+@pytest.mark.reliability("P-07")
 @pytest.mark.parametrize("pair", itertools.combinations(TECHNIQUES, 2), ids=lambda pair: " + ".join(t.name for t in pair))
 def test_techniques_in_pairs(pair: tuple[Technique, Technique], models: dict[str, Path], reference: dict[str, Any]) -> None:
     outcome = run(models["gemma2"], switched_on(*pair), requests())
@@ -183,12 +185,14 @@ ALL_ON = {name: value for technique in TECHNIQUES if technique.exact for name, v
 USUAL = PLAIN | ALL_ON | CROWD
 
 
+@pytest.mark.reliability("P-08")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", [2, 5, 12])
 def test_batch_size(rows: int, name: str, models: dict[str, Path], reference: dict[str, Any]) -> None:
     assert run(models[name], USUAL | {"max_num_seqs": rows}, requests()).answers == reference[name]
 
 
+@pytest.mark.reliability("P-07")
 @pytest.mark.parametrize("budget", [1, 3, 7, 256])
 def test_chunk_size(budget: int, models: dict[str, Path], reference: dict[str, Any]) -> None:
     outcome = run(models["gemma2"], USUAL | {"max_num_batched_tokens": budget}, requests())
@@ -196,6 +200,7 @@ def test_chunk_size(budget: int, models: dict[str, Path], reference: dict[str, A
     assert (outcome.core.scheduler.counters.chunks > 0) == (budget < 256)
 
 
+@pytest.mark.reliability("P-07")
 @pytest.mark.parametrize("size", [1, 2, 8, 16, 5])
 def test_block_size(size: int, models: dict[str, Path], reference: dict[str, Any]) -> None:
     for name in ("llama", "gemma2"):
@@ -207,6 +212,7 @@ def long_reference(models: dict[str, Path]) -> dict[str, dict[tuple[str, int], l
     return {name: run(path, PLAIN, requests(long=True)).answers for name, path in models.items()}
 
 
+@pytest.mark.reliability("P-07")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])       # with windows alone a request never outgrows its room
@@ -271,6 +277,7 @@ def test_sampled_rows_beside_prompts_are_filled_up(
     assert outcome.answers == reference[name] and filled > 2
 
 
+@pytest.mark.reliability("P-09")
 def test_seeded_noise(models: dict[str, Path]) -> None:
     """A seeded request says the same alone, in a crowd, after preemption, and whatever its n-th neighbours do."""
     asked = requests()

@@ -266,6 +266,7 @@ def test_options_of_vllm(model: Path) -> None:
     assert llm.core.config.dtype == "float32"
 
 
+@pytest.mark.reliability("P-06")
 @pytest.mark.real_model
 def test_the_embedded_model(embedded_model: Path) -> None:
     llm = LLM(max_model_len=128, kv_cache_memory_bytes=64 << 20)
@@ -434,6 +435,7 @@ def test_after_a_broken_step_the_engine_says_that_it_is_dead(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.reliability("R-07")
 def test_an_answer_that_fails_does_not_take_the_others_along(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [ids(each) for each in llm.generate(["one", "two"], GREEDY)]
     step, failed = llm.core.step, []

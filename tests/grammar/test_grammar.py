@@ -101,6 +101,7 @@ def circular() -> dict[str, Any]:
     return schema
 
 
+@pytest.mark.reliability("B-04")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -319,6 +320,7 @@ def test_a_busy_machine_keeps_tokens_with_the_threads(
         assert masks._look_for_slow == (works > 0.1) and all(at.accept(seven) for at in made)
 
 
+@pytest.mark.reliability("S-09c")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_grammar_whose_masks_take_most_of_the_steps_fails_alone(
     clock: Clock, threads: int, monkeypatch: pytest.MonkeyPatch
@@ -591,6 +593,7 @@ LONG: dict[str, Callable[[int], dict[str, Any]]] = {     # a grammar with a text
 }
 
 
+@pytest.mark.reliability("R-20c")
 @pytest.mark.parametrize("spelled_by", ["the library", "Python"])
 @pytest.mark.parametrize("what", LONG)
 def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: str) -> None:
@@ -788,6 +791,7 @@ def test_hostile_grammars_end_no_more_than_the_other_compiler(other_checker: Gra
     assert time.monotonic() - started < 2.5
 
 
+@pytest.mark.reliability("S-09", "B-04")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarChecker, name: str) -> None:
     """What counts is the CPU time that the compiler's process spends on it: wall-clock time depends on the machine's load."""
@@ -849,6 +853,7 @@ def spin() -> None:
     collections.deque(itertools.repeat(0), 0)
 
 
+@pytest.mark.reliability("S-09")
 @pytest.mark.parametrize(
     ("does", "seconds", "cpu_seconds", "verdict"),
     [
@@ -869,6 +874,7 @@ def test_each_grammar_is_compiled_in_a_copy_with_limits(
     assert found.verdict == verdict and ("only a fake" in found.reason) == (verdict == "refused")
 
 
+@pytest.mark.reliability("S-09")
 def test_the_compiler_steps_back(checker: GrammarChecker) -> None:
     checker.check(StructuredOutputs(regex="steps?back"))
     assert checker._compiler is not None
@@ -924,6 +930,7 @@ class Asleep:
         self.now += max(seconds, 1e-3)
 
 
+@pytest.mark.reliability("S-09e")
 def test_grammars_that_take_long_are_paced_while_others_generate(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -964,6 +971,7 @@ def test_grammars_that_take_long_are_paced_while_others_generate(
     checker.close()
 
 
+@pytest.mark.reliability("S-09e")
 def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A little of a processor's time, taken very often, is much of it."""
     checker = GrammarChecker(tokenizer)
@@ -984,6 +992,9 @@ def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenize
     """As many as the request queue lets in, also while other requests generate. Seconds on a quiet machine; how long a client
     waits on a busy one is not what this is about."""
     monkeypatch.setattr(grammar_check, "_PATIENCE_SECONDS", 600.0)
+@pytest.mark.reliability("S-09f")
+def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer) -> None:
+    """As many as the request queue lets in, also while somebody generates."""
     checker = GrammarChecker(tokenizer)
     choices = [StructuredOutputs(choice=[f"yes {n}", f"no {n}"]) for n in range(128)]
     schemas = [StructuredOutputs(json=json.dumps({"properties": {f"p{n}": {"type": "integer"}}})) for n in range(128)]
@@ -994,6 +1005,7 @@ def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenize
     checker.close()
 
 
+@pytest.mark.reliability("S-09f")
 def test_small_grammars_do_not_wait_behind_those_that_take_long(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1070,6 +1082,7 @@ def test_a_compiler_that_dies_refuses_one_grammar(tokenizer: Tokenizer) -> None:
     checker.close()
 
 
+@pytest.mark.reliability("B-04")
 def test_too_many_waiting_grammars_are_turned_away(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     checker = GrammarChecker(tokenizer)
     monkeypatch.setattr(GrammarChecker, "_compile", lambda *_: time.sleep(0.02) or grammar_check._Verdict(""))

@@ -84,6 +84,7 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
 # -- answers are valid -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("P-11")
 def test_answers_to_many_schemas_are_valid(llm: LLM) -> None:
     schemas = [*WRITTEN, *(drawn(seed) for seed in range(100))]
     params = [asks(seed, json=schema, disable_any_whitespace=True) for seed, schema in enumerate(schemas)]
@@ -294,6 +295,7 @@ def test_a_bad_grammar_fails_the_call_before_the_engine_hears_of_it(llm: LLM) ->
     assert not llm.core.has_work
 
 
+@pytest.mark.reliability("B-19", "R-07")
 @pytest.mark.parametrize("where", ["accept", "mask"])
 def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [asks(seed, json=SCHEMA) for seed in range(6)]
@@ -337,6 +339,7 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
     llm.core.scheduler.manager.pool.check()
 
 
+@pytest.mark.reliability("S-09c")
 def test_answers_of_a_heavy_grammar_leave_others_short_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of them, whose masks take a tenth of a second each, beside two that go on as if they were alone."""
     now, started = [1000.0], Matcher.__init__
@@ -408,6 +411,7 @@ def test_a_request_may_go_while_its_grammar_is_compiled(llm: LLM) -> None:
     assert llm.get_tokenizer().decode(tokens) == "abc"
 
 
+@pytest.mark.reliability("S-09b")
 def test_what_nobody_waits_for_is_not_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     core: EngineCore = llm.core
     compiled, may_go_on = list[str](), threading.Event()

@@ -108,6 +108,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return made
 
 
+@pytest.mark.reliability("P-06")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_agree(cases: dict[str, Case], name: str) -> None:
     case = cases[name]
@@ -234,6 +235,7 @@ def test_short_longrope_is_chosen_by_the_longest_context(cases: dict[str, Case],
     assert float((logits - case.ours64[:ORIGINAL_CONTEXT]).abs().max()) > CLEARLY * case.tolerance64
 
 
+@pytest.mark.reliability("P-08")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen2"])
 def test_a_batch_of_unequal_rows_gives_each_row_its_own_logits(cases: dict[str, Case], name: str) -> None:
     model = load(cases[name].path, torch.float64)

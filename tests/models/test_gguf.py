@@ -241,6 +241,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.reliability("S-10")
 @pytest.mark.parametrize("changes, reason", REFUSED, ids=[reason[:50] for _, reason in REFUSED])
 def test_each_lie_is_named(tmp_path: Path, changes: dict[str, bytes], reason: str) -> None:
     fields = gguf_fields(METADATA, BASE)
@@ -332,6 +333,7 @@ def opens(path: Path, data: bytes) -> bool:
     return True
 
 
+@pytest.mark.reliability("S-10")
 @pytest.mark.timeout(60)
 def test_damaged_files_are_refused_or_read(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

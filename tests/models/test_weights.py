@@ -299,6 +299,7 @@ def test_values_too_large_for_the_dtype_are_named(llama: Path) -> None:
         load(llama, torch.float16)
 
 
+@pytest.mark.reliability("S-10b")
 @pytest.mark.parametrize("kept", [0, 5, 300, -1])
 def test_a_truncated_file_is_named(llama: Path, kept: int) -> None:
     content = (llama / WEIGHTS).read_bytes()
@@ -330,6 +331,7 @@ def test_no_weights(llama: Path) -> None:
         load(llama)
 
 
+@pytest.mark.reliability("S-10b")
 def test_damaged_shards(tmp_path: Path) -> None:
     build_model("llama").save_pretrained(tmp_path, max_shard_size="60KB")
     shards = sorted(tmp_path.glob("*.safetensors"))

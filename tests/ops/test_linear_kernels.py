@@ -25,6 +25,7 @@ from ridgeline.ops.linear.gemv import gemv
 from ridgeline.ops.linear.select import GemmPlan, GemvPlan, even_splits
 from ridgeline.ops.registry import TRITON_INTERPRETED
 
+pytestmark = pytest.mark.reliability("P-13")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 runs_kernels = pytest.mark.skipif(not (CUDA or TRITON_INTERPRETED), reason="runs in the interpreter's process")

@@ -82,6 +82,7 @@ def results(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     return list(returned) if isinstance(returned, tuple) else [returned]
 
 
+@pytest.mark.reliability("P-13")
 @pytest.mark.parametrize(("op", "implementation", "case", "dtype"), all_checks())
 def test_implementation_matches_the_float64_definition(
     op: Op[Any, Any], implementation: Implementation, case: Case, dtype: str
@@ -110,6 +111,7 @@ def test_implementation_matches_the_float64_definition(
             assert torch.equal(got.cpu(), wanted)
 
 
+@pytest.mark.reliability("P-13")
 @pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_in_the_interpreter() -> None:

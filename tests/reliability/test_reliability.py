@@ -115,6 +115,7 @@ SMUGGLING: dict[str, bytes] = {
 }
 
 
+@pytest.mark.reliability("H-03")
 @pytest.mark.parametrize("case", SMUGGLING)
 def test_what_could_be_read_in_two_ways_is_refused(server: ScriptedServer, case: str) -> None:
     """And the connection closed: a second request behind it is never answered."""
@@ -167,6 +168,7 @@ def variants(path: str, method: str) -> Iterator[tuple[str, bytes, set[int]]]:
         yield name.decode(), request(path, headers=name + b": /health\r\n"), no
 
 
+@pytest.mark.reliability("S-04")
 def test_there_is_no_way_around_the_key(server: ScriptedServer) -> None:
     routes = [(getattr(route, "path", ""), route) for route in make_app(server.service).routes]
     tried = 0
@@ -207,6 +209,7 @@ def provoked() -> Iterator[tuple[str, Any]]:
         yield "/v1/completions", text | {"model": value}
 
 
+@pytest.mark.reliability("S-11", "B-23")
 def test_errors_tell_nothing_of_the_server_or_of_prompts(server: ScriptedServer) -> None:
     wrong: set[str] = set()
     with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=20) as client:
@@ -225,6 +228,7 @@ def test_errors_tell_nothing_of_the_server_or_of_prompts(server: ScriptedServer)
     assert len(wrong) > 100                              # different errors
 
 
+@pytest.mark.reliability("S-11")
 def test_what_fails_inside_is_a_number_for_clients(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,6 +247,7 @@ def test_what_fails_inside_is_a_number_for_clients(
 # -- memory [H-01] -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-01c")
 def test_what_was_refused_is_freed_without_the_garbage_collector(server: ScriptedServer) -> None:
     """The server looks for garbage rarely: a body must not wait for that."""
     size, count = 2_000_000, 12
@@ -287,6 +292,7 @@ SPANS = {"server/observe/tracing.py"}            # a trace's times are of the da
 WATCHED = ("engine", "server", "text", "process", "scheduler", "cache", "runner", "grammar")
 
 
+@pytest.mark.reliability("R-11")
 def test_nothing_is_timed_by_the_time_of_day() -> None:
     """A clock that is set, or leaps, must not end a request."""
     users = set()

@@ -116,6 +116,7 @@ def streamed(url: str, body: dict[str, Any]) -> Answer:
     return found
 
 
+@pytest.mark.reliability("P-05b")
 def test_streamed_whole_offline_and_batched_are_the_same(embedded_model: Path) -> None:
     """[P-05] 50 prompts, 32 tokens each: texts and ids exactly, log-probabilities within 1e-4."""
     asked = prompts(50)
@@ -159,6 +160,7 @@ class Compared:
         self.seen[place] += len(logits)
 
 
+@pytest.mark.reliability("P-06b")
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     embedded_model: Path, theirs: Any, tokenizer: Tokenizer
 ) -> None:
@@ -226,6 +228,7 @@ def needle_in_batches(llm: LLM) -> tuple[bool, float]:
 INVARIANT = OPTIONS | {"enable_prefix_caching": False, "max_num_batched_tokens": 8192, "deterministic": True}
 
 
+@pytest.mark.reliability("P-08b")
 def test_a_needle_in_batches_of_2_to_32_is_bitwise_the_same(embedded_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """[P-08] With products that do not depend on the number of rows nothing else of a step does."""
     monkeypatch.setattr(worker, "unquantised_scheme", lambda *_: TilesOfRows())
@@ -235,6 +238,7 @@ def test_a_needle_in_batches_of_2_to_32_is_bitwise_the_same(embedded_model: Path
     assert same and furthest == 0.0, furthest
 
 
+@pytest.mark.reliability("P-08c")
 def test_a_needle_in_batches_says_the_same_with_the_libraries_products(embedded_model: Path) -> None:
     """[P-08] As a CPU serves: a library sums in another order for more rows, which shows in the last bits alone."""
     llm = LLM(embedded_model, **INVARIANT)
@@ -254,6 +258,7 @@ def windows(name: str, tokenizer: Tokenizer) -> list[Passage]:
     return [Passage(name, place, tokens[place * WINDOW : (place + 1) * WINDOW], 1) for place in range(WINDOWS)]
 
 
+@pytest.mark.reliability("P-10")
 @pytest.mark.parametrize("name", ["moby-dick", "pride-and-prejudice", "sherlock-holmes"])
 def test_perplexity_is_that_of_transformers(name: str, embedded_model: Path, theirs: Any, tokenizer: Tokenizer) -> None:
     """[P-10] Within 0.1 %, through the scheduler, the paged KV cache and the kernels that serve."""

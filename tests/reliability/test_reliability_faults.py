@@ -94,6 +94,7 @@ def expected(model: Path) -> Iterator[list[Any]]:
         yield asyncio.run(scene())
 
 
+@pytest.mark.reliability("R-06")
 @pytest.mark.slow
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("site", [*faulty_engine.SITES, *HERE])
@@ -147,6 +148,7 @@ def test_a_fault_costs_one_request_or_one_engine(
     asyncio.run(asyncio.wait_for(scene(), 120))
 
 
+@pytest.mark.reliability("R-01c")
 @pytest.mark.slow
 def test_clients_that_leave_at_any_point_leave_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """500 streams, 200 that wait for a whole answer, 50 with four answers each."""
@@ -220,6 +222,7 @@ def engines_of(pid: int, module: str) -> list[int]:
     return [each.pid for each in psutil.Process(pid).children() if module in each.cmdline()]
 
 
+@pytest.mark.reliability("R-04b")
 @pytest.mark.slow
 def test_a_minute_of_long_prompts_is_no_hung_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 8,000 tokens, one after another, in steps of a tenth of a second: some seconds each without a token."""
@@ -264,6 +267,7 @@ def stolen_processors() -> Iterator[None]:
             each.wait()
 
 
+@pytest.mark.reliability("R-11b")
 @pytest.mark.slow
 def test_stolen_processors_and_standstills_time_nobody_out(model: Path) -> None:
     """A minute beside others that use every processor. Both processes stand still now and then, as one does that collects

@@ -176,6 +176,7 @@ HUGE: dict[str, tuple[Callable[[], Iterator[bytes]], int]] = {
 }
 
 
+@pytest.mark.reliability("H-01b")
 def test_huge_and_malformed_requests_cost_little() -> None:
     async def attack(front: Front, pieces: Iterator[bytes]) -> tuple[int, float]:
         async with connected(front, limit=2**22) as (reader, writer):
@@ -212,6 +213,7 @@ def test_huge_and_malformed_requests_cost_little() -> None:
 # -- [H-02] ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-02b")
 def test_two_thousand_slow_clients_hold_up_nobody() -> None:
     async def slow(front: Front, beginning: bytes) -> float:
         """A byte every five seconds; how long it was put up with."""
@@ -244,6 +246,7 @@ def test_two_thousand_slow_clients_hold_up_nobody() -> None:
 # -- [H-04] ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-04")
 def test_a_thousand_streams() -> None:
     streams, tokens, rounds = 1_000, 64, 3
 
@@ -268,6 +271,7 @@ def test_a_thousand_streams() -> None:
     run(scene())
 
 
+@pytest.mark.reliability("B-24")
 def test_two_thousand_streams_are_held_and_the_engine_does_not_wait() -> None:
     streams, tokens, rate = 2_000, 100, 20_000
 
@@ -299,6 +303,7 @@ def test_two_thousand_streams_are_held_and_the_engine_does_not_wait() -> None:
 # -- [H-05] ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-05")
 def test_five_thousand_idle_connections() -> None:
     async def active(front: Front) -> list[Answer]:
         answers: list[Answer] = []
@@ -334,6 +339,7 @@ def test_five_thousand_idle_connections() -> None:
 # -- [H-06] ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-06b")
 def test_slow_readers_cost_others_nothing_and_are_given_up() -> None:
     """Events are made long by a long name of the model, so that the buffers between are full soon. Rounds are compared by their
     median: a single one is at the mercy of what else the machine does."""
@@ -411,6 +417,7 @@ async def health_of(front: Front) -> dict[str, Any]:
 # -- [H-07] ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-07b")
 def test_twice_as_much_as_can_be_done() -> None:
     """Open loop: 500 requests a second come, 250 can be answered."""
     offered, seconds, rows, tokens, queue = 500, 60, 50, 10, 100

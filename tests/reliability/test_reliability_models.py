@@ -54,6 +54,7 @@ def long_run(machine: RuleBasedStateMachine, rng: random.Random, operations: int
     return done
 
 
+@pytest.mark.reliability("P-01b")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("machine", [PoolMachine, ManagerMachine])
 def test_blocks_against_a_naive_model(machine: type[RuleBasedStateMachine], part: int) -> None:
@@ -68,6 +69,7 @@ def test_blocks_against_a_naive_model(machine: type[RuleBasedStateMachine], part
 # -- P-02: 2,000 traces ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("P-02b")
 @pytest.mark.parametrize("part", range(4))
 def test_two_thousand_traces_of_traffic(part: int) -> None:
     """The simulation checks budgets, double scheduling, lost requests, answers and that each ends in time, at every step."""
@@ -86,6 +88,7 @@ def test_two_thousand_traces_of_traffic(part: int) -> None:
 PARTS = 4
 
 
+@pytest.mark.reliability("P-03b")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_interleavings_of_eighteen_events(part: int) -> None:
     """[P-03] Three requests of six events each, on four blocks, planned a step ahead as the engine does: 135,219 traces."""
@@ -94,6 +97,7 @@ def test_all_interleavings_of_eighteen_events(part: int) -> None:
     assert interleaved(setup, asked, 18, part) == len(range(part, 135_219, PARTS))
 
 
+@pytest.mark.reliability("P-03b")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_all_interleavings_of_twelve_events(depth: int) -> None:
     """[P-03] Five blocks and longer answers, planned ahead or not: 13,608 traces each."""

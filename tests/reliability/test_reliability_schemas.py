@@ -71,6 +71,7 @@ def _parameter(rng: random.Random, depth: int) -> dict[str, Any]:
     return described | _parameters(rng, depth + 1)
 
 
+@pytest.mark.reliability("P-11b")
 def test_three_hundred_schemas_have_valid_answers_and_no_dead_end(tmp_path: Path) -> None:
     """[P-11] Every answer ends by itself, which a grammar that comes to a dead end cannot, and jsonschema finds it valid."""
     schemas = [*WRITTEN, *(drawn(5_000 + seed) for seed in range(DRAWN)), *(tool(seed) for seed in range(TOOLS))]

@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[2]
 # -- [S-01] ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("S-01b")
 def test_the_wheel_holds_nothing_that_runs_data(tmp_path: Path) -> None:
     """What is shipped, not only what is written: the same scan over the built wheel."""
     source = tmp_path / "source"                         # building leaves things beside what it builds
@@ -70,6 +71,7 @@ def test_the_wheel_holds_nothing_that_runs_data(tmp_path: Path) -> None:
 # -- [S-02] ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("S-02b")
 def test_two_hundred_thousand_mutated_frames() -> None:
     """Nothing but DecodeError, and never more memory than a frame may take."""
     source, refused = random.Random(11), 0
@@ -126,12 +128,14 @@ def times_of_wrong_keys(verify: Callable[[list[tuple[bytes, bytes]]], object]) -
     return [statistics.median(each) for each in times], found
 
 
+@pytest.mark.reliability("S-05b")
 def test_the_time_of_a_wrong_key_tells_nothing_of_the_right_one() -> None:
     medians, trends = times_of_wrong_keys(Keys([RIGHT, "another-key"]).number_of)
     assert max(medians) - min(medians) < 50, medians
     assert abs(statistics.mean(trends)) < 0.2, trends
 
 
+@pytest.mark.reliability("S-05b")
 def test_a_comparison_that_stops_early_would_be_seen() -> None:
     """The measure above, on one that does."""
 
@@ -152,6 +156,7 @@ def spearman(values: list[float]) -> float:
 # -- [S-06] ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("S-06b")
 def test_how_fast_it_comes_tells_nothing_of_other_tenants_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """B asks what A has asked, and what nobody has asked: who only sees the time to the first token cannot tell which."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -292,10 +297,12 @@ async def throw_bombs(model: Path) -> dict[str, float]:
     return found | dict(zip(("alone", "beside"), late, strict=True))
 
 
+@pytest.mark.reliability("S-09d")
 def test_two_hundred_grammar_bombs_are_bounded(bombed: dict[str, float]) -> None:
     assert bombed["longest"] <= 2.5 and bombed["grown"] < 300 * 2**20, bombed
 
 
+@pytest.mark.reliability("S-09g")
 def test_other_requests_do_not_wait_for_grammar_bombs(bombed: dict[str, float]) -> None:
     assert bombed["beside"] <= 1.2 * bombed["alone"], bombed
 
@@ -328,6 +335,7 @@ def damaged(content: bytes, source: random.Random, count: int) -> Iterator[tuple
             yield kind, content[: source.randrange(len(content))] if kind == "cut" else content + source.randbytes(1 + number % 9)
 
 
+@pytest.mark.reliability("S-10c")
 def test_three_hundred_damaged_safetensors_files(tmp_path: Path) -> None:
     model = save_checkpoint("llama", tmp_path / "llama")
     file = model / "model.safetensors"
@@ -347,6 +355,7 @@ def test_three_hundred_damaged_safetensors_files(tmp_path: Path) -> None:
     assert "cut" not in accepted and "longer" not in accepted and "length" not in accepted, accepted
 
 
+@pytest.mark.reliability("S-10c")
 def test_mutated_configs_are_one_clear_line(tmp_path: Path) -> None:
     model = save_checkpoint("llama", tmp_path / "llama")
     file = model / "config.json"
@@ -394,6 +403,7 @@ GROWING: dict[str, tuple[Callable[[int], tuple[type[Any], bytes]], int]] = {    
 }
 
 
+@pytest.mark.reliability("R-20b")
 @pytest.mark.parametrize("what", GROWING)
 def test_twice_the_request_is_about_twice_the_work(what: str, tmp_path: Path) -> None:
     make, size = GROWING[what]
@@ -453,6 +463,7 @@ def address(server: subprocess.Popen[str]) -> str:
     return next(line.split()[1].removesuffix("/v1") for line in server.stdout if line.startswith("ready: "))
 
 
+@pytest.mark.reliability("R-09b")
 def test_with_64_files_the_server_goes_on_when_connections_end(tmp_path: Path) -> None:
     server = serve(str(write_model(tmp_path / "tiny")), preexec_fn=few_files)
     try:
@@ -472,6 +483,7 @@ def test_with_64_files_the_server_goes_on_when_connections_end(tmp_path: Path) -
     assert "Traceback" not in said and len(said) < 2000
 
 
+@pytest.mark.reliability("R-09b")
 def test_a_full_disk_under_the_access_log_ends_no_answer(tmp_path: Path) -> None:
     server = serve(str(write_model(tmp_path / "tiny")), "--access-log", "/dev/full")
     try:
@@ -484,6 +496,7 @@ def test_a_full_disk_under_the_access_log_ends_no_answer(tmp_path: Path) -> None
     assert server.stderr is not None and "Traceback" not in server.stderr.read()
 
 
+@pytest.mark.reliability("R-09b")
 @pytest.mark.parametrize(
     ("options", "environment"),
     [

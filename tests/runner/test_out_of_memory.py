@@ -96,6 +96,7 @@ def answer_to(prompt: list[int], limit: int, core: EngineCore) -> list[int]:
     return expected_answer(prompt, limit, frozenset(core.config.model.eos_token_ids))
 
 
+@pytest.mark.reliability("R-08")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("where", ["before", "after", "sample"])
 def test_out_of_memory_every_fifty_steps_costs_nobody_an_answer(where: str, overlap: bool, tmp_path: Path) -> None:
@@ -154,6 +155,7 @@ def test_steps_shrink_until_they_fit_and_grow_again(tmp_path: Path) -> None:
     assert max(sizes) == 64
 
 
+@pytest.mark.reliability("R-08b")
 @pytest.mark.parametrize("chunked", [True, False])
 def test_who_fits_into_no_step_fails_alone(chunked: bool, tmp_path: Path) -> None:
     core, runner = core_of(tmp_path, max_num_batched_tokens=256, enable_chunked_prefill=chunked, max_model_len=256)
@@ -178,6 +180,7 @@ def test_who_fits_into_no_step_fails_alone(chunked: bool, tmp_path: Path) -> Non
         assert number == 3 or answers[str(number)] == expected_answer(prompt, 9)
 
 
+@pytest.mark.reliability("R-08b")
 def test_when_there_is_no_memory_at_all_everybody_is_told_and_the_engine_lives(tmp_path: Path) -> None:
     core, runner = core_of(tmp_path)
     runner.refuses = lambda plan: "before"
@@ -232,6 +235,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("memory") / "tiny")
 
 
+@pytest.mark.reliability("R-08")
 @pytest.mark.parametrize("method", ["submit", "sample"])
 def test_a_real_engine_goes_on(method: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy, seeded, with penalties, log-probabilities, several answers, a grammar: all as without the fault."""

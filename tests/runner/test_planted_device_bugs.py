@@ -171,6 +171,7 @@ def test_without_a_bug_the_answers_agree(model: Path, reference: dict[tuple[str,
     assert run(model, OPTIONS, requests()).answers == reference
 
 
+@pytest.mark.reliability("P-16")
 @pytest.mark.parametrize("plant", BUGS, ids=NAMES)
 def test_bug_is_caught(
     plant: Callable[[Patch], None], model: Path, reference: dict[tuple[str, int], list[int]], monkeypatch: Patch

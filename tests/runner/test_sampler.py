@@ -252,6 +252,7 @@ def test_every_parameter_in_one_mixed_batch_is_what_it_says(quantised: bool) -> 
             row.output.append(token)
 
 
+@pytest.mark.reliability("P-09")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_row_alone_says_what_it_says_in_a_batch(dtype: torch.dtype) -> None:
     rows = fresh_rows()
@@ -398,6 +399,7 @@ def test_the_bounded_race_has_the_winners_of_the_full_one(dtype: torch.dtype, sp
 
 # ── distributions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+@pytest.mark.reliability("P-09")
 @pytest.mark.parametrize("options", [
     {"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 1.7}, {"top_k": 7}, {"top_p": 0.85}, {"min_p": 0.08},
     {"typical_p": 0.7}, {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
@@ -439,6 +441,7 @@ def test_neighbouring_ids_steps_and_seeds_are_independent() -> None:
 
 # ── rows that break, alone ───────────────────────────────────────────────────────────────────────────────────────────
 
+@pytest.mark.reliability("B-19", "R-07")
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_broken_logits_fail_their_row_and_no_other(wrong: float, dtype: torch.dtype) -> None:

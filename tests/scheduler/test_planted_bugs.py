@@ -225,6 +225,7 @@ def planted(owner: type | ModuleType, name: str, old: str, new: str) -> object:
     return made[name]
 
 
+@pytest.mark.reliability("P-16")
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name.replace(" ", "_"))
 def test_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plant.owner, plant.function, planted(plant.owner, plant.function, plant.old, plant.new))

@@ -646,6 +646,7 @@ def test_the_head_of_the_queue_is_not_overtaken() -> None:
     simulation.drain()
 
 
+@pytest.mark.reliability("P-04")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_stream_of_important_requests_starves_nobody(depth: int) -> None:
     """More important requests arrive than can be served; the old one waits its bound, and for those who run to end."""
@@ -692,6 +693,7 @@ def test_preemption_makes_nobody_younger() -> None:
     simulation.drain()
 
 
+@pytest.mark.reliability("P-04")
 def test_an_aged_request_is_ahead_of_every_priority() -> None:
     simulation = Simulation(replace(ROOMY, max_rows=1, max_waiting_steps=5))
     simulation.ask("a", prompt(2), 10)
@@ -800,6 +802,7 @@ def test_tokens_sampled_after_a_stop_are_dropped(depth: int) -> None:
     assert simulation.scheduler.counters.late_tokens == depth
 
 
+@pytest.mark.reliability("R-07")
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_failed_row_fails_alone(depth: int) -> None:
     """The other one is untouched, and nothing of the failed one is found again, not even its first chunk."""
@@ -1093,6 +1096,7 @@ def test_a_snapshot_is_enough_to_go_on_elsewhere() -> None:
 # -- everything at once ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("P-02", "P-14")
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("name", SETUPS)
 def test_random_traffic(name: str, depth: int) -> None:
@@ -1138,7 +1142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.drain()
 
 
-TestScheduler = SchedulerMachine.TestCase
+TestScheduler = pytest.mark.reliability("P-02")(SchedulerMachine.TestCase)
 TestScheduler.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
 
 
@@ -1159,6 +1163,7 @@ def _interleavings(num_events: int, requests: int) -> Iterator[tuple[str, ...]]:
     yield from extend(("arrive",), 1, frozenset())
 
 
+@pytest.mark.reliability("P-03")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_all_interleavings_of_three_requests(depth: int) -> None:
     """Small scope, whole: every order of eight events on five blocks, where two requests do not fit at once."""

@@ -358,6 +358,7 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     process.close()
 
 
+@pytest.mark.reliability("S-08")
 @pytest.mark.parametrize("payload", ESCAPES)
 def test_no_way_to_python(payload: str, empty_folder: Path) -> None:
     try:
@@ -405,6 +406,7 @@ def short_fuse() -> Iterator[TemplateProcess]:
     process.close()
 
 
+@pytest.mark.reliability("S-08")
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_are_refused_soon_and_small(
     name: str, short_fuse: TemplateProcess, monkeypatch: pytest.MonkeyPatch
@@ -460,6 +462,7 @@ class Watcher:
         return self.most - self.first
 
 
+@pytest.mark.reliability("S-08")
 def test_the_default_limit_is_within_two_seconds() -> None:
     """Of CPU time: on a busy machine it takes longer, but no more work."""
     rendered("warm")

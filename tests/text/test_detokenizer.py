@@ -79,6 +79,7 @@ def chunked(ids: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
     return chunks
 
 
+@pytest.mark.reliability("P-12")
 @settings(max_examples=400, deadline=None)
 @given(tokens, st.lists(st.integers(0, 5), max_size=4), st.booleans(), st.booleans())
 def test_any_chunks_give_the_whole_text(ids: list[int], sizes: list[int], skip: bool, at_start: bool) -> None:
@@ -100,6 +101,7 @@ def test_never_half_a_character_and_nothing_late(ids: list[int]) -> None:
         assert shown == codecs.utf_8_decode(joined(ids[:count], skip=True), "replace", False)[0]
 
 
+@pytest.mark.reliability("C-09", "P-12")
 @settings(max_examples=800, deadline=None)
 @given(answers, st.lists(st.integers(0, 5), max_size=4), st.booleans(), st.integers(0, 4))
 @example(([0, 1], ["abab", "b"]), [1], False, 0)          # over before the earlier one could complete
@@ -213,6 +215,7 @@ def test_continuation_keeps_the_space_and_a_start_loses_it() -> None:
         assert stream.feed(ids) + stream.finish() == expected == tokenizer.decode(ids, at_start=at_start)
 
 
+@pytest.mark.reliability("R-20")
 @pytest.mark.parametrize("count", [1, 32])
 def test_time_is_linear(count: int) -> None:
     """Twice the text takes about twice the time, with stop strings that keep the finder busy."""

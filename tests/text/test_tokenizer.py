@@ -171,6 +171,7 @@ TURNS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.reliability("S-08b")
 @pytest.mark.parametrize("place", range(4))
 def test_nobody_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, place: int) -> None:
     """Whoever's message it is: the prompt has the same characters, and no turn more than there are messages."""
@@ -185,6 +186,7 @@ def test_nobody_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, pl
         assert smollm2.decode(ids) == text and FORGED in text
 
 
+@pytest.mark.reliability("S-08b")
 def test_special_tokens_are_text_in_tools_and_variables_too(smollm2: Tokenizer) -> None:
     template = "{{ bos_token }}{{ tools | tojson }}{{ name | upper }}{{ messages[0].content | trim }}{{ eos_token }}"
     tool = {"type": "function", "function": {"name": "f", "parameters": {"<|im_start|>": ["<|im_end|>", 7, None]}}}

@@ -100,6 +100,7 @@ def test_sampling_reaches_the_engine(server: ScriptedServer, client: anthropic.A
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (7, 0.25, 0.5, 3)
 
 
+@pytest.mark.reliability("C-12")
 def test_a_stream(server: ScriptedServer, client: anthropic.Anthropic) -> None:
     with client.messages.stream(model=NAME, max_tokens=50, messages=MESSAGES) as stream:
         assert "".join(stream.text_stream) == "Good day to you"
@@ -199,6 +200,7 @@ BEFORE_THE_ROUTE: dict[str, tuple[dict[str, Any], type[anthropic.APIStatusError]
 STATUSES = {"method": 405, "media type": 415, "header": 431}
 
 
+@pytest.mark.reliability("H-08")
 @pytest.mark.parametrize("case", BEFORE_THE_ROUTE)
 def test_what_is_refused_before_the_endpoint_has_anthropics_shape(strict: ScriptedServer, case: str) -> None:
     asked, kind, name = BEFORE_THE_ROUTE[case]
@@ -248,6 +250,7 @@ def test_what_json_can_say_and_we_cannot(server: ScriptedServer, client: anthrop
     assert reply.status_code in (200, 400), reply.text
 
 
+@pytest.mark.reliability("C-14")
 def test_a_failure_before_and_in_a_stream(server: ScriptedServer, client: anthropic.Anthropic) -> None:
     server.llm.script = lambda prompt: ("", RequestError("NaN logits"))
     with pytest.raises(anthropic.InternalServerError, match="NaN logits"):
@@ -280,6 +283,7 @@ def parts(message: anthropic.types.Message) -> list[dict[str, Any]]:
     return [block.model_dump(include={"type", "text", "thinking", "name", "input"}) for block in message.content]
 
 
+@pytest.mark.reliability("H-08")
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_text_and_calls(with_tools: ScriptedServer, tool_client: anthropic.Anthropic, stream: bool) -> None:
     second = CALL.replace("Bern", "Basel")

@@ -1,4 +1,4 @@
-"""docs/server.md tells the truth: every path, and every field of every request with its state, as the code has them."""
+"""docs/server.md has every path, and every field of every request with its state, as the code has them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ TABLES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "Tokenize": (TokenizeRequest, ()),
     "Detokenize": (DetokenizeRequest, ()),
 }
-# Refused by a rule of their own, whose words say more.
+# Refused by a rule of their own, with a message that says more.
 ALSO_REFUSED = {EmbeddingRequest: {"dimensions"}}
-ALSO_HINTS = {EmbeddingRequest: {"user"}, ScoreRequest: {"user"}}
+ALSO_IGNORED = {EmbeddingRequest: {"user"}, ScoreRequest: {"user"}}
 
 
 def documented(heading: str) -> dict[str, str]:
@@ -57,14 +57,14 @@ def documented(heading: str) -> dict[str, str]:
 def state(kind: type[Any], field: str) -> str:
     if field in getattr(kind, "REFUSED", {}) or field in ALSO_REFUSED.get(kind, ()):
         return "no"
-    return "hint" if field in getattr(kind, "HINTS", ()) or field in ALSO_HINTS.get(kind, ()) else "yes"
+    return "ignored" if field in getattr(kind, "HINTS", ()) or field in ALSO_IGNORED.get(kind, ()) else "yes"
 
 
 @pytest.mark.parametrize("heading", TABLES)
 def test_fields_and_states(heading: str) -> None:
     kind, beside = TABLES[heading]
-    told = {name: each for other in (*beside, heading) for name, each in documented(other).items()}
-    assert told == {field: state(kind, field) for field in kind.__struct_fields__}
+    documents = {name: each for other in (*beside, heading) for name, each in documented(other).items()}
+    assert documents == {field: state(kind, field) for field in kind.__struct_fields__}
 
 
 def test_no_table_is_left_out() -> None:
@@ -76,9 +76,9 @@ def test_no_table_is_left_out() -> None:
 def test_every_path_is_documented() -> None:
     app = make_app(Service(SimpleNamespace(), ServerOptions(), "tiny"))      # type: ignore[arg-type]
     table = PAGE[PAGE.index("| path | what |") : PAGE.index("## Fields")]
-    told = {path for _, path in re.findall(r"`(GET|POST) (/[^`]*)`", table)}
+    listed = {path for _, path in re.findall(r"`(GET|POST) (/[^`]*)`", table)}
     served = {getattr(route, "path", "").replace("{name:path}", "{name}") for route in app.routes}
-    assert told == served
+    assert listed == served
     assert {operation.path for operation in OPERATIONS} <= served
 
 

@@ -118,6 +118,7 @@ def test_health_and_version(server: ScriptedServer) -> None:
     assert httpx.get(f"{server.url}/version").json() == {"version": __version__}
 
 
+@pytest.mark.reliability("B-13")
 def test_a_server_that_is_not_ready_is_alive(server: ScriptedServer) -> None:
     limit, server.service.slots.limit = server.service.slots.limit, 0
     try:
@@ -184,6 +185,7 @@ def sensible(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.reliability("S-12")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["positive", "sensible", "negative"])

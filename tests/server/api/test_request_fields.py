@@ -143,6 +143,7 @@ def client(scripted: ScriptedServer) -> Client:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-08")
 def test_tool_calls(client: Client) -> None:
     choice = client.ask(CALLS, tools=TOOLS)
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me look."
@@ -153,6 +154,7 @@ def test_tool_calls(client: Client) -> None:
     assert client.prompt.startswith("[weather time ]") and client.params.structured_outputs is None
 
 
+@pytest.mark.reliability("C-04")
 def test_arguments_are_streamed_in_pieces(client: Client) -> None:
     client.ask(CALLS, tools=TOOLS)
     chunks = client.sdk.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS, stream=True)
@@ -176,6 +178,7 @@ def test_no_tools_no_calls(client: Client) -> None:
     assert choice.message.content == CALLS and choice.finish_reason == "stop" and "[" not in client.prompt
 
 
+@pytest.mark.reliability("C-02")
 def test_a_malformed_call_is_content(client: Client) -> None:
     text = '<tool_call>{"name": "weather", arguments}</tool_call>'
     choice = client.ask(text, tools=TOOLS)
@@ -187,6 +190,7 @@ def test_one_call_where_they_may_not_be_parallel(client: Client) -> None:
     assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
 
 
+@pytest.mark.reliability("C-01")
 def test_a_call_cut_short_says_so(client: Client) -> None:
     """And nothing of it is content, wherever it was cut."""
     choice = client.ask(CALLS, tools=TOOLS, max_tokens=70)
@@ -519,6 +523,7 @@ LIGHT = {"type": "object", "additionalProperties": False, "required": ["on", "co
          "properties": {"on": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}}}  # fmt: skip
 
 
+@pytest.mark.reliability("C-02")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "light"}}], ids=["required", "named"])
 def test_demanded_calls_are_always_valid(url: str, choice: Any, seed: int) -> None:

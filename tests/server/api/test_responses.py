@@ -43,6 +43,7 @@ def client(server: ScriptedServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
 
 
+@pytest.mark.reliability("C-13")
 def test_a_response(server: ScriptedServer, client: openai.OpenAI) -> None:
     reply = client.responses.create(
         model=NAME, input="Hello", instructions="Be brief", temperature=0.5, metadata={"a": "b"}, store=False
@@ -80,6 +81,7 @@ def test_a_response_that_is_cut_short(client: openai.OpenAI) -> None:
     assert events[-1].type == "response.incomplete" and events[-1].response.output_text == "Good"
 
 
+@pytest.mark.reliability("H-08", "C-06")
 def test_a_stream(client: openai.OpenAI) -> None:
     events = list(client.responses.create(model=NAME, input="Hello", stream=True))
     kinds = [event.type for event in events]
@@ -297,6 +299,7 @@ def test_a_short_request_behind_a_long_conversation_does_not_hold_up_others(
     assert any("items" in name for name in away)
 
 
+@pytest.mark.reliability("S-06c")
 def test_a_response_belongs_to_its_key(tmp_path: Path) -> None:
     with ScriptedServer(write_model(tmp_path / NAME), lambda prompt: TEXT, keys=Keys(["one", "two"])) as server:
         one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
@@ -359,6 +362,7 @@ def test_who_holds_most_makes_room() -> None:
     assert store.delete("quiet", 1) and store.with_item("a", 1) is None
 
 
+@pytest.mark.reliability("S-06c")
 def test_what_is_stored_is_bounded_in_number_bytes_and_time() -> None:
     now = [0.0]
     store = ResponseStore(10, 100_000, lambda: now[0])
@@ -382,6 +386,7 @@ def test_what_is_stored_is_bounded_in_number_bytes_and_time() -> None:
     assert not off.is_on and not len(off)
 
 
+@pytest.mark.reliability("C-14")
 def test_a_failure_before_and_in_a_stream(server: ScriptedServer, client: openai.OpenAI) -> None:
     server.llm.script = lambda prompt: ("", RequestError("NaN logits"))
     with pytest.raises(openai.InternalServerError, match="NaN logits"):
@@ -418,6 +423,7 @@ def tool_client(with_tools: ScriptedServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{with_tools.url}/v1", api_key="none", max_retries=0, timeout=20)
 
 
+@pytest.mark.reliability("C-13")
 def test_thoughts_text_and_calls(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:
     whole = tool_client.responses.create(model=NAME, input="Hello", tools=TOOLS)
     events = list(tool_client.responses.create(model=NAME, input="Hello", tools=TOOLS, stream=True))
@@ -456,6 +462,7 @@ def test_a_calls_result_goes_back(with_tools: ScriptedServer, tool_client: opena
     assert turns[3].startswith("assistant\n<think>Where?</think>I look.<tool_call>"), turns
 
 
+@pytest.mark.reliability("C-06")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("said", "cut", "reason", "statuses"), [
     (f"{SAID}{CALL}", {"max_output_tokens": len(f"{SAID}{CALL}") - 20}, "max_output_tokens", ["completed"] * 3 + ["incomplete"]),

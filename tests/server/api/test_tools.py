@@ -146,6 +146,7 @@ ALPHABET = [
 ]  # fmt: skip
 
 
+@pytest.mark.reliability("C-05")
 @settings(max_examples=200, deadline=None)
 @given(
     make=st.sampled_from([HERMES, LLAMA, MISTRAL, PYTHONIC, LIST, THINKING, INSIDE]),
@@ -254,6 +255,7 @@ def test_one_named_function_is_the_whole_text() -> None:
     assert read(make, []) == ("", "", [("f", "")])
 
 
+@pytest.mark.reliability("R-20")
 @pytest.mark.parametrize("make", [HERMES, PYTHONIC, MISTRAL], ids=["hermes", "pythonic", "mistral"])
 def test_time_is_linear_and_depth_is_no_stack(make: Make) -> None:
     def seconds(count: int) -> float:

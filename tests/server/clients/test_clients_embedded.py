@@ -115,6 +115,7 @@ def check(case: str, answers: list[dict[str, Any]]) -> None:
     assert {answer["finish"] for answer in answers} <= {"stop", "tool_calls", "length"}
 
 
+@pytest.mark.reliability("H-08c")
 @pytest.mark.parametrize("case", CASES)
 def test_all_clients_read_the_same(url: str, case: str) -> None:
     whole = {name: said(ask(url, body_of(case))) for name, ask in CLIENTS.items()}
@@ -126,6 +127,7 @@ def test_all_clients_read_the_same(url: str, case: str) -> None:
         assert said(parts) == whole["openai"], name
 
 
+@pytest.mark.reliability("H-08c")
 def test_the_other_endpoints_of_openai(url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     how: dict[str, Any] = {"model": NAME, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "logprobs": 2}
@@ -140,6 +142,7 @@ def test_the_other_endpoints_of_openai(url: str) -> None:
     jsonschema.validate(json.loads(client.responses.create(**asked | {"max_output_tokens": 40}, text=form).output_text), SCHEMA)
 
 
+@pytest.mark.reliability("H-08c")
 def test_anthropics_client(url: str) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
     asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 40, "extra_body": {"temperature": 0}}
@@ -157,6 +160,7 @@ def test_anthropics_client(url: str) -> None:
     assert final.content[-1].type == "tool_use" and final.content[-1].input == called.content[-1].input
 
 
+@pytest.mark.reliability("H-08c")
 @pytest.mark.parametrize("package", ["openai", "anthropic"])
 def test_a_client_that_is_refused_comes_back_when_it_was_told_to(embedded_model: Path, package: str) -> None:
     """One place, and somebody has it until the first refusal."""

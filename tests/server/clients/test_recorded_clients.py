@@ -92,6 +92,7 @@ def replay(server: Any, asked: dict[str, Any]) -> None:
 # -- agents that run a tool and come back --------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("C-15")
 def test_claude_code_runs_its_shell(tmp_path: Path) -> None:
     first, second = recorded("claude-code")
 
@@ -313,6 +314,7 @@ def test_an_error_names_the_field_by_the_name_it_was_sent_with(server: Any, path
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.reliability("C-07")
 @pytest.mark.parametrize(("arguments", "told"), [
     ('{"value": ', "{}"), ('{"a": 1, "b": [2, 3', '{"a": 1, "b": [2, 3]}'), ('"Bern"', "{}"), ("not JSON", "{}"), ("", "{}"),
     ('{"path": "x", "text": "He said "so" and left"}', '{"path": "x", "text": "He said "}'),

@@ -160,6 +160,7 @@ def readme_examples(package: str) -> list[str]:
 EXAMPLES = {f"{name}-{place}": text for name in ("openai", "anthropic") for place, text in enumerate(readme_examples(name))}
 
 
+@pytest.mark.reliability("H-08b")
 def test_every_example_of_the_readmes_stands_here() -> None:
     known = [*README_RUNS, *README_REFUSED, *README_LEFT_OUT]
     found = {place: [words for words in known if words in text] for place, text in EXAMPLES.items()}
@@ -169,6 +170,7 @@ def test_every_example_of_the_readmes_stands_here() -> None:
     assert len(EXAMPLES) > 40 and sum(words[0] in README_RUNS for words in found.values()) >= len(README_RUNS)
 
 
+@pytest.mark.reliability("H-08b")
 @pytest.mark.usefixtures("around")
 @pytest.mark.parametrize("place", [
     place for place, text in EXAMPLES.items() if not any(words in text for words in README_LEFT_OUT)
@@ -289,6 +291,7 @@ FILES_LEFT_OUT = {                   # by how their names begin
 }
 
 
+@pytest.mark.reliability("H-08d")
 @pytest.mark.slow
 @pytest.mark.usefixtures("around")
 def test_the_examples_of_the_source_distributions(server: ScriptedServer, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def loglikelihoods(url: str, prompts: list[Any], contexts: list[int], max_tokens
     return found
 
 
+@pytest.mark.reliability("H-08f")
 def test_an_evaluation_harness_gets_log_likelihoods(url: str) -> None:
     texts = ["The sky is blue", "The sky is green", "a", "Zürich 3 €"]
     tokens = [httpx.post(f"{url}/tokenize", json={"prompt": text}).json()["tokens"] for text in texts]
@@ -128,6 +129,7 @@ def test_an_evaluation_harness_generates(url: str) -> None:
 # -- vLLM's own fields -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-08f")
 def test_extra_fields_through_the_sdk(client: openai.OpenAI) -> None:
     extra = {
         "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "stop_token_ids": [5], "ignore_eos": True, "min_tokens": 4,

@@ -90,6 +90,7 @@ def texts(events: list[Any]) -> list[str]:
     return [event["choices"][0]["text"] for event in events]
 
 
+@pytest.mark.reliability("B-13", "B-17", "R-02")
 @pytest.mark.parametrize(
     ("number", "says"),
     [
@@ -121,6 +122,7 @@ def test_streams_survive_a_lost_engine(server: ServerProcess, url: str, number: 
     assert "stream 1" not in logged                      # no prompts
 
 
+@pytest.mark.reliability("R-01")
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 def test_a_storm_of_disconnects(server: ServerProcess, url: str, stream: bool) -> None:
     """Clients that hang up before, while and after they were answered; the fixture checks that nothing is left."""
@@ -160,6 +162,7 @@ def held_open(url: str, count: int, **more: Any) -> Iterator[None]:
         yield
 
 
+@pytest.mark.reliability("H-06")
 def test_slow_readers_do_not_hold_up_others(url: str) -> None:
     with held_open(url, 4):
         began = time.monotonic()
@@ -167,6 +170,7 @@ def test_slow_readers_do_not_hold_up_others(url: str) -> None:
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.reliability("H-07", "B-05")
 def test_a_full_queue_names_the_wait(url: str) -> None:
     with held_open(url, 8, n=8):
         refused = httpx.post(f"{url}/v1/completions", json=body(0))
@@ -174,6 +178,7 @@ def test_a_full_queue_names_the_wait(url: str) -> None:
         assert refused.json()["error"]["type"] == "overloaded_error"
 
 
+@pytest.mark.reliability("B-08")
 def test_a_deadline_that_cannot_be_met_is_refused_at_once(url: str) -> None:
     quick = body(0, stream=False, max_tokens=20)
     assert httpx.post(f"{url}/v1/completions", json=quick).status_code == 200    # from which it learns how fast it is
@@ -196,6 +201,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once(url: str) -> None:
     assert httpx.post(f"{url}/v1/completions", json=quick, headers={"x-ttft-deadline-ms": "60000"}).status_code == 200
 
 
+@pytest.mark.reliability("H-01")
 @pytest.mark.parametrize(
     ("content", "status"),
     [(b"", 400), (b"{", 400), (b"[" * 100_000, 400), (b"\xff" * 100, 400), (b'{"max_tokens":16.0,"prompt":', 400),
@@ -238,6 +244,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return cert, key
 
 
+@pytest.mark.reliability("B-11b", "B-21b", "R-05b")
 @pytest.mark.slow
 def test_keys_timeouts_and_drain_over_tls(
     model: Path, certificate: tuple[str, str], monkeypatch: pytest.MonkeyPatch
@@ -276,6 +283,7 @@ def test_keys_timeouts_and_drain_over_tls(
     assert server.process.wait(20) == 0
 
 
+@pytest.mark.reliability("B-18b")
 @pytest.mark.slow
 def test_a_server_whose_engine_cannot_come_back_says_so_and_leaves(model: Path, tmp_path: Path) -> None:
     own = write_model(tmp_path / "own")

@@ -113,6 +113,7 @@ def test_a_request_needs_one_of_the_keys(headers: dict[str, str], number: int | 
     assert KEYS.number_of([(name.encode(), value.encode("latin-1")) for name, value in headers.items()]) == number
 
 
+@pytest.mark.reliability("S-04", "B-20")
 def test_every_route_but_health_needs_a_key() -> None:
     service = Service(SimpleNamespace(), ServerOptions(), "tiny")        # type: ignore[arg-type]
     paths = {getattr(route, "path", "") for route in make_app(service).routes}
@@ -123,6 +124,7 @@ def test_every_route_but_health_needs_a_key() -> None:
     assert all(ask(path, keys=Keys()).status == 200 for path in paths)   # without keys everybody may ask
 
 
+@pytest.mark.reliability("S-05", "B-20")
 def test_the_comparison_does_not_stop_at_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     from ridgeline.server.http import keys as module
 
@@ -139,6 +141,7 @@ def test_the_comparison_does_not_stop_at_a_hit(monkeypatch: pytest.MonkeyPatch) 
     assert all(len(digest) == 32 for digest in compared)
 
 
+@pytest.mark.reliability("B-20")
 def test_where_keys_come_from(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("ridgeline"), "propagate", True)
     file = tmp_path / "keys"
@@ -180,6 +183,7 @@ def test_keys_that_cannot_be_used(options: dict[str, str], environment: dict[str
     assert "fine" not in str(caught.value)
 
 
+@pytest.mark.reliability("S-06")
 def test_keys_have_prefix_caches_of_their_own() -> None:
     salts = [ask(headers={"x-api-key": key}).caller for key in ("sk-one", "sk-two", "sk-one")]
     assert salts[0] is not None and salts[1] is not None and salts[0].cache_salt
@@ -192,6 +196,7 @@ def test_keys_have_prefix_caches_of_their_own() -> None:
 # -- ids, deadlines, origins -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("B-23")
 @pytest.mark.parametrize(
     ("given", "echoed"),
     [("abc-1.2:3_", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("a\r\nset-cookie: b", False), ("é", False),
@@ -206,6 +211,7 @@ def test_request_ids_are_echoed_if_they_are_harmless(given: str, echoed: bool) -
     assert ask(headers={"x-request-id": given}).header("x-request-id")       # a refused request has one, too
 
 
+@pytest.mark.reliability("B-08")
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [("1500", 1.5), ("0.5", 0.0005), ("0", None), ("-1", None), ("nan", None), ("inf", None), ("1e9", None), ("soon", None)],
@@ -218,6 +224,7 @@ def test_the_ttft_deadline_of_a_request(given: str, seconds: float | None) -> No
         assert reply.status == 200 and reply.caller is not None and reply.caller.ttft_deadline == seconds
 
 
+@pytest.mark.reliability("B-11")
 def test_request_timeouts_are_handed_on() -> None:
     within = ask(keys=Keys(), options=ServerOptions(request_timeout=60)).caller
     assert within is not None and within.ends is not None
@@ -225,6 +232,7 @@ def test_request_timeouts_are_handed_on() -> None:
     assert without is not None and without.ends is None
 
 
+@pytest.mark.reliability("B-22")
 def test_pages_of_other_origins_are_let_in_only_when_named() -> None:
     page = {"origin": "https://app.example", "x-api-key": "sk-one"}
     before = page | {"access-control-request-method": "POST"}
@@ -269,6 +277,7 @@ def test_pages_may_send_the_headers_of_their_clients() -> None:
 # -- the log -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("B-23")
 def test_the_access_log_has_a_line_for_each_request_and_no_secrets(tmp_path: Path) -> None:
     file = tmp_path / "access.jsonl"
     options = ServerOptions(access_log=str(file))
@@ -296,6 +305,7 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(tmp_path: Pat
 # -- errors and certificates -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("B-05")
 @pytest.mark.parametrize(("wait", "low", "high"), [(None, 1, 5), (0.0, 1, 1), (2.0, 2, 3), (30.0, 30, 38), (1e9, 60, 60)])
 def test_retry_after_is_the_predicted_wait(wait: float | None, low: int, high: int) -> None:
     for _ in range(20):
@@ -304,12 +314,14 @@ def test_retry_after_is_the_predicted_wait(wait: float | None, low: int, high: i
         assert low <= int(dict(headers)[b"retry-after"]) <= high
 
 
+@pytest.mark.reliability("B-11")
 def test_statuses_of_faults() -> None:
     assert describe(TimedOut("too late"))[0] == 504
     status, body, headers = describe(EngineDead("the path /secret"))
     assert status == 503 and b"secret" not in body and 1 <= int(dict(headers)[b"retry-after"]) <= 5
 
 
+@pytest.mark.reliability("B-21")
 def test_certificates_are_checked_before_anything_loads(tmp_path: Path) -> None:
     check_certificate(ServerOptions())
     for options, says in (
@@ -322,6 +334,7 @@ def test_certificates_are_checked_before_anything_loads(tmp_path: Path) -> None:
             check_certificate(ServerOptions(**options))  # type: ignore[arg-type]
 
 
+@pytest.mark.reliability("B-22")
 @pytest.mark.parametrize(
     ("host", "keys", "insecure", "starts"),
     [("127.0.0.1", 0, False, True), ("localhost", 0, False, True), ("::1", 0, False, True), ("0.0.0.0", 0, False, False),

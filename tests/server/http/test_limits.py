@@ -105,6 +105,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 
 
+@pytest.mark.reliability("H-01", "B-01")
 @pytest.mark.parametrize(
     ("pieces", "status"),
     [
@@ -137,6 +138,7 @@ def test_a_request_that_is_too_much_is_told_so_and_cut_off(server: Server, piece
     assert time.monotonic() - begun < 3
 
 
+@pytest.mark.reliability("H-02")
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"\r\n\r\n\r\n"], ids=["nothing", "a line", "lines"])
 def test_a_silent_connection_is_closed(server: Server, sent: bytes) -> None:
     assert talk(server, sent) == b""
@@ -158,6 +160,7 @@ def test_a_refused_body_is_a_lost_client_to_the_application(server: Server) -> N
     assert server.app.gone == before + 1
 
 
+@pytest.mark.reliability("H-06", "B-10")
 def test_a_client_that_does_not_read_is_dropped(server: Server) -> None:
     before = server.app.gone
     with server.connect() as connection:
@@ -168,6 +171,7 @@ def test_a_client_that_does_not_read_is_dropped(server: Server) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.reliability("B-07")
 def test_connections_are_counted(server: Server) -> None:
     open_ones = [server.connect() for _ in range(MAX_CONNECTIONS)]
     try:
@@ -213,6 +217,7 @@ def status_for(options: ServerOptions, *hosts: bytes, has_keys: bool = False) ->
     return int(sent[0]["status"])
 
 
+@pytest.mark.reliability("S-04b")
 @pytest.mark.parametrize(
     ("host", "status"),
     [

@@ -50,6 +50,7 @@ def post(server: ScriptedServer, path: str, body: Any, **options: Any) -> httpx.
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-08e", "C-10")
 @pytest.mark.parametrize("kind", REQUIRED, ids=lambda kind: kind.__name__)
 def test_null_is_the_same_as_leaving_a_field_out(kind: type[Any]) -> None:
     plain = REQUIRED[kind]
@@ -60,6 +61,7 @@ def test_null_is_the_same_as_leaving_a_field_out(kind: type[Any]) -> None:
         assert parse_body(ChatRequest, json.dumps(nulls).encode()).template()["add_generation_prompt"] is True
 
 
+@pytest.mark.reliability("H-08e")
 def test_a_whole_number_may_be_written_as_a_float() -> None:
     asked = parse_body(ChatRequest, b'{"messages": [], "max_tokens": 16.0, "n": 2e0, "temperature": 1.0}')
     assert (asked.max_tokens, asked.n, asked.temperature) == (16, 2, 1.0)
@@ -179,6 +181,7 @@ def test_a_path_says_which_methods_it_takes(server: ScriptedServer) -> None:
     assert "does not take GET; POST works" in httpx.get(f"{server.url}/v1/messages").json()["error"]["message"]
 
 
+@pytest.mark.reliability("C-03")
 @pytest.mark.parametrize("beside", [{}, {"logprobs": True, "return_token_ids": True}], ids=["text", "tokens"])
 @pytest.mark.parametrize("how", [{}, {"max_tokens": 4}, {"stop": "day"}], ids=["end", "cut", "stop"])
 def test_the_chunk_with_the_reason_has_nothing_else(server: ScriptedServer, how: dict[str, Any], beside: dict[str, Any]) -> None:
@@ -227,6 +230,7 @@ def request(body: Any, version: str = "1.1", *headers: str) -> tuple[bytes, byte
     return "\r\n".join([*lines, *length, "", ""]).encode(), written
 
 
+@pytest.mark.reliability("H-08e")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_http_1_0_has_no_chunks(server: ScriptedServer, stream: bool) -> None:
     """Some proxies ask in HTTP/1.0 unless told otherwise."""
@@ -242,12 +246,14 @@ def test_http_1_0_has_no_chunks(server: ScriptedServer, stream: bool) -> None:
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == TEXT
 
 
+@pytest.mark.reliability("H-08e")
 def test_a_body_that_waits_for_leave_gets_it(server: ScriptedServer) -> None:
     head, body = request(CHAT, "1.1", "Expect: 100-continue", "Connection: close")
     answer = exchange(server, head, more=body)
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK") and TEXT.encode() in answer
 
 
+@pytest.mark.reliability("H-08e")
 def test_a_body_in_chunks_of_a_byte(server: ScriptedServer) -> None:
     head, body = request(CHAT, "1.1", "Transfer-Encoding: chunked", "Connection: close")
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
@@ -255,6 +261,7 @@ def test_a_body_in_chunks_of_a_byte(server: ScriptedServer) -> None:
     assert answer.startswith(b"HTTP/1.1 200 OK") and TEXT.encode() in answer
 
 
+@pytest.mark.reliability("H-08e")
 def test_requests_that_do_not_wait_for_answers_are_answered_in_order(server: ScriptedServer) -> None:
     first, second = b"".join(request(CHAT | {"n": 1})), b"".join(request(CHAT | {"stream": True}))
     third = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"

@@ -72,6 +72,7 @@ def offences(source: str, file_name: str = "made.py") -> Iterator[str]:
             yield f"{where}: makes a jinja2 environment"
 
 
+@pytest.mark.reliability("S-01")
 def test_the_package_does_none_of_it() -> None:
     found = [each for file in FILES for each in offences(file.read_text(), file.relative_to(PACKAGE).as_posix())]
     assert len(FILES) > 80 and found == []

@@ -84,6 +84,7 @@ def post(url: str, path: str, body: Any, **settings: Any) -> httpx.Response:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("H-08", "P-05")
 def test_a_streamed_chat_is_the_whole_one(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=40, **GREEDY)
     chunks = list(client.chat.completions.create(
@@ -182,6 +183,7 @@ def test_completion_logprobs_with_the_prompts_own(client: openai.OpenAI) -> None
     assert tokens == logprobs.tokens and "".join(chunk.choices[0].text for chunk in chunks) == whole.text
 
 
+@pytest.mark.reliability("C-08")
 @pytest.mark.parametrize("prompt", ["ab cd", [97, 98, 32, 99]], ids=["text", "ids"])
 def test_an_echo_with_logprobs_is_the_same_streamed(client: openai.OpenAI, prompt: Any) -> None:
     asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 1, "echo": True}
@@ -223,6 +225,7 @@ def test_sampling_parameters_reach_the_sampler(url: str) -> None:
     assert stopped["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.reliability("S-06")
 def test_cache_salt_keeps_prefixes_apart(url: str) -> None:
     def cached(salt: str) -> int:
         body = {"prompt": "the same forty characters, again and again", "max_tokens": 1, "cache_salt": salt}
@@ -340,6 +343,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
 ]
 
 
+@pytest.mark.reliability("B-02", "B-03")
 @pytest.mark.parametrize(("path", "body", "param", "says"), BAD, ids=range(len(BAD)))
 def test_bad_requests(url: str, path: str, body: dict[str, Any], param: str | None, says: str) -> None:
     reply = post(url, path, body)
@@ -349,12 +353,14 @@ def test_bad_requests(url: str, path: str, body: dict[str, Any], param: str | No
     assert says in error["message"] and "\n" not in error["message"]
 
 
+@pytest.mark.reliability("B-25")
 def test_what_is_refused_here_leaves_nothing_open(url: str) -> None:
     for body in ({"prompt": [10**23]}, {"prompt": "a", "priority": 10**23}, {"prompt": "a", "logit_bias": {str(10**23): 1}}):
         assert post(url, "completions", body).status_code == 400
     assert httpx.get(f"{url}/health").json()["requests"] == 0
 
 
+@pytest.mark.reliability("S-04b")
 @pytest.mark.parametrize(("host", "status"), [("evil.example", 421), ("evil.example:80", 421), ("x?", 400), (None, 400)])
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/nowhere"])
 def test_only_requests_for_this_server_are_answered(url: str, path: str, host: str | None, status: int) -> None:
@@ -383,6 +389,7 @@ def test_a_wrong_model_is_not_found(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
+@pytest.mark.reliability("H-01")
 @pytest.mark.parametrize(
     ("body", "kind", "status"),
     [
@@ -403,6 +410,7 @@ def test_bodies_that_are_no_request(url: str, body: bytes, kind: str, status: in
     assert reply.status_code == status and reply.json()["error"]["message"], reply.text
 
 
+@pytest.mark.reliability("S-11")
 def test_why_an_engine_died_is_not_told_to_clients() -> None:
     for error in (EngineDead("RuntimeError: in /home/me/model, after 'my secret prompt'"), ConfigError("/home/me")):
         status, body, headers = describe(error)
@@ -427,6 +435,7 @@ def test_requests_wait_for_the_whole_start() -> None:
         service.require_ready()
 
 
+@pytest.mark.reliability("B-01")
 def test_a_body_over_the_limit(url: str) -> None:
     reply = post(url, "completions", {"prompt": "a" * 200_000})
     assert reply.status_code == 413 and "200000 bytes" in reply.json()["error"]["message"]
@@ -456,6 +465,7 @@ def test_paths_that_are_not_there(url: str, method: str, path: str, status: int)
     assert reply.status_code == status and reply.json()["error"]["code"] == code
 
 
+@pytest.mark.reliability("H-07", "B-05")
 def test_a_full_queue_refuses_at_once(url: str) -> None:
     endless = {"prompt": "ab", "n": QUEUE, "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as stream:
@@ -472,6 +482,7 @@ def test_a_full_queue_refuses_at_once(url: str) -> None:
 # -- clients that leave ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("B-09", "C-11", "R-01")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_client_that_leaves_has_its_request_aborted(url: str, stream: bool, n: int) -> None:
@@ -504,6 +515,7 @@ def test_many_clients_at_once(url: str) -> None:
 # -- isolation ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.reliability("B-10")
 def test_an_unread_stream_does_not_hold_up_others(url: str) -> None:
     body = {"prompt": "ab", "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": True}
     with closing(send(url, "/v1/completions", json.dumps(body).encode())):
@@ -511,6 +523,7 @@ def test_an_unread_stream_does_not_hold_up_others(url: str) -> None:
         assert post(url, "completions", {"prompt": "a"}).status_code == 200
 
 
+@pytest.mark.reliability("S-03", "B-22")
 def test_the_server_listens_on_one_local_port_only(server: ServerProcess, url: str) -> None:
     main = psutil.Process(server.process.pid)
     family = [main, *main.children(recursive=True)]
@@ -528,6 +541,7 @@ def run_server(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=one_thread(), check=False)
 
 
+@pytest.mark.reliability("R-09")
 def test_a_port_in_use_is_told_before_anything_loads(server: ServerProcess, model: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
     begun = time.monotonic()
@@ -537,6 +551,7 @@ def test_a_port_in_use_is_told_before_anything_loads(server: ServerProcess, mode
     assert time.monotonic() - begun < 5
 
 
+@pytest.mark.reliability("R-09")
 def test_an_engine_that_cannot_start_is_one_line(model: Path) -> None:
     done = run_server(str(model), *OPTIONS, "--port", "0", "--max-model-len", str(CONTEXT + 1))
     assert done.returncode == 2 and done.stdout == ""
@@ -566,6 +581,7 @@ def events_of(url: str, got: list[str], begun: threading.Event) -> None:
             begun.set()
 
 
+@pytest.mark.reliability("B-13")
 def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
     server = ServerProcess(str(model), *OPTIONS, "--max-engine-restarts", "0")
     url = server.wait_ready()
@@ -593,6 +609,7 @@ def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
     assert_gone(family, folders)
 
 
+@pytest.mark.reliability("B-12", "R-05")
 @pytest.mark.parametrize("drain", [0, 30], ids=["at once", "drain"])
 def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -> None:
     server = ServerProcess(str(model), *OPTIONS, "--drain-timeout", str(drain))
@@ -623,6 +640,7 @@ def accepts(url: str) -> bool:
         return False
 
 
+@pytest.mark.reliability("B-12", "R-05")
 def test_a_signal_while_loading_ends_everything_in_order(model: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]

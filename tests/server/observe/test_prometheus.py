@@ -472,6 +472,7 @@ def leave_after(url: str, body: dict[str, Any], seconds: float) -> None:
         httpx.post(f"{url}/v1/completions", json=body, timeout=seconds)
 
 
+@pytest.mark.reliability("B-09")
 def test_what_runs_and_waits_is_seen_and_who_leaves_is_counted(server: str) -> None:
     before = scrape(server)
     body = {"prompt": [5] * 100, "stream": True, "temperature": 0} | ENDLESS

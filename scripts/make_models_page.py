@@ -1,0 +1,97 @@
+"""Writes docs/supported-models.md from the family declarations: `python scripts/make_models_page.py --write`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ridgeline.models.family import Family
+from ridgeline.models.gguf_types import TENSOR_TYPES
+from ridgeline.models.model_config import FAMILIES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "supported-models.md"
+HEAD = """\
+# Supported models
+
+<!-- Written by scripts/make_models_page.py from ridgeline/models; `make docs` writes it again. -->
+
+There is one decoder (`ridgeline/models/decoder.py`). A family is a declaration of how it differs from Llama. Each is
+compared with transformers on small random checkpoints (`tests/models/test_families.py`).
+
+| family | models | `architectures` in config.json | GGUF | differs from Llama by |
+|---|---|---|---|---|
+"""
+MODELS = {
+    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama", "mistral": "Mistral 7B and its kin",
+    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder", "qwen3": "Qwen3 (dense)", "phi3": "Phi-3, Phi-4-mini", "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 (text)",
+}
+FLAGS = {
+    "qkv_bias": "biases on q, k and v", "qk_norm": "RMS norm on q and k", "post_norms": "norms after attention and MLP",
+    "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings",
+    "query_pre_attn_scalar": "its own attention scale",
+    "softcaps": "capped scores and logits", "partial_rotary": "partial rotation", "longrope": "longrope",
+    "local_rope": "a rope of its own for layers with a window", "tied": "tied head",
+}
+WINDOWS = {"all": "a sliding window on all layers", "upper": "a sliding window on upper layers, if the config asks for it",
+           "pattern": "sliding windows on most layers"}
+FORMATS = """\
+
+## Files
+
+- **A Hugging Face directory**: `config.json`, `*.safetensors`, `tokenizer.json`; `tokenizer_config.json`,
+  `generation_config.json` and a chat template where the model has them. Fetch one with
+  `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
+- **A GGUF file** (version 2 or 3): tensor types {types}.
+  Weights are expanded to the compute dtype when they are loaded; on a CPU, Q4_1 and Q8_0 are also kept packed, for steps
+  of up to eight rows. Other types are refused by name.
+- **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.
+- **The embedded model**: SmolLM2-135M-Instruct (Q4_1), fetched by `ridgeline pull`.
+
+Weights are strict: a tensor that is missing, left over or of the wrong shape is an error before the first byte is read.
+
+## dtypes
+
+| device | `--dtype auto` |
+|---|---|
+| NVIDIA GPU | bfloat16 or float16 as the checkpoint has it; bfloat16 for any other |
+| CPU | float32, for which the native kernels are written |
+
+## Not supported
+
+Checkpoints with `quantization_config` (AWQ, GPTQ, FP8 …), mixtures of experts, multi-head latent attention, state-space
+models, encoders, LoRA adapters (merge them first), images and audio. `ridgeline plan` can plan some of these; the engine
+does not run them.
+"""
+
+
+def differences(family: Family) -> str:
+    found = [words for name, words in FLAGS.items() if getattr(family, name)]
+    if family.window in WINDOWS:
+        found.append(WINDOWS[family.window])
+    if family.activation != "silu":
+        found.append(f"{family.activation} activation")
+    return "; ".join(found) or "–"
+
+
+def page() -> str:
+    rows = []
+    for family in FAMILIES:
+        architectures = ", ".join(f"`{name}`" for name in family.architectures)
+        gguf = f"`{family.gguf}`" if family.gguf else "as `llama`"
+        rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
+    types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
+    return HEAD + "".join(rows) + FORMATS.format(types=types)
+
+
+def main() -> int:
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    current = PAGE.read_text(encoding="utf-8") == page()
+    print("docs/supported-models.md is current" if current else "docs/supported-models.md is out of date: run with --write")
+    return int(not current)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Writes docs/options.md from the declarations of the options: `python scripts/make_options_page.py --write`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from ridgeline import config
+from ridgeline.cli.cmd_serve import ServerOptions
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+HEAD = """\
+# Options
+
+<!-- Written by scripts/make_options_page.py from ridgeline/config.py and the server's options; `make docs` writes it again. -->
+
+Engine options work on the command line (`ridgeline serve MODEL --max-model-len 4096`) and in Python
+(`LLM(model, max_model_len=4096)`, `AsyncLLM`). On the command line a switch is `--enable-prefix-caching` or
+`--no-enable-prefix-caching`, and underscores may stand for dashes. An option that is not given, or None, has its default.
+"auto" means that the engine picks a value at start-up; where it picks a smaller `max_num_seqs`, `max_num_batched_tokens` or
+`max_model_len` than usual, it logs the reason. Names are vLLM's where vLLM has the option.
+"""
+GROUPS = {
+    "Model": config.ModelOptions, "KV cache": config.CacheOptions, "Scheduler": config.SchedulerOptions,
+    "Execution": config.ExecutionOptions, "Parallelism": config.ParallelOptions,
+}
+SERVER = """\
+## Server
+
+Options of `ridgeline serve` alone.
+"""
+ENVIRONMENT = """\
+## Environment
+
+| variable | meaning |
+|---|---|
+| `RIDGELINE_API_KEY` | API keys of the server, separated by commas; removed from the environment once read |
+| `RIDGELINE_CACHE` | directory for compiled kernels, peaks and the embedded model; default `~/.cache/ridgeline`; mode 700 |
+| `RIDGELINE_LOG` | log level: `DEBUG`, `INFO` (default), `WARNING`, `ERROR` |
+| `OTEL_*` | OpenTelemetry's own variables; see [server.md](server.md#traces) |
+"""
+VLLM = """\
+## Options of vLLM that change nothing here
+
+`LLM()` and `AsyncLLM()` take these, so that programs written for vLLM run. Only the values in the second column, or None,
+are accepted.
+"""
+
+
+def cell(text: object) -> str:
+    return str(text).replace("|", "\\|").replace("*:", "\\*:").replace("<", "&lt;")
+
+
+def value(declared: dataclasses.Field[Any], kind: type) -> str:
+    choices = declared.metadata["choices"]
+    if choices:
+        return ", ".join(f"`{choice}`" for choice in choices)
+    low = declared.metadata["low"]
+    names = {str: "text", int: "integer", float: "number", bool: "switch"}
+    return names[kind] + (f" ≥ {low}" if low is not None else "")
+
+
+def default(declared: dataclasses.Field[Any], kind: type) -> str:
+    if declared.default is None:
+        return "auto"
+    if declared.default == "":
+        return "none"
+    return ("on" if declared.default else "off") if kind is bool else f"`{declared.default}`"
+
+
+def table(group: type) -> str:
+    lines = ["| option | values | default | meaning |", "|---|---|---|---|"]
+    for declared, kind, _ in config.declared_options(group):
+        flag = "MODEL" if declared.name == "model" else f"--{declared.name.replace('_', '-')}"
+        lines.append(f"| `{flag}` | {value(declared, kind)} | {default(declared, kind)} | {cell(declared.metadata['help'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def neutral_table() -> str:
+    lines = ["| option | accepted | instead of another value |", "|---|---|---|"]
+    for name, (taken, instead) in sorted(config.NEUTRAL.items()):
+        accepted = ", ".join(f"`{each!r}`" for each in taken) or "None"
+        lines.append(f"| `{name}` | {accepted} | {cell(instead)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    parts = [HEAD, *(f"## {title}\n\n{table(group)}" for title, group in GROUPS.items())]
+    ignored = ", ".join(f"`{name}`" for name in sorted(config.NO_EFFECT))
+    parts += [f"{SERVER}\n{table(ServerOptions)}", ENVIRONMENT, f"{VLLM}\n{neutral_table()}"]
+    parts.append(f"Accepted with any value and ignored: {ignored}.\n")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    current = PAGE.read_text(encoding="utf-8") == page()
+    print("docs/options.md is current" if current else "docs/options.md is out of date: run with --write")
+    return int(not current)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
