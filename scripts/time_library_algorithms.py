@@ -69,7 +69,7 @@ class Product:
         library.call(
             "MatmulAlgoGetHeuristic", library.handle, self._description, self._weight, self._x, self._out, self._out, preference,
             c_int(ALGORITHMS), proposals, byref(count),
-        )  # fmt: skip
+        )
         self.proposals = list(proposals)[: count.value]
 
     def run(self, place: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class Product:
             "Matmul", library.handle, self._description, byref(one), operands[0], self._weight, operands[1], self._x, byref(zero),
             operands[2], self._out, operands[2], self._out, byref(self.proposals[place].algorithm), operands[3],
             c_size_t(library.workspace.numel()), c_void_p(torch.cuda.current_stream().cuda_stream),
-        )  # fmt: skip
+        )
 
 
 class Matrix:

@@ -24,7 +24,7 @@ from ridgeline.errors import ConfigError
 IDENTITY = (
     "setting", "op", "implementation", "case", "dtype", "name", "model", "workload", "preset", "rate", "streams", "offered",
     "requests", "batch", "rows", "part",
-)  # fmt: skip
+)
 WORKLOAD = ("model", "dtype", "device", "dataset", "endpoint", "turns", "slo")     # settings of a record that should agree
 
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [row(change) for change in sorted(shown, key=lambda change: (order[change.verdict], -abs(change.worse_by)))]
     passed = not worse and (args.allow_missing or not missing)
     made = {"limit": limit, "compared": len(changes), "regressions": len(worse), "missing": missing, "passed": passed,
-            "changes": rows}  # fmt: skip
+            "changes": rows}
     if args.format != "md":
         print(table.rendered(rows, args.format, made))
         return 0 if passed else 1
@@ -209,4 +209,4 @@ def row(change: Change) -> dict[str, Any]:
     return {
         "figure": change.name, "better": change.direction, "before": shown(change.before), "after": shown(change.after),
         "change": f"{relative:+.1%}", "verdict": change.verdict,
-    }  # fmt: skip
+    }

@@ -164,7 +164,7 @@ async def _load(port: int, pid: int, path: str, streams: int, rate: int, seconds
         "cpu_us_per_token": 1e6 * cpu / max(1, tokens), "cpu_share": cpu / wall,
         "events_per_read": tokens / max(1, reads),
         "resident_mib": _resident(pid) / 2**20, "failed": sum(bool(client.failed) for client in clients),
-    }  # fmt: skip
+    }
     for each in transports:
         each.close()
     return result

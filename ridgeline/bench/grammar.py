@@ -43,7 +43,7 @@ ITEM = {
         "tags": {"type": "array", "items": {"enum": ["new", "used", "rare"]}, "maxItems": 3},
         "note": {"type": "string", "maxLength": 80},
     },
-}  # fmt: skip
+}
 ASKED = StructuredOutputs(json={"type": "array", "items": ITEM, "minItems": 1000})
 TEXT = '[{"id": 17, "name": "A chair of oak", "price": 24.5, "tags": ["used", "rare"], "note": "one leg is short"}, {"id"'
 PROMPT = 64                          # tokens
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         "rows": args.rows, "requests": args.requests, "tokens": args.tokens, "prompt": PROMPT, "options": args.set,
         "model": args.shape or engine.config.model_path.name, "layers": args.layers, "ids": len(vocabulary.pieces),
         "vocabulary": "made up" if args.shape else "the model's",
-    }  # fmt: skip
+    }
     quality = quality_of(engine.config)
     engine.close()
     finish(record("grammar", setting, figures, quality, gpu_facts() or None), args.out)
@@ -156,7 +156,7 @@ def stopwatches(core: EngineCore) -> Iterator[dict[str, list[float]]]:
     parts: dict[str, tuple[Any, str]] = {
         "plan": (core.scheduler, "schedule"), "launch": (core.executor, "submit"), "sample": (core.executor, "sample"),
         "wait": (core.executor, "collect"), "update": (core.scheduler, "update"), "step": (core, "step"),
-    }  # fmt: skip
+    }
     if core.grammars.has_masks:
         parts["follow"] = (core.grammars.masks, "advance")
         parts["mask"] = (core.grammars.masks, "fill")

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     steps = args.steps if args.steps is not None else 200 if args.shape else 600
     if steps < REPORT_STEPS or steps > ANSWER - 2 * _WARM_STEPS or min(running) < 1:
         raise ConfigError(f"--steps must be between {REPORT_STEPS} and {ANSWER - 2 * _WARM_STEPS}, and --running above 0; got "
-                          f"{steps} and {', '.join(map(str, running))}")  # fmt: skip
+                          f"{steps} and {', '.join(map(str, running))}")
     if args.layers is not None and not args.shape:
         raise ConfigError("--layers goes with --shape NAME")
     device = device_kind({})
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     for name, times in admissions(device).items():
         figures[name] = times
         print(f"  {name.replace('_', ' ')}: {times['add_ms']['median']:.3f} ms to take a request in, "
-              f"{times['plan_ms']['median']:.3f} ms to plan it first")  # fmt: skip
+              f"{times['plan_ms']['median']:.3f} ms to plan it first")
     if (model := embedded.find()) is None:
         print("  text was not measured: the embedded model, whose tokenizer it would be, is not on this machine")
     else:
@@ -96,9 +96,9 @@ def _line(name: str, times: dict[str, Any]) -> str:
     if "sample_ms" in times:                             # of an engine
         return said + (f"and launch {middle['pack']:.3f} + sample {times['sample_ms']['median']:.3f} + update "
                        f"{middle['update']:.3f} + record {middle['record']:.4f}; waits {times['collect_ms']['median']:.3f} "
-                       f"for the device, in {times['step_ms']['median']:.3f}")  # fmt: skip
+                       f"for the device, in {times['step_ms']['median']:.3f}")
     return said + (f"{middle['pack']:.3f} + update {middle['update']:.3f} + record {middle['record']:.4f}, and "
-                   f"{times['report_ms']['median']:.4f} for the report ({times['record_share']:.1%})")  # fmt: skip
+                   f"{times['report_ms']['median']:.4f} for the report ({times['record_share']:.1%})")
 
 
 def mocked_steps(running: list[int], steps: int, device: str) -> dict[str, Any]:
@@ -178,12 +178,12 @@ def admissions(device: str = "cpu", requests: int = 64, repeats: int = 9) -> dic
     options = EngineConfig.of(
         model=str(write_shape("llama-3.1-8b")), skip_tokenizer_init=True, max_model_len=longest + ANSWER,
         max_num_seqs=requests + 1, max_num_batched_tokens=(requests + 1) * longest, enable_prefix_caching=True, step_time_ms=0.0,
-    )  # fmt: skip
+    )
     config = replace(resolve(options, DeviceFacts("cuda", 10**12, ("bfloat16",))), depth=0)
     for repeat in range(repeats + 1):                    # the first warms up
         for name, (length, cached) in ADMITTED.items():
             rows = DeviceRows(config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens,
-                              int(device == "cuda"), torch.device(device), RECORDED.heads)  # fmt: skip
+                              int(device == "cuda"), torch.device(device), RECORDED.heads)
             core = EngineCore(config, _Packs(rows))
             shared = rng.integers(0, 100_000, length).tolist()
             _add_all(core, [shared])

@@ -42,7 +42,7 @@ WARM_STEPS = 12                      # before anything is timed: compiles kernel
 _FLOOR_PARTS = {
     "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
     "activation": ("activation",), "linears and head": ("linears", "head"), "sampling": ("sample",),
-}  # fmt: skip
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     setting = {
         "model": config.model_path.name, "dtype": config.dtype, "context": args.context,
         "steps": args.steps, "batch": args.batch, "options": options,
-    }  # fmt: skip
+    }
     finish(record("idle", setting, figures, quality_of(config), gpu_facts()), args.out)
 
 
@@ -205,7 +205,7 @@ def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
             "median_us": percentiles([whole for _, whole in times])["median"], "share": sum(own for own, _ in times) / busy,
         }
         for name, times in kernels.items()
-    ]  # fmt: skip
+    ]
     parts: dict[str, float] = {}
     for row in table:
         parts[row["part"]] = parts.get(row["part"], 0.0) + row["own_us"] / steps
@@ -215,7 +215,7 @@ def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
         "idle_between_steps_share": between / span if known else None, "steps_seen": len(known),
         "launches_per_step": len(work) / steps, "us_per_step_by_part": parts,
         "kernels": sorted(table, key=lambda row: -row["own_us"]),
-    }  # fmt: skip
+    }
 
 
 def text(found: dict[str, Any], top: int) -> str:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     figures = {
         "checked": checked, "faults": [str(fault) for fault in faults], "rows": rows,
         **({"speedup": statistics.geometric_mean(row["speedup"] for row in rows)} if rows else {}),
-    }  # fmt: skip
+    }
     setting = {"op": op.name, "file": Path(args.file).name, "device": args.device, "seed": seed, "samples": args.samples}
     gpu = gpu_facts() if args.device == "cuda" else None
     made = record("kernel", setting, figures, "within the op's tolerance" if not faults else "faulty", gpu)
@@ -153,7 +153,7 @@ def _row(
         "case": case.name, "dtype": dtype, "current": current.implementation, "candidate µs": mine.microseconds,
         "current µs": current.microseconds, "speedup": current.microseconds["median"] / mine.microseconds["median"],
         "roofline": mine.roofline, "current roofline": current.roofline, "regime": mine.regime, "fault": fault,
-    }  # fmt: skip
+    }
 
 
 def _middle(rows: list[ops.Row]) -> ops.Row:

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
         "model": config.model_path.name, "dtype": config.dtype if len(args.dtype) == 1 else args.dtype,
         "threads": torch.get_num_threads(), "repeats": args.repeats, "warm_ups": 1,
         "workloads": [workload.name for workload in workloads], "options": args.set,
-    }  # fmt: skip
+    }
     made = record("offline", setting, figures, quality_of(config), gpu_facts() or None)
     if args.format == "md":
         print(f"\n{table.as_markdown(rows)}\n")
@@ -160,7 +160,7 @@ def cost(workload: Workload, usd: float, figures: dict[str, Any], watts: float |
     seconds = (
         tokens_out / figures["output_tok_s"]["median"] if "output_tok_s" in figures
         else tokens_in / figures["prefill_tok_s"]["median"]
-    )  # fmt: skip
+    )
     return price.cost(usd, seconds, tokens_in, tokens_out, None if watts is None else watts * seconds)
 
 
@@ -170,7 +170,7 @@ def table_rows(workload: Workload, named: dict[str, str], row: dict[str, Any]) -
             continue
         cells: dict[str, Any] = {"workload": workload.name, **named, "engine": name}
         titles = {"prefill_tok_s": "prefill tok/s", "ttft_ms": "TTFT ms", "decode_tok_s": "decode tok/s", "tpot_ms": "TPOT ms",
-                  "output_tok_s": "output tok/s", "share_of_bandwidth": "of bandwidth"}  # fmt: skip
+                  "output_tok_s": "output tok/s", "share_of_bandwidth": "of bandwidth"}
         cells |= {title: found.get(key) for key, title in titles.items()}
         if "cost" in found:
             cells["$/M output"] = found["cost"]["usd_per_m_output_tokens"]

@@ -80,7 +80,7 @@ class Row:
             "regime": self.regime, "roofline": f"{self.roofline:.0%}", "by": self.timed_by,
             "held µs": "" if self.held_us is None else f"{self.held_us:.1f}",
             **{key: str(value) for key, value in largest.items()},
-        }  # fmt: skip
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +158,7 @@ def engine_ops(device: str) -> list[str]:
     return [
         name for name, op in sorted(REGISTRY.items())
         if device != "cuda" or any(each.name == "triton" for each in op.implementations)
-    ]  # fmt: skip
+    ]
 
 
 def compile_kernels(chosen: list[tuple[Op[Any, Any], Case, str]], device: str, only: Iterable[str] | None) -> None:
@@ -197,7 +197,7 @@ def dtypes(case: Case, device: str, asked: Iterable[str] | None) -> list[str]:
 def measure_case(
     op: Op[Any, Any], case: Case, dtype: str, device: str, peaks: MachinePeaks, samples: int,
     only: Iterable[str] | None = None,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """A row per implementation that can run it."""
     try:
         runs = runs_of(op, case, dtype, device, only)
@@ -383,7 +383,7 @@ def _clock(function: Callable[..., Any], copies: list[Call], samples: int) -> li
 COLUMNS = (
     "op", "implementation", "case", "dtype", "µs", "P10–P90", "MB", "GFLOP", "GB/s", "TFLOP/s", "FLOP/B", "regime", "roofline",
     "held µs", "by", "registers", "spills", "shared",
-)  # fmt: skip
+)
 
 
 def cells(rows: list[Row]) -> list[dict[str, str]]:

@@ -40,7 +40,7 @@ _ROLES = {
     "ridgeline.engine.core.engine_process": "engine", "ridgeline.engine.core.rank": "rank",
     "ridgeline.grammar.compile_worker": "grammar compiler",
     "ridgeline.text.chat_template": "template renderer",
-}  # fmt: skip
+}
 FRONT_END = "front end"
 # A pool that is soon used up: until then every new block adds to the resident memory, and no leak could be told from it.
 _POOL = ["num_gpu_blocks_override=400", "max_model_len=1024"]
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     setting = {
         "model": args.url or args.model or "embedded", "minutes": args.minutes, "clients": args.clients,
         "period": args.period, "seed": args.seed, "options": args.set, "note": args.note,
-    }  # fmt: skip
+    }
     finish(record("soak", setting, figures, soak.quality), args.out)
     return int(figures["verdict"]["overall"] == FAIL)
 
@@ -279,7 +279,7 @@ class Soak:
             threads={name: each.threads for name, each in found.items()},
             resident={name: each.resident for name, each in found.items()},
             kv_blocks=held, requests=told["requests"],
-        )  # fmt: skip
+        )
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Soak:
                 errors.setdefault(kind, Counter()).update(reasons)
         slopes = self.slopes()
         latencies = early_and_late([one for each in self.traffic for one in each.timed],
-                                   self._began + self.warm, self._began + self.seconds)  # fmt: skip
+                                   self._began + self.warm, self._began + self.seconds)
         pids = {name: {sample.processes[name].pid for sample in self.samples if name in sample.processes} for name in slopes}
         replaced = sum(len(each) - 1 for each in pids.values())
         verdict = judge(slopes, self.before, self.after, latencies, errors, replaced, self.filled)
@@ -306,7 +306,7 @@ class Soak:
             "kv_pool_filled": self.filled, "kv_blocks_most": max(sample.kv_blocks for sample in self.samples),
             "machine_load": {"least": min(self.load), "most": max(self.load)},
             "samples": [_plain(sample) for sample in self.samples[:: -(-len(self.samples) // _SHOWN)]],
-        }  # fmt: skip
+        }
 
     def slopes(self) -> dict[str, Slope]:
         """Of every process that was there from the warm-up's end on."""
@@ -340,4 +340,4 @@ def _plain(sample: Sample) -> dict[str, Any]:
         "resident_mb": {name: round(each.resident / 1e6, 1) for name, each in sample.processes.items()},
         "files": {name: each.files for name, each in sample.processes.items()},
         "threads": {name: each.threads for name, each in sample.processes.items()},
-    }  # fmt: skip
+    }

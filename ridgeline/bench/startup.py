@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> None:
     setting = {
         "model": ", ".join(args.shape or []) or args.model or "embedded", "layers": args.layers, "cold": args.cold,
         "options": args.set,
-    }  # fmt: skip
+    }
     made = record("startup", setting, figures, found["quality"], found["starts"][-1]["gpu"] or None,
-                  {"engine": found["peak_memory"]})  # fmt: skip
+                  {"engine": found["peak_memory"]})
     if args.format == "md":
         if len(rows) > 1:
             print(f"\n{table.as_markdown(rows)}\n")
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[st
             starts.append(start_once(model, words, cold_environment(empty) if args.cold else {}))
         if args.format == "md":
             print(f"start {number + 1}: ready after {starts[-1][READY]:.2f} s, "
-                  f"first token after {starts[-1][FIRST_TOKEN]:.2f} s", flush=True)  # fmt: skip
+                  f"first token after {starts[-1][FIRST_TOKEN]:.2f} s", flush=True)
     if args.format == "md":
         middle = sorted(starts, key=lambda each: each[READY])[len(starts) // 2]
         print(f"\nphases of the median start ({'cold' if args.cold else 'warm'} kernel cache):")
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[st
         "ready_s": figure([each[READY] for each in starts], 1, "--starts"),
         "first_token_s": figure([each[FIRST_TOKEN] for each in starts], 1, "--starts"),
         "starts": starts, "quality": starts[-1]["quality"], "peak_memory": starts[-1]["peak_memory"],
-    }  # fmt: skip
+    }
 
 
 def cold_environment(empty: str) -> dict[str, str]:

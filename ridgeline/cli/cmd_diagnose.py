@@ -171,13 +171,13 @@ def _from_traces(paths: list[str]) -> dict[str, Any]:
     return {
         "ops": drill.ops_section(facts), "patterns": drill.patterns_section(findings),
         "remedies": drill.remedies_section(ranked(None, findings)),
-    }  # fmt: skip
+    }
 
 
 def _show(
     args: argparse.Namespace, tree: dict[str, Any], workload: dict[str, Any], quality: str = "exact",
     page: tuple[str, Any, Any] | None = None, gpu: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     made = record("diagnose", workload, tree, quality, gpu)
     if args.out:
         write(made, Path(args.out))

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if "model" in options:                               # its name, and not where on this machine it lies
         options["model"] = Path(options["model"]).name
     made = record("eval", {"options": options, "task": _plain(task)}, result, engine.quality_of(config),
-                  device_log.gpu_facts() or None)  # fmt: skip
+                  device_log.gpu_facts() or None)
     if args.out:
         write(made, Path(args.out))
     print(json.dumps(made) if args.json else table(result))
@@ -100,7 +100,7 @@ def _task(args: argparse.Namespace, seed: int) -> Task:
         Task(), text=args.text, slices=() if args.slices == ["none"] else tuple(dict.fromkeys(args.slices)),
         slice_files=files, context=args.context, overlap=args.overlap, tokens=args.tokens,
         needle=tuple(sorted(set(args.needle))), choices=args.choices, seed=seed,
-    )  # fmt: skip
+    )
 
 
 def _plain(task: Task) -> dict[str, object]:

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input", metavar="INPUT.jsonl", type=Path,
         help="a line per prompt: {prompt | prompt_token_ids | messages, id, and any field of SamplingParams}",
-    )  # fmt: skip
+    )
     parser.add_argument("output", metavar="OUTPUT.jsonl", type=Path, help="a line per answer, as they finish")
     parser.add_argument("--model", default="", help="HF directory or .gguf file; default: the embedded model")
     add_sampling_options(parser)
@@ -180,7 +180,7 @@ class Batch:
             request, state = self._frontend.request(
                 self._prompt(line.record), params,
                 priority=_of(line.record, "priority", int, 0), cache_salt=_of(line.record, "cache_salt", str, ""),
-            )  # fmt: skip
+            )
             self._core.add(request)
         except RequestError as error:
             self._fail(line.id, str(error))

@@ -128,7 +128,7 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
         model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or stored or dtype,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
-    )  # fmt: skip
+    )
     most = max(args.most, args.count) if device.link.latency else args.count
     slo = parse_slo(args.slo) if args.slo else objective.slo if objective else None
     if args.slo and objective:
@@ -137,7 +137,7 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
         setup, traffic, most, args.gpu_memory_utilization, args.price, slo, args.rate, args.parameters,
         args.hit_rate or 0.5, args.drafts or 4, args.acceptance, objective, (args.input, args.output),
         parse_kl(args.kl) if args.kl else None,
-    )  # fmt: skip
+    )
 
 
 def parse_slo(words: str) -> Slo:
@@ -187,7 +187,7 @@ def _check(args: argparse.Namespace) -> int:
             setup = _question(args).setup
             if model and not is_same_model(setup.model, model, args.served_as):
                 raise ConfigError(f"{path} was measured on a server of {model!r}, and the plan is of {setup.model.name}: give "
-                                  f"the model that was served, or --served-as {model} if that is its name there")  # fmt: skip
+                                  f"the model that was served, or --served-as {model} if that is its name there")
             found += check.check_serve(Path(path).stem, points, setup)
             continue
         try:
@@ -202,7 +202,7 @@ def _check(args: argparse.Namespace) -> int:
         print(json.dumps([
             {"record": each.record, "workload": each.workload, "figure": each.figure, "measured": each.measured,
              "predicted": each.predicted, "error": each.error, "fitted": each.fitted} for each in found
-        ]))  # fmt: skip
+        ]))
     else:
         print(check.text(found, args.markdown))
     if args.into:
@@ -229,7 +229,7 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
          middle(point["figures"]),
          point["setting"]["max_concurrency"] if point.get("process") == "closed loop" else 0)
         for point in raw["figures"]["points"] if point not in all_at_once
-    ]  # fmt: skip
+    ]
     return str(raw.get("workload", {}).get("model") or ""), points
 
 
@@ -243,7 +243,7 @@ def _fit(args: argparse.Namespace) -> int:
         print(f"{name:<20}{value:.4g}")
     for each in errors:
         print(f"{each['record']:<24}{each['figure']:<30}{each['measured'] * 1e3:>10.3f} ms, predicted "
-              f"{each['predicted'] * 1e3:>10.3f} ms{each['error']:>+8.1%}")  # fmt: skip
+              f"{each['predicted'] * 1e3:>10.3f} ms{each['error']:>+8.1%}")
     target = Path(args.out) if args.out else FITTED
     try:
         write_fit(target, constants, errors, [Path(each).name for each in [*args.fit, *args.host, *filter(None, [args.ops])]])

@@ -66,7 +66,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="", metavar="MODEL",
         help="HF directory or .gguf file; default: the embedded SmolLM2-135M-Instruct",
-    )  # fmt: skip
+    )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

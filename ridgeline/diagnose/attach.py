@@ -54,13 +54,13 @@ class Attached:
             [trace], costs, spent, flops_s=machine["flops_s"] or 0.0,
             read_bytes_s=machine["read_bytes_s"] or 0.0, preemptions=self.tree["application"]["preemptions"],
             recomputed=self.tree["utilisation"].get("wasted", {}).get("recomputation", 0.0), rows=batch.get("running", 0),
-        )  # fmt: skip
+        )
         findings = find_patterns(facts)
         self.tree |= {
             "ops": drill.ops_section(facts), "patterns": drill.patterns_section(findings),
             "profiler": {"steps": len(steps), "overhead": overhead},
             "remedies": drill.remedies_section(ranked(self.verdict, findings)),
-        }  # fmt: skip
+        }
         return spent
 
 
@@ -94,7 +94,7 @@ def attach(
         "remedies": drill.remedies_section(ranked(verdict)),
         "machine": {name: document["machine"].get(name) for name in ("device", "read_bytes_s", "flops_s")},
         "utilisation": document["utilisation"], "batch": document["batch"], "seconds": gone,
-    }  # fmt: skip
+    }
     return Attached(tree, points, document["model"], verdict)
 
 
@@ -108,7 +108,7 @@ def _get(url: str, path: str, key: str) -> bytes:
             raise ConfigError(f"{url} wants an API key: give --api-key") from None
         if error.code == 404:
             raise ConfigError(f"{url} has no {path.split('?')[0]}: it is no server of Ridgeline; `ridgeline bench serve` "
-                              "measures any") from None  # fmt: skip
+                              "measures any") from None
         raise ConfigError(f"{url}{path} answers {error.code}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"no server answers at {url}: {getattr(error, 'reason', error)}") from None
@@ -133,7 +133,7 @@ def histogram(samples: Samples, name: str) -> list[tuple[float, float]]:
     bounds = [
         (float(dict(labels)["le"]), count) for (each, labels), count in samples.items()
         if each == f"{name}_bucket" and "le" in dict(labels)
-    ]  # fmt: skip
+    ]
     return sorted(bounds)
 
 
@@ -164,7 +164,7 @@ def part_below(buckets: Sequence[tuple[float, float]], limit: float) -> float | 
 _HISTOGRAMS = {
     "ttft": "vllm:time_to_first_token_seconds", "tpot": "vllm:request_time_per_output_token_seconds",
     "itl": "vllm:inter_token_latency_seconds", "e2el": "vllm:e2e_request_latency_seconds",
-}  # fmt: skip
+}
 
 
 def application(grown: Samples, seconds: float, slo: Slo | None) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def application(grown: Samples, seconds: float, slo: Slo | None) -> dict[str, An
         "input_throughput": count("vllm:prompt_tokens_total") / seconds,
         **{f"{name}_ms": spread(name) for name in _HISTOGRAMS},
         "preemptions": int(count("vllm:num_preemptions_total")), "slo": str(slo) if slo else None,
-    }  # fmt: skip
+    }
     if slo is not None:
         met = [part_below(histogram(grown, _HISTOGRAMS[name]), limit) for name, limit in slo.limits]
         known = [each for each in met if each is not None]
@@ -221,12 +221,12 @@ def _steps_section(points: Sequence[Mapping[str, Any]], grown: Samples, document
         StepTimes(point["start"] + point["seconds"], point["seconds"], point["device"], point["phase"], int(point["tokens"]),
                   int(point["rows"]), prompt_tokens=int(point["tokens"] > point["rows"]))
         for point in points
-    ]  # fmt: skip
+    ]
     found = drill.steps_section(steps)
     slow = {
         dict(labels)["cause"]: int(value) for (name, labels), value in grown.items()
         if name == "ridgeline:slow_steps_total" and value
-    }  # fmt: skip
+    }
     found["slow_by_cause"] = slow                        # as the engine itself counted: over three times the median
     for phase, used in document["phases"].items():
         if phase in found["phases"]:

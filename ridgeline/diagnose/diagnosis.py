@@ -112,7 +112,7 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         flops_s=rates[1], read_bytes_s=rates[0], preemptions=preemptions,
         recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log),
         lost=1 - kept_part(before.log),
-    )  # fmt: skip
+    )
     findings = find_patterns(facts)
     window = with_seen_launches(whole_window(before), facts)
     verdict = judge(window, setting_of(engine, before, kv_usage, preemptions))
@@ -138,7 +138,7 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         },
         "machine": {"read_bytes_s": rates[0], "flops_s": rates[1], "device": peaks.device, "load": os.getloadavg()[0]},
         "runs_s": [before.seconds, after.seconds], "processor_s": [before.processor, after.processor],
-    }  # fmt: skip
+    }
     return Diagnosed(tree, document, before.outcomes, step_points(before.log, model))
 
 
@@ -147,7 +147,7 @@ def workload_of(engine: Engine, load: Load) -> dict[str, Any]:
     config = engine.config
     name = config.model_path.name
     return {"model": name, "dtype": config.dtype, "device": config.device, **dataclasses.asdict(load),
-            "options": config.options.flat() | {"model": name}, "quality": quality_of(config)}  # fmt: skip
+            "options": config.options.flat() | {"model": name}, "quality": quality_of(config)}
 
 
 # ── the profile ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,7 +186,7 @@ def profiler_seconds(plain: StepLog, profiled: StepLog, overhead: float) -> floa
 def speeds_of(
     plain: StepLog, profiled: StepLog, costs: ManyCosts, trace: Trace, rates: tuple[float, float], overlap: bool,
     recorded: float = 0.0,
-) -> Speeds:  # fmt: skip
+) -> Speeds:
     """Own times of the profiled steps, which marks around ops do not lengthen; times of the same steps as they were."""
     steps = len(profiled.times)
     own = {part: np.zeros(steps) for part in PARTS}
@@ -209,7 +209,7 @@ def step_points(log: StepLog, model: StepCosts) -> list[dict[str, Any]]:
         {"start": step.at - step.seconds, "seconds": step.seconds, "device": step.device, "phase": step.phase,
          "tokens": step.tokens, "rows": step.rows, "flops": float(flops), "bytes": float(moves)}
         for step, flops, moves in zip(log.times, matrix, moved, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 # ── the verdict ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,7 +228,7 @@ def whole_window(run: Run) -> Window:
     return replace(
         window, on_compute=window.on_compute / faster, on_weights=window.on_weights / faster, on_kv=window.on_kv / faster,
         on_activations=window.on_activations / faster,
-    )  # fmt: skip
+    )
 
 
 def with_seen_launches(window: Window, facts: Facts) -> Window:
@@ -246,7 +246,7 @@ def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int) -> S
         weight_bytes=run.log.weight_bytes, kv_bytes=run.log.shape.kv_bytes, graphs=config.graphs, overlap=config.depth > 0,
         prefix_caching=config.prefix_caching, ranks=config.options.parallel.tensor_parallel_size,
         decoding=decodes > 0.5 * sum(step.seconds for step in run.log.times),
-    )  # fmt: skip
+    )
 
 
 def made_already(engine: Engine) -> set[str]:

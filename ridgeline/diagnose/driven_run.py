@@ -92,7 +92,7 @@ class StepLog(StepRecorder):
         else:
             allocated = resource.getrusage(resource.RUSAGE_SELF).ru_minflt // _MANY_FAULTS
         return (counters.prompt_tokens, counters.preemptions, HAPPENED["kernel_compile"], HAPPENED["graph_recording"],
-                allocated, time.thread_time(), time.monotonic())  # fmt: skip
+                allocated, time.thread_time(), time.monotonic())
 
     def took(self, result: StepResult, waiting: int, goes_on: bool) -> None:
         plan, since = self._plans[0], self._since
@@ -107,7 +107,7 @@ class StepLog(StepRecorder):
             now[-1] - self._start, seconds, result.device_seconds, phase_of(plan), tokens, rows, self.between,
             self._collecting, int(prompts), int(preemptions), int(compiled), int(recorded), int(allocated),
             0.0 if self._on_gpu else max(0.0, min(wall, seconds) - on_processor),
-        ))  # fmt: skip
+        ))
         self.rows.add(plan, result)
         self._marks, self._collecting, self.between = now, 0.0, 0.0
 
@@ -122,7 +122,7 @@ def phase_of(plan: StepPlan) -> str:
 def drive(
     core: EngineCore, asked: Asked, at_once: int, salt: str = "", step: Callable[[], list[Any]] | None = None,
     most_steps: int | None = None, **params: Any,
-) -> list[Outcome]:  # fmt: skip
+) -> list[Outcome]:
     """Answer all requests, `at_once` of them under way; `step` is the core's own unless somebody stands between.
 
     With `most_steps` the rest is called off.

@@ -46,7 +46,7 @@ SCENARIOS = (
              Load(24, 16, 96, shortest=4, concurrency=8), {"max_num_seqs": 8, "batching": "static", "max_model_len": 256}),
     Scenario("too few blocks", "sixteen rows, KV blocks for two of them",
              Load(16, 96, 64), {"num_gpu_blocks_override": 25, "max_num_seqs": 16, "max_model_len": 256}),
-)  # fmt: skip
+)
 # The same faults in the sizes of a GPU, and one that only a GPU has.
 GPU_SCENARIOS = (
     Scenario("kernel by kernel", "one request, every kernel launched by the host", Load(1, 256, 32),
@@ -56,7 +56,7 @@ GPU_SCENARIOS = (
              Load(16, 2048, 16, shared=1792), {"enable_prefix_caching": False, "max_model_len": 2176}),
     Scenario("too few blocks", "sixty-four rows, KV blocks for sixteen of them",
              Load(64, 512, 96), {"num_gpu_blocks_override": 16 * 38 + 1, "max_num_seqs": 64, "max_model_len": 640}),
-)  # fmt: skip
+)
 # Two engines lie on the GPU beside each other.
 _HALF = {"gpu_memory_utilization": 0.42}
 
@@ -110,7 +110,7 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
         "patterns": found["patterns"], "recommended": found["remedies"], "change": chosen, "quality": quality_of(base.config),
         "model_of_time": found["model_of_time"], "profiler": found["profiler"], "machine": found["machine"],
         "steps": {name: found["steps"][name] for name in ("phases", "slowest")}, "ops": found["ops"],
-    }  # fmt: skip
+    }
     if chosen is None:                                   # a finding, too: no option of the engine is worth changing
         base.close()
         return told
@@ -133,7 +133,7 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
         "achieved_gain": percentiles([before.seconds / after.seconds for before, after in pairs]),
         "achieved_gain_processor": percentiles([before.processor / after.processor for before, after in pairs]),
         "before": first, "after": then,
-    }  # fmt: skip
+    }
 
 
 def _figures(runs: list[Run]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _figures(runs: list[Run]) -> dict[str, Any]:
         "ttft_p50_ms": percentiles([one["ttft_ms"]["p50"] for one in each]),
         "tpot_p50_ms": percentiles([one["tpot_ms"]["p50"] for one in each if one["tpot_ms"]]),
         "steps": len(runs[-1].log.times),
-    }  # fmt: skip
+    }
 
 
 def table_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -158,4 +158,4 @@ def table_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
         "achieved": found["achieved_gain"] if changed else None,
         "by processor time": found["achieved_gain_processor"] if changed else None,
         "model of time": f"{found['model_of_time']['error']:+.0%}",
-    }  # fmt: skip
+    }

@@ -82,7 +82,7 @@ class Speeds:
 def measured_speeds(
     costs: ManyCosts, own: Mapping[str, np.ndarray], device: Sequence[float], host: Sequence[float],
     read_bytes_s: float, flops_s: float, overlap: bool, recorded: float = 0.0,
-) -> Speeds:  # fmt: skip
+) -> Speeds:
     """`own`: by part, seconds in each step, as they are without a profiler; medians, because others use the machine too."""
     least, reading, computing = dict[str, float](), dict[str, float](), dict[str, float]()
     for part, (reads, computes) in floors(costs, read_bytes_s, flops_s).items():
@@ -105,7 +105,7 @@ def measured_speeds(
     return Speeds(
         read_bytes_s, flops_s, least, reading, computing, beside=max(0.0, float(np.median(beside))),
         host=max(0.0, statistics.median(host)), overlap=overlap, recorded=recorded,
-    )  # fmt: skip
+    )
 
 
 def _line(seconds: np.ndarray, floor: np.ndarray) -> tuple[float, float]:
@@ -161,35 +161,35 @@ def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case
             yield Case("rows", f"{demand} → {more} requests at once", later, {}, replace(load, concurrency=more))
     if not config.prefix_caching and not config.contiguous:
         yield Case("prefix", "enable_prefix_caching: compute what prompts begin with once", "none",
-                   {"enable_prefix_caching": True})  # fmt: skip
+                   {"enable_prefix_caching": True})
     if options.scheduler.batching == "static":
         yield Case("continuous", "batching static → continuous: a row is given away when its answer ends", "none",
-                   {"batching": "continuous"})  # fmt: skip
+                   {"batching": "continuous"})
     if config.contiguous:
         yield Case("paged", "kv_layout contiguous → paged: as many rows as the tokens need", "none", {"kv_layout": "paged"})
     if preemptions:
         held = max(1, (config.num_blocks - 1) * options.cache.block_size // (load.tokens_in + load.tokens_out))
         if held < rows:
             yield Case("admission", f"max_num_seqs {rows} → {held}: as many as the KV cache holds to their end",
-                       "time in the queue", {"max_num_seqs": held})  # fmt: skip
+                       "time in the queue", {"max_num_seqs": held})
         if options.cache.num_gpu_blocks_override:
             yield Case("blocks", "as many KV blocks as the memory holds (leave num_gpu_blocks_override out)",
-                       "what else needs the memory", {"num_gpu_blocks_override": None})  # fmt: skip
+                       "what else needs the memory", {"num_gpu_blocks_override": None})
     if options.model.kernels == "reference":
         yield Case("kernels", f"kernels=auto: every op at {REACHED:.0%} of its roof, if they are good", "none: `bench ops` tells",
-                   {"kernels": "auto"}, speeds=_good_kernels)  # fmt: skip
+                   {"kernels": "auto"}, speeds=_good_kernels)
     if config.device == "cuda":
         if config.depth == 0:
             yield Case("overlap", "async_scheduling: plan a step while the one before it runs",
                        "a stop is noticed one step late", {"async_scheduling": True},
-                       speeds=lambda speeds: replace(speeds, overlap=True))  # fmt: skip
+                       speeds=lambda speeds: replace(speeds, overlap=True))
         if options.execution.enforce_eager:
             yield Case("graphs", "recorded graphs (leave enforce_eager off)", "memory of the graphs",
                        {"enforce_eager": False},
-                       speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))  # fmt: skip
+                       speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))
         if options.cache.kv_cache_dtype == "auto":
             yield Case("kv8", "kv_cache_dtype fp8: half the bytes of the cache", "quality: `ridgeline eval`",
-                       {"kv_cache_dtype": "fp8"}, speeds=_narrow_pages, kv_dtype="fp8")  # fmt: skip
+                       {"kv_cache_dtype": "fp8"}, speeds=_narrow_pages, kv_dtype="fp8")
 
 
 def _narrow_pages(speeds: Speeds) -> Speeds:
@@ -203,7 +203,7 @@ def _narrow_pages(speeds: Speeds) -> Speeds:
 
 def _good_kernels(speeds: Speeds) -> Speeds:
     return replace(speeds, reading={part: min(1 / REACHED, value) for part, value in speeds.reading.items()},
-                   computing={part: min(1 / REACHED, value) for part, value in speeds.computing.items()})  # fmt: skip
+                   computing={part: min(1 / REACHED, value) for part, value in speeds.computing.items()})
 
 
 def emptied(device: DeviceFacts, config: ResolvedConfig) -> DeviceFacts:

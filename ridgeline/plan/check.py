@@ -117,7 +117,7 @@ def text(found: Sequence[Checked], markdown: bool = False) -> str:
         numbers = [f"{value * scale:,.2f}" for value in (each.measured, each.predicted)]
         rows.append([
             each.record, each.workload, each.figure + unit, *numbers, f"{each.error:+.1%}", each.note,
-        ])  # fmt: skip
+        ])
     if markdown:
         rows.insert(1, ["---"] * 3 + ["---:"] * 3 + ["---"])
         lines = ["| " + " | ".join(row) + " |" for row in rows]
@@ -126,12 +126,12 @@ def text(found: Sequence[Checked], markdown: bool = False) -> str:
         lines = ["  ".join(
             cell.rjust(width) if column in (3, 4, 5) else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip() for row in rows]  # fmt: skip
+        ).rstrip() for row in rows]
     barred = [each for each in found if each.barred]
     if barred:
         inside = sum(abs(each.error) <= BAR for each in barred)
         lines += ["", f"{_SUM} {inside} of {len(barred)} within {BAR:.0%}, the worst "
-                      f"off by {worst(found):.1%}"]  # fmt: skip
+                      f"off by {worst(found):.1%}"]
     return "\n".join(lines)
 
 

@@ -66,7 +66,7 @@ class Experts:
             ops[name] = OpCost(
                 op.calls, round(op.flops * factor), round(op.weights * read / max(1, op.calls)), op.kv_read, op.kv_written,
                 round(op.activations * factor),
-            )  # fmt: skip
+            )
         router = shape.hidden * self.count
         ops["gate_up"] += OpCost(mixed + behind, 2 * visits * router, round((mixed + behind) * router * shape.activation_bytes))
         return StepCost(ops, cost.collectives, cost.collective_bytes)

@@ -38,7 +38,7 @@ _EXPECTED: dict[str, tuple[float, float]] = {
     "idle_s": (0.1e-3, 0.5),         # beside taking a request in and planning it, which are counted apart
     # How much longer a new request takes in an engine at work than in `bench host`, by itself: a little, where nothing stops it.
     "host": (1.0, 0.3),
-}  # fmt: skip
+}
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
 _ERROR = 0.02                        # of a measured figure, all alike: cards of the same kind differ by so much and more
 OPS_HEADS = (32, 8, 128)             # heads, KV heads and their size in `bench ops`: Llama-3.1-8B's
@@ -121,7 +121,7 @@ def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
         found.append(Observation(
             f"{row.workload} step", row.step_seconds, lambda setup: float(step_seconds(setup, steps, steady=True)[0]),
             _ERROR,
-        ))  # fmt: skip
+        ))
     return found
 
 
@@ -139,7 +139,7 @@ def kernel_observations(path: str | Path, setup: Setup) -> list[Observation]:
         steps = gather(shape, [count_rows(shape, decode_rows(batch, context - 1))], setup.model)
         found.append(Observation(
             f"kernel of attention, {row['case']}", row["microseconds"]["median"] / 1e6, _attention_of_a_layer(steps), _PART_ERROR
-        ))  # fmt: skip
+        ))
     return found
 
 
@@ -192,7 +192,7 @@ def _admission_constants(figures: dict[str, Any]) -> dict[str, float]:
     return {
         "host_add_s": add, "host_add_token_s": add_token, "host_request_s": request, "host_token_s": token,
         "host_cached_s": max(0.0, (cached["plan_ms"]["median"] / 1e3 - request) / 2048),
-    }  # fmt: skip
+    }
 
 
 def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
@@ -205,13 +205,13 @@ def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
     found = {}
     for name, kind, rate in (("narrow_kv_read", "rows-", "gb_s"), ("narrow_kv_compute", "prefill-", "tflop_s")):
         pairs = [(rows[f"fp8-{case}"], row) for case, row in rows.items() if case.startswith(kind) and f"fp8-{case}" in rows
-                 and row["microseconds"]["median"] / 1e6 > 4 * call_s]  # fmt: skip
+                 and row["microseconds"]["median"] / 1e6 > 4 * call_s]
         if pairs:
             found[name] = math.exp(np.mean([math.log(_speed(narrow, rate, call_s) / _speed(wide, rate, call_s))
-                                            for narrow, wide in pairs]))  # fmt: skip
+                                            for narrow, wide in pairs]))
     if len(found) < 2:
         raise ConfigError(f"{path} has no attention over wide and over narrow pages: `ridgeline bench ops --op decode_attention "
-                          "paged_attention` on a GPU has")  # fmt: skip
+                          "paged_attention` on a GPU has")
     return found
 
 
@@ -276,7 +276,7 @@ def fit(
     def residuals(logs: np.ndarray) -> np.ndarray:
         made = constants(logs)
         off = [math.log(each.predict(replace(setup, constants=made)) / each.measured) / each.error
-               for setup, each, _ in seen]  # fmt: skip
+               for setup, each, _ in seen]
         return np.concatenate([off, (logs - expected) / widths])
 
     best = constants(_least_squares(residuals, expected))
@@ -285,7 +285,7 @@ def fit(
          "predicted": (predicted := each.predict(replace(setup, constants=best))),
          "error": predicted / each.measured - 1}
         for setup, each, name in seen
-    ]  # fmt: skip
+    ]
     return best, errors
 
 
@@ -317,5 +317,5 @@ def write_fit(path: str | Path, constants: Constants, errors: list[dict[str, Any
         "constants": {name: float(f"{value:.6g}") for name, value in constants.values().items()},
         "errors": [each | {name: float(f"{each[name]:.5g}") for name in ("measured", "predicted", "error")}
                    for each in errors],
-    }  # fmt: skip
+    }
     Path(path).write_text(json.dumps(content, indent=1) + "\n")

@@ -33,7 +33,7 @@ class Traffic:
     def __post_init__(self) -> None:
         if self.tokens_in < 1 or self.tokens_out < 1 or not 0 <= self.hit_rate < 1:
             raise ConfigError(f"requests need a token in and out at least, and a hit rate from 0 to below 1: got "
-                              f"{self.tokens_in} in, {self.tokens_out} out, {self.hit_rate:g}")  # fmt: skip
+                              f"{self.tokens_in} in, {self.tokens_out} out, {self.hit_rate:g}")
 
     @property
     def context(self) -> int:
@@ -93,7 +93,7 @@ def operate(setup: Setup, batch: int, traffic: Traffic, budget: int = STEP_TOKEN
     return Point(
         setup, batch, ttft=ttft, tpot=step / tokens, prefill=alone, tok_s=batch * tokens / step,
         requests_s=batch * tokens / step / traffic.tokens_out,
-    )  # fmt: skip
+    )
 
 
 def batches(largest: int) -> list[int]:

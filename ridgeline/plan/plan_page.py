@@ -37,7 +37,7 @@ def page(told: dict[str, Any]) -> str:
         ("Throughput against quality", _plot(
             [point for point in points if point["quality"] is not None], lambda point: point["quality"], _QUALITY[unit],
             "best_quality", False)),
-    ]  # fmt: skip
+    ]
     body = "".join(f"<h2>{name}</h2>\n{drawn}\n" for name, drawn in plots)
     best = [point for point in points if point["best_latency"] or point["best_quality"]]
     return (

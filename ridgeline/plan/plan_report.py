@@ -67,7 +67,7 @@ def answer(question: Question) -> dict[str, Any]:
         "longest_context": capacity.longest_context(), "compute_limited_batch": compute_limited_batch(setup),
         "textbook": {"weights": book.weights, "kv_per_request": book.kv_per_request, "batch": book.batch,
                      "tok_s": book.tok_s, "parameters": question.parameters or setup.model.parameters},
-    }  # fmt: skip
+    }
     if capacity.fits:
         points = table(setup, traffic, largest)
         told["batches"] = [_point(point, question.price) for point in points]
@@ -84,7 +84,7 @@ def answer(question: Question) -> dict[str, Any]:
             setup, traffic, hit_rate=question.hit_rate, drafts=question.drafts, acceptance=question.acceptance,
             draft_model=setup.draft_model, utilization=question.utilization,
         )
-    ]  # fmt: skip
+    ]
     if question.slo is not None:
         point = best_point(setup, traffic, question.slo, question.utilization)
         told["within_slo"] = _point(point, question.price) if point is not None else None
@@ -108,7 +108,7 @@ def objectives(question: Question) -> dict[str, Any]:
         found[objective.name] = {
             "what": objective.what, "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out,
             "hit_rate": traffic.hit_rate, "best": _point(point, question.price) if point else None,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -131,7 +131,7 @@ def fronts(question: Question) -> dict[str, Any]:
             }
             for point in points
         ],
-    }  # fmt: skip
+    }
 
 
 def _point(point: Point, price: float | None) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _point(point: Point, price: float | None) -> dict[str, Any]:
         "batch": point.batch, "ttft": point.ttft, "tpot": point.tpot, "prefill": point.prefill, "tok_s": point.tok_s,
         "tok_s_device": point.tok_s_device, "requests_s": point.requests_s, "lossy": point.setup.lossy,
         "dollars_per_million": point.dollars_per_million(price) if price is not None else None,
-    }  # fmt: skip
+    }
 
 
 def _answer(found: Answer, price: float | None) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _uneven(told: dict[str, Any]) -> list[str]:
         return []
     even = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
     return [f"{heads} KV heads do not divide evenly among {ranks}: a rank has up to {-(-heads // ranks)} of them, and the others "
-            f"wait for it, so it is slower than planned; {even} do"]  # fmt: skip
+            f"wait for it, so it is slower than planned; {even} do"]
 
 
 def _requests(count: int) -> str:
@@ -271,7 +271,7 @@ def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         one, many = row["one"], row["many"]
         lines.append(f"{row['ranks']:>6}{one['tpot'] * 1e3:>14.2f}{many['batch']:>15,}{_rate(many['tok_s']):>11}"
-                     f"{_rate(many['tok_s_device']):>12}")  # fmt: skip
+                     f"{_rate(many['tok_s_device']):>12}")
     fastest = min(rows, key=lambda row: row["one"]["tpot"])["ranks"]
     cheapest = max(rows, key=lambda row: row["many"]["tok_s_device"])["ranks"]
     return [*lines, f"best tensor parallelism: {fastest} for latency, {cheapest} for throughput per device"]
@@ -284,7 +284,7 @@ def _techniques(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         factors = "".join(f"{'fits':>7}" if row[name] is None else f"{row[name]:>6.2f}×" for name in ("ttft", "tpot", "tok_s"))
         lines.append(f"{row['technique']:<20}{factors}{row['largest_batch']:>8,}  {'yes' if row['exact'] else 'no':<5}  "
-                     f"{'yes' if row['here'] else 'not yet'}")  # fmt: skip
+                     f"{'yes' if row['here'] else 'not yet'}")
     return lines
 
 
@@ -299,7 +299,7 @@ def _deployments(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(f"{row['rate']:g} requests/s need {devices}: {row['replicas']} × {point['label']}, at most "
                      f"{_requests(point['batch'])} each, TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms; "
                      f"loaded with {row['load']:.0%} of what they can, at most {MOST_LOAD:.0%}"
-                     + (f", ${price:,.2f} an hour" if price is not None else ""))  # fmt: skip
+                     + (f", ${price:,.2f} an hour" if price is not None else ""))
     return lines
 
 
@@ -308,4 +308,4 @@ def _one_line(point: dict[str, Any] | None) -> str:
         return "nothing meets it"
     cost = f", ${point['dollars_per_million']:.3f} per million tokens" if point["dollars_per_million"] is not None else ""
     return (f"{point['label']}, batch {point['batch']}: {_rate(point['tok_s_device'])} tok/s per device, "
-            f"TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms{cost}")  # fmt: skip
+            f"TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms{cost}")

@@ -42,7 +42,7 @@ WEIGHT_FORMATS = {
         Format("int4", 4, (16 + 4) / GROUP, computes=False),     # a scale and a zero for every group
         Format("fp4", 4, 8 / 16),                        # a scale of 8 bits for 16 numbers
     )
-}  # fmt: skip
+}
 KV_FORMATS = ("auto", "fp8", "int8", "int4")
 
 
@@ -114,7 +114,7 @@ _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bfloat16": _float_step(7, -126), "float16": _float_step(10, -14), "float32": _float_step(23, -126),
     "fp8": _float_step(3, -12),                          # e4m3, scaled so that the largest of a row fills the range
     "int8": _integer(8, 4096), "int4": _integer(4, GROUP), "fp4": _fp4,
-}  # fmt: skip
+}
 
 
 def signal_to_noise(format: str) -> float:

@@ -116,7 +116,7 @@ class Setup:
             raise ConfigError(f"derate must be above 0 and at most 1, got {self.derate}")
         if not 0 <= self.acceptance <= 1 or self.drafts < 0:
             raise ConfigError(f"speculation needs an acceptance between 0 and 1, got {self.acceptance}, and no negative "
-                              f"number of drafts, got {self.drafts}")  # fmt: skip
+                              f"number of drafts, got {self.drafts}")
         if self.weights not in WEIGHT_FORMATS:
             raise ConfigError(f"weights in {self.weights}: known are {', '.join(WEIGHT_FORMATS)}")
 
@@ -310,7 +310,7 @@ def closed_loop(setup: Setup, asked: Lengths, users: int, budget: int = STEP_TOK
 def workload_seconds(
     setup: Setup, asked: Lengths, budget: int = STEP_TOKENS, max_rows: int = MOST_ROWS, shared: int = 0,
     level: int | None = None,
-) -> float:  # fmt: skip
+) -> float:
     shape = setup.shape
     counts = workload_counts(shape, asked, budget, max_rows, shared, setup.graphs, level)
     steps = gather(shape, counts, setup.model)

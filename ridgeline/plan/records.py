@@ -98,7 +98,7 @@ def _setup(raw: dict[str, Any]) -> Setup:
         model=find_model(_model_name(workload["model"])), device=device, dtype=workload["dtype"],
         weights=workload["dtype"], ranks=options.get("tensor_parallel_size", 1),
         kv="fp8" if options.get("kv_cache_dtype", "auto") == "fp8" else "auto",
-    )  # fmt: skip
+    )
 
 
 def _gpu(raw: dict[str, Any], lengths: Mapping[str, Lengths]) -> Record:
@@ -119,7 +119,7 @@ def _idle(raw: dict[str, Any]) -> Record:
             parts={part: micros / 1e6 for part, micros in found["us_per_step_by_part"].items()},
         )
         for batch, found in ((int(name.removeprefix("batch_")), found) for name, found in raw["figures"].items())
-    ]  # fmt: skip
+    ]
     return Record(raw["workload"]["model"], _setup(raw), rows)
 
 
@@ -145,7 +145,7 @@ def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> 
         {part: micros / 1e6 for part, micros in idle.get("us_per_step_by_part", {}).items()}, asked[0][0] + 10,
         spread={name: row["p90"][name] / row["p10"][name] for name in row.get("p90", {}) if row["p10"].get(name)},
         level=level,
-    )  # fmt: skip
+    )
 
 
 _CPU_SIZES = {"latency": (1, 128, 128), "batch8": (8, 128, 128), "batch32": (32, 128, 128), "prefill": (1, 512, 1)}
@@ -180,7 +180,7 @@ def _cpu(raw: dict[str, Any]) -> Record:
         rows.append(MeasuredRow(
             name, [(tokens_in, tokens_out)] * count, 0, None, first, tpot, output,
             spread={mine: found[theirs]["p90"] / found[theirs]["p10"] for mine, theirs in spread.items() if theirs in found},
-        ))  # fmt: skip
+        ))
     if not rows:
         raise ConfigError("the record has no workload that is known: latency, batch8, batch32, prefill, or one by its sizes")
     rate = max(

@@ -75,7 +75,7 @@ def count_rows(shape: DecoderShape, rows: Sequence[Row], shared: int = 0, padded
         _attended(new, kv, shape.window, shape.block_size) if shape.window_layers else Attended(),
         _attended(logits[goes_on], kv[goes_on], shape.window if shape.last_windowed else None, shape.block_size),
         shared, _attended(new[few := new <= FEW_QUERIES], kv[few], None, shape.block_size).pairs,
-    )  # fmt: skip
+    )
 
 
 def _attended(new: np.ndarray, kv: np.ndarray, window: int | None, block_size: int) -> Attended:
@@ -124,7 +124,7 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
         collectives=np.array([cost.collectives for cost in costs], float),
         collective_bytes=np.array([cost.collective_bytes for cost in costs], float),
         ranks=shape.ranks,
-    )  # fmt: skip
+    )
 
 
 def decode_rows(batch: int, context: int, drafts: int = 0) -> list[Row]:

@@ -31,7 +31,7 @@ def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | No
         "host": sum(step.host for step in steps), "collecting": sum(step.collecting for step in steps),
         "lost": sum(step.lost for step in steps),
         "phases": {}, "slowest": slowest(steps),
-    }  # fmt: skip
+    }
     for phase in PHASES:
         own = sorted(step.seconds for step in steps if step.phase == phase)
         if not own:
@@ -42,7 +42,7 @@ def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | No
             "median_ms": own[len(own) // 2] * 1e3, "p99_ms": own[min(len(own) - 1, int(0.99 * len(own)))] * 1e3,
             "tokens": sum(step.tokens for step in mine), "rows": sum(step.rows for step in mine) / len(mine),
             "gap_share": sum(step.host for step in mine) / sum(own) if sum(own) else 0.0,
-        }  # fmt: skip
+        }
         predicted = (sums or {}).get(phase)
         device = sum(min(step.device, step.seconds) * step.kept for step in mine)
         if predicted is not None and device:             # against the time in which it had a processor
@@ -59,13 +59,13 @@ def ops_section(facts: Facts) -> dict[str, Any]:
         row: dict[str, Any] = {
             "part": name, "calls_per_step": part.calls / facts.steps, "ms_per_step": part.seconds * 1e3 / facts.steps,
             "share": facts.share(part.seconds),
-        }  # fmt: skip
+        }
         if part.floor and part.seconds:
             row |= {
                 "floor_ms_per_step": part.floor * 1e3 / facts.steps, "at_roof": part.floor / part.seconds,
                 "gb_s": part.bytes / part.seconds / 1e9, "gflop_s": part.flops / part.seconds / 1e9,
                 "bound": "compute" if part.computes > part.floor / 2 else "memory",
-            }  # fmt: skip
+            }
         rows.append(row)
     return {
         "device": facts.device, "steps": facts.steps, "seconds": facts.seconds, "busy": facts.busy,
@@ -73,14 +73,14 @@ def ops_section(facts: Facts) -> dict[str, Any]:
         "median_kernel_us": facts.kernel_seconds * 1e6, "parts": rows,
         "gaps": {"launch": facts.launch, "waiting": facts.waiting, "allocation": facts.allocation,
                  **{f"host: {name}": seconds for name, seconds in facts.host.items()}},
-    }  # fmt: skip
+    }
 
 
 def verdict_section(verdict: Verdict) -> dict[str, Any]:
     return {
         "term": verdict.term, "share": verdict.share, "headroom": verdict.headroom, "why": verdict.why,
         "parts": dict(verdict.parts),
-    }  # fmt: skip
+    }
 
 
 def patterns_section(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def patterns_section(findings: Sequence[Finding]) -> list[dict[str, Any]]:
         {"pattern": each.pattern, "term": each.term, "share": each.share, "evidence": each.evidence,
          "remedies": [advice.what for advice in each.advice]}
         for each in findings
-    ]  # fmt: skip
+    ]
 
 
 def remedies_section(remedies: Sequence[Recommended]) -> list[dict[str, Any]]:
@@ -96,4 +96,4 @@ def remedies_section(remedies: Sequence[Recommended]) -> list[dict[str, Any]]:
         {"what": each.what, "gain": each.gain if each.gain != 1.0 else None, "from": each.source, "why": each.why,
          "trade_off": each.trade_off, "options": dict(each.options)}
         for each in remedies
-    ]  # fmt: skip
+    ]

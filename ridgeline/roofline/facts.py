@@ -106,7 +106,7 @@ class _Gaps:
 def facts_of(
     traces: Sequence[Trace], costs: Mapping[str, PartFacts] | None = None, profiler: float = 0.0,
     kept: Sequence[float] = (), **known: Any,
-) -> Facts:  # fmt: skip
+) -> Facts:
     """`costs`: by part, what the cost model says of the traced steps (floor, FLOPs, bytes). `profiler`: seconds that
     profiling itself took, all of it between ops, where the marks are. `kept`: the part of each step in which the process
     had a processor. `known`: further fields."""
@@ -137,7 +137,7 @@ def facts_of(
         taken=most("taken"), taken_bytes=most("taken_bytes"), memory_usual=most("memory_usual"),
         memory_peak=most("memory_peak"), collectives=mean("collectives"),
         rank_steps=[one.rank_steps[0] for one in each] if count > 1 else (), **known,
-    )  # fmt: skip
+    )
 
 
 def _part_of_step(kept: Sequence[float], step: int) -> float:
@@ -173,7 +173,7 @@ def _of_rank(trace: Trace, kept: Sequence[float]) -> Facts:
         memory_usual=statistics.median(totals), memory_peak=max(totals),
         collectives=sum(each.end - each.start for each in work if each.is_collective) * MICRO,
         rank_steps=[_by_step(work, len(trace.steps))],
-    )  # fmt: skip
+    )
 
 
 def _exposed(collectives: Sequence[Work], others: Sequence[Work]) -> dict[int, float]:
@@ -240,7 +240,7 @@ def _blame(host: dict[str, float], inside: Sequence[Span], gap: Span, part: floa
     """Divide a gap between steps by what the host was doing; phases may lie in each other, the innermost counts."""
     edges = sorted({gap.start, gap.end} | {
         min(max(edge, gap.start), gap.end) for phase in inside for edge in (phase.start, phase.end)
-    })  # fmt: skip
+    })
     for low, high in pairwise(edges):
         around = [phase for phase in inside if phase.start <= low and phase.end >= high]
         name = min(around, key=lambda phase: phase.end - phase.start).name if around else "elsewhere"

@@ -69,7 +69,7 @@ class Utilisation:
             moved / (busy * rates.read_bytes_s) if rates.read_bytes_s else 0.0,
             sums.flops / (moved + sums.activations) if moved else 0.0,
             *(part / done if done else 0.0 for part in (sums.padding_flops, sums.recomputed_flops, sums.rejected_flops)),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class LiveRoofline:
             found.append([
                 at, sums.sampled / seconds, sums.tokens / seconds, used.mfu, used.mbu, min(1.0, sums.seconds / seconds),
                 min(1.0, sums.on_compute / busy), min(1.0, memory / busy), sums.queued / busy, used.rows,
-            ])  # fmt: skip
+            ])
         return found
 
 
@@ -194,7 +194,7 @@ def window_of(seconds: float, sums: PhaseSums, io: float = 0.0, communication: f
         on_kv=sums.on_kv, on_activations=sums.on_activations, io=io, communication=communication, launch=sums.launch,
         waiting=sums.queued / busy if busy else 0.0, running=sums.rows / sums.steps if sums.steps else 0.0,
         steps=int(sums.steps),
-    )  # fmt: skip
+    )
 
 
 def _together(phases: Mapping[str, PhaseSums]) -> PhaseSums:
@@ -211,4 +211,4 @@ def _judged(seconds: float, phases: dict[str, PhaseSums], rates: Rates, setting:
         seconds, Utilisation.of(total, rates),
         {phase: Utilisation.of(sums, rates) for phase, sums in phases.items() if sums.steps}, window,
         judge(window, setting),
-    )  # fmt: skip
+    )

@@ -44,7 +44,7 @@ class StepRows:
             counts, np.concatenate(self.new), np.concatenate(self.lengths).astype(np.int32),
             wants & np.int8(Want.TOKEN), np.array(self.shared),
             every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0,
-        )  # fmt: skip
+        )
 
 
 def floors(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -68,7 +68,7 @@ def part_costs(
         found[part] = PartFacts(
             0.0, int(costs["calls"][counted][:, columns].sum()), reads + computes,
             float(costs["flops"][counted][:, columns].sum()), float(costs.bytes[counted][:, columns].sum()), computes,
-        )  # fmt: skip
+        )
     return found
 
 

@@ -73,7 +73,7 @@ def find_patterns(facts: Facts) -> list[Finding]:
                 (Advice(each.what, gain(facts, each.saves(facts)), each.trade_off, each.key)
                  for each in pattern.remedies if each.device in ("", facts.device)),
                 key=lambda one: -one.gain,
-            )  # fmt: skip
+            )
             found.append(Finding(pattern.name, pattern.term, facts.share(pattern.costs(facts)), evidence, tuple(advice)))
     return sorted(found, key=lambda finding: -finding.share)
 
@@ -91,7 +91,7 @@ def _short_kernels(facts: Facts) -> str:
         return ""
     what = "kernels" if facts.device == "cuda" else "ops"
     return (f"{per_step:.0f} {what} a step, the median one {facts.kernel_seconds * 1e6:.0f} µs; gaps between them are "
-            f"{facts.share(facts.launch):.0%} of the time")  # fmt: skip
+            f"{facts.share(facts.launch):.0%} of the time")
 
 
 def _products(facts: Facts) -> PartFacts | None:
@@ -130,7 +130,7 @@ def _little_matrix(facts: Facts) -> str:
         return ""
     name = max(beside, key=lambda part: beside[part])
     return (f"matrix products are {facts.matrix_share:.0%} of the busy time; {name} alone "
-            f"{beside[name] / facts.busy:.0%}")  # fmt: skip
+            f"{beside[name] / facts.busy:.0%}")
 
 
 def _beside(facts: Facts) -> dict[str, float]:
@@ -143,7 +143,7 @@ def _cpu_bound(facts: Facts) -> str:
         return ""
     name = max(facts.host, key=lambda each: facts.host[each])
     return (f"between steps the device waits for the host for {facts.share(facts.between):.0%} of the time, longest in "
-            f"{name} ({facts.share(facts.host[name]):.0%})")  # fmt: skip
+            f"{name} ({facts.share(facts.host[name]):.0%})")
 
 
 def _preempts(facts: Facts) -> str:
@@ -195,7 +195,7 @@ def _allocates(facts: Facts) -> str:
     if facts.share(facts.allocation) < 0.02 or calls < 0.2:
         return ""
     return (f"the driver is asked for memory {calls:.1f} times a step, and {facts.share(facts.allocation):.0%} of the time "
-            f"nothing runs meanwhile")  # fmt: skip
+            f"nothing runs meanwhile")
 
 
 def _blocks(facts: Facts) -> str:
@@ -203,7 +203,7 @@ def _blocks(facts: Facts) -> str:
     if calls < WAITS or facts.share(facts.waiting) < 0.05:
         return ""
     return (f"{calls:.1f} calls a step wait until the device has run dry; it then has nothing to do for "
-            f"{facts.share(facts.waiting):.0%} of the time")  # fmt: skip
+            f"{facts.share(facts.waiting):.0%} of the time")
 
 
 def _bare_collectives(facts: Facts) -> str:
@@ -211,7 +211,7 @@ def _bare_collectives(facts: Facts) -> str:
     if part is None or facts.share(part.seconds) < WORTH or _uneven_ranks(facts) or _stragglers(facts):
         return ""
     return (f"collectives take {facts.share(facts.collectives):.0%} of the time, "
-            f"{part.seconds / max(facts.collectives, 1e-12):.0%} of it with nothing beside them")  # fmt: skip
+            f"{part.seconds / max(facts.collectives, 1e-12):.0%} of it with nothing beside them")
 
 
 def _taken(facts: Facts) -> str:
@@ -350,4 +350,4 @@ PATTERNS = (
                "multiprocessors that the collective takes", "overlap-collectives"),
         Remedy("fewer ranks, if the model fits", _part("communication", 0.5), "memory left for the KV cache", "ranks"),
     )),
-)  # fmt: skip
+)

@@ -44,7 +44,7 @@ class MachinePeaks:
             min(self.launch_s, other.launch_s), other.measured,
             min(self.host_launch_s, other.host_launch_s) or other.host_launch_s,
             other.driver, other.torch,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ _KEYS = (
     ("kv_cache_dtype fp8", "kv8"), ("weights of 8 bits", "weights"), ("weights of 4 bits", "weights4"),
     ("fewer ranks", "ranks"), ("overlap collectives", "overlap-collectives"), ("more memory for KV", "blocks"),
     ("fewer and larger kernels", "fusion"),
-)  # fmt: skip
+)
 _POINTER = "`ridgeline diagnose`"    # advice to do what is being done
 
 
@@ -58,14 +58,14 @@ def key_of(what: str) -> str:
 
 def ranked(
     verdict: Verdict | None, findings: Sequence[Finding] = (), planned: Sequence[Planned] = (), done: Collection[str] = (),
-) -> list[Recommended]:  # fmt: skip
+) -> list[Recommended]:
     """`done`: keys of changes that this setting has made already."""
     taken = {*done, *(each.key for each in planned)}
     found = [
         Recommended(each.what, each.gain, PLANNED, each.trade_off, "the workload, planned and priced again", each.key,
                     each.options)
         for each in planned
-    ]  # fmt: skip
+    ]
     for finding in findings:
         for advice in finding.advice:
             key = advice.key or advice.what

@@ -55,7 +55,7 @@ def cause_of(step: StepTimes, median: float) -> str:
     found = watch.cause(Step(
         step.seconds, step.between, step.collecting, step.tokens, step.prompt_tokens, step.preemptions, step.compiled,
         step.recorded,
-    ))  # fmt: skip
+    ))
     if found in ("between_steps", "preemption", "prompt_tokens", "unknown"):
         if step.allocated:
             return ALLOCATION
@@ -77,8 +77,8 @@ def slowest(steps: Sequence[StepTimes], share: float = SLOWEST) -> dict[str, Any
             "phase": step.phase, "tokens": step.tokens, "rows": step.rows, "cause": cause_of(step, median),
         }
         for number, step in numbered
-    ]  # fmt: skip
+    ]
     return {
         "count": len(rows), "share_of_time": sum(step.seconds for _, step in numbered) / whole if whole else 0.0,
         "median_ms": median * 1e3, "causes": dict(Counter(row["cause"] for row in rows).most_common()), "steps": rows,
-    }  # fmt: skip
+    }

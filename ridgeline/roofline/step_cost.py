@@ -104,7 +104,7 @@ class DecoderShape:
         return replace(
             self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks,
             intermediate=even_shard(self.intermediate, 0, ranks).size, vocab=even_shard(self.vocab, 0, ranks).size,
-        )  # fmt: skip
+        )
 
 
 def kv_element_bytes(kv_dtype: str, head_dim: int) -> float:
@@ -115,7 +115,7 @@ def kv_element_bytes(kv_dtype: str, head_dim: int) -> float:
 def decoder_shape(
     model: ModelConfig, dtype: str, bytes_per_weight: float | None = None, kv_dtype: str | None = None,
     block_size: int = 16, head_bytes: float | None = None,
-) -> DecoderShape:  # fmt: skip
+) -> DecoderShape:
     """A model as the cost model sees it; weights in `dtype` unless said otherwise."""
     size = DTYPE_BYTES[dtype]
     windows = [window for window in model.windows if window is not None]
@@ -128,7 +128,7 @@ def decoder_shape(
         head_bytes=head_bytes, embedding_bytes=size, rotary_dim=model.ropes[0].dim, activation=model.activation,
         softcap=model.attention_softcap, qk_norm=model.qk_norm, post_norms=model.post_norms, qkv_bias=model.qkv_bias,
         output_bias=model.output_bias, mlp_bias=model.mlp_bias, last_windowed=model.windows[-1] is not None,
-    )  # fmt: skip
+    )
 
 
 # ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +174,7 @@ def step_counts(
         Attended.of(rows, shape.window, shape.block_size) if shape.window_layers else Attended(),
         Attended.of(last_rows, shape.window if shape.last_windowed else None, shape.block_size),
         shared,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class OpCost:
         return OpCost(
             self.calls + other.calls, self.flops + other.flops, self.weights + other.weights,
             self.kv_read + other.kv_read, self.kv_written + other.kv_written, self.activations + other.activations,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +258,13 @@ def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
             linear_cost(
                 tokens=count, inputs=inputs, outputs=outputs, bias=bias, weight_bytes=weight_bytes, element_bytes=size
             ) for count in (0, 1)
-        )  # fmt: skip
+        )
         return each_token(calls, times, none, one)
 
     def matrix(name: str) -> OpCost:
         calls, times = (layers, layers * tokens) if name == "qkv" else (
             layers - 1 + behind, (layers - 1) * tokens + last
-        )  # fmt: skip
+        )
         return linear(calls, times, *shape.linears[name], shape.weight_bytes)
 
     def each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) -> OpCost:
@@ -343,7 +343,7 @@ def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
         },
         collectives,
         (spoken * shape.hidden + logits * shape.vocab * shape.ranks) * size if shape.ranks > 1 else 0,
-    )  # fmt: skip
+    )
 
 
 # ── the machine, and what follows from both ──────────────────────────────────────────────────────────────────────────

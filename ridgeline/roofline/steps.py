@@ -76,7 +76,7 @@ SUMS = tuple(each.name for each in fields(PhaseSums))
 _AS_NOTED = {
     "padded": _PADDED, "recomputed": _RECOMPUTED, "rejected": _REJECTED, "replayed": _REPLAYED,
     "communication": _COMMUNICATION,
-}  # fmt: skip
+}
 _PLACE = {name: place for place, name in enumerate(SUMS)}
 # One step, for a plot: when it ended, phase, tokens, rows, FLOPs, bytes; seconds in all, on the device, predicted for
 # computing and for memory.
@@ -123,7 +123,7 @@ class StepRecorder:
         self._notes.append((
             now, now - self._since, waiting, result.device_seconds, result.shared, result.padded, result.recomputed,
             result.rejected, result.replayed, result.communication,
-        ))  # fmt: skip
+        ))
         self._since = now if goes_on or self._plans else 0.0
         if len(self._notes) >= REMEMBERED:
             self.fold()
@@ -164,7 +164,7 @@ class StepRecorder:
         costs = self._costs.of(
             counts, new, lengths, wants & np.int8(Want.TOKEN), numbers[_SHARED],
             every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0,
-        )  # fmt: skip
+        )
         # Rows with one token decode; the others compute prompts.
         phases = np.where(costs.tokens == counts, _DECODE, _PREFILL)
         if int(costs.tokens.sum()) > len(new):

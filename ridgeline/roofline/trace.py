@@ -33,7 +33,7 @@ PARTS = (
     ("activation", r"activation|silu|gelu|gated"),
     ("linears and head", r"nvjet|cutlass|cublas|linear|splitk|matmul|xmma|dot_kernel"),
     ("copies", r"memcpy|memset|copy_kernel|fill"),
-)  # fmt: skip
+)
 # The same for our own ops, where they are marked.
 OP_PARTS = {
     "linear": "linears and head", "normed_linear": "linears and head", "block_linear": "linears and head",
@@ -41,18 +41,18 @@ OP_PARTS = {
     "kv_write": "rotary and kv_write", "rotary_write": "rotary and kv_write", "paged_attention": "attention",
     "decode_attention": "attention", "greedy": "sampling", "sample": "sampling", "apply_mask": "sampling",
     "logprobs": "sampling",
-}  # fmt: skip
+}
 # And for torch's, where nothing is marked around them.
 _TORCH_PARTS = (
     ("linears and head", r"aten::(linear|mm|addmm|matmul|bmm)|mkldnn"), ("attention", r"scaled_dot_product"),
     ("embedding", r"aten::embedding"), ("copies", r"aten::(copy_|to|_to_copy|index_copy_|index_select|cat)$"),
-)  # fmt: skip
+)
 # Of the cost model's ops, those that a part of a trace stands for.
 COSTS_OF = {
     "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
     "activation": ("activation",), "linears and head": ("qkv", "output", "gate_up", "down", "head"), "sampling": ("sample",),
     "embedding": ("embedding",),
-}  # fmt: skip
+}
 _HOLDS_OTHERS = ("decode_attention",)                    # ops that may call others: those count, not they
 
 
@@ -142,7 +142,7 @@ def _launching(trace: Trace) -> list[Span]:
     if not launches:
         return trace.steps
     return [step for step in trace.steps
-            if bisect.bisect_left(launches, step.start) < bisect.bisect_right(launches, step.end)]  # fmt: skip
+            if bisect.bisect_left(launches, step.start) < bisect.bisect_right(launches, step.end)]
 
 
 def _kernels(events: Iterable[Mapping[str, Any]], launched: Mapping[int, float], borders: Sequence[float]) -> Iterator[Work]:

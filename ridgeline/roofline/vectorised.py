@@ -41,7 +41,7 @@ class _Sums:
         columns = (
             self.tokens, self.rows, self.logits, self.last_tokens, self.last_rows, *self.full, *self.windowed, *self.last,
             self.shared, self.goes_on, self.has_logits,
-        )  # fmt: skip
+        )
         made = np.empty((_NUM_SUMS, len(self.tokens)))
         for place, column in enumerate(columns):
             made[place] = column
@@ -84,7 +84,7 @@ class StepCosts:
     def of(
         self, counts: np.ndarray, new: np.ndarray, kv_len: np.ndarray, logits: np.ndarray, shared: np.ndarray,
         every_hidden: np.ndarray,
-    ) -> ManyCosts:  # fmt: skip
+    ) -> ManyCosts:
         """Per step: how many rows it has, KV positions read once for several rows, and whether somebody reads every hidden
         state. Per row, those of all steps one after another: its tokens, its KV length with these, and how many of the last
         have logits."""
@@ -120,7 +120,7 @@ class StepCosts:
     def _sums(
         self, new: np.ndarray, kv: np.ndarray, logits: np.ndarray, counts: np.ndarray, shared: np.ndarray,
         every_hidden: np.ndarray,
-    ) -> _Sums:  # fmt: skip
+    ) -> _Sums:
         shape = self.shape
         starts = np.cumsum(counts) - counts
 
@@ -147,7 +147,7 @@ class StepCosts:
             total(new), counts, num_logits, goes_on, total((last > 0).astype(np.int64)), attended(new, None),
             attended(new, shape.window) if shape.window_layers else (none, none, none),
             attended(last, shape.window if shape.last_windowed else None), shared, goes_on > 0, num_logits > 0,
-        )  # fmt: skip
+        )
 
     def _coefficient(self, index: int) -> np.ndarray:
         """How much one more of this sum costs."""
@@ -188,7 +188,7 @@ def _counts(vector: Sequence[int]) -> StepCounts:
     return StepCounts(
         tokens, logits, last_tokens, Attended(rows, tokens, *full), Attended(rows, tokens, *windowed),
         Attended(last_rows, last_tokens, *last), shared,
-    )  # fmt: skip
+    )
 
 
 def _outputs(shape: DecoderShape, counts: StepCounts) -> np.ndarray:

@@ -115,7 +115,7 @@ def judge(window: Window, setting: Setting | None = None) -> Verdict:
     changes = [
         Change(remedy.what, _gain(window, remedy.saves(window, setting)), remedy.trade_off)
         for remedy in REMEDIES if remedy.term == term and remedy.applies(window, setting)
-    ]  # fmt: skip
+    ]
     changes.sort(key=lambda change: -change.gain)
     return Verdict(term, share, max(1.0, headroom), why, tuple(changes), parts)
 
@@ -232,4 +232,4 @@ REMEDIES = (
     Remedy(COMPUTE, "more devices: tensor_parallel_size or another replica", _part(COMPUTE, 0.4), "cost"),
     Remedy(IMPLEMENTATION, "find the ops below their roof: `ridgeline diagnose`", _part(IMPLEMENTATION, 0.5),
            "a kernel more to maintain"),
-)  # fmt: skip
+)

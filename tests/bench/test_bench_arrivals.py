@@ -80,7 +80,7 @@ def test_a_ramp_goes_from_its_start_to_its_end(strategy: str, start: float, end:
         return sum(middle - width <= when < middle + width for when in times) / (2 * width)
 
     along = {share: start + (end - start) * share if strategy == "linear" else start * (end / start) ** share
-             for share in (0.1, 0.5, 0.9)}  # fmt: skip
+             for share in (0.1, 0.5, 0.9)}
     for share, wanted in along.items():
         assert rate(share) == pytest.approx(wanted, rel=0.1)
 
@@ -97,7 +97,7 @@ def test_a_trace_is_its_own_times() -> None:
         ((math.inf, 1.0, Ramp(0.0, 5.0), ()), "must be above 0"), ((math.inf, 1.0, Ramp(1.0, 5.0), (1.0,)), "its own times"),
         ((1.0, 1.0, None, (-1.0,)), "must not be negative"),
     ],
-)  # fmt: skip
+)
 def test_impossible_arrivals_are_refused(values: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked(*values)
@@ -178,7 +178,7 @@ def test_conversations_have_turns_and_pauses() -> None:
     source = PromptSource(
         Words(common_words()), Length("fixed", (5.0,)), Length("fixed", (4.0,)), turns=Length("uniform", (2.0, 4.0)),
         think=Length("fixed", (1.5,), 0.0),
-    )  # fmt: skip
+    )
     found = first(source, 50)
     assert {len(conversation.turns) for conversation in found} == {2, 3, 4}
     assert all(turn.think == (1.5 if number else 0.0) for each in found for number, turn in enumerate(each.turns))
@@ -213,7 +213,7 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
         ('{"prompt": "x", "output_tokens": 0}', "above 0"), ('{"prompt": "x", "timestamp": "now"}', "must be a number"),
         ("", "holds no requests"), ('{"prompt": "x", "timestamp": 1}\n{"prompt": "y"}', "every line has a timestamp or none"),
     ],
-)  # fmt: skip
+)
 def test_a_file_with_a_fault_names_it(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text(line + "\n")

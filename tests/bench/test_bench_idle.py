@@ -84,7 +84,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     ("_paged_attention_kernel", "attention"), ("flash_fwd_splitkv_kernel", "attention"), ("_rms_norm_kernel", "norms"),
     ("Memcpy DtoH (Device -> Pinned)", "copies"), ("_gated_activation_kernel", "activation"),
     ("void at::native::vectorized_elementwise_kernel<4, ...>", "other"),
-])  # fmt: skip
+])
 def test_kernels_belong_to_parts(name: str, part: str) -> None:
     assert idle.part_of(name) == part
 

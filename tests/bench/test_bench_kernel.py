@@ -82,7 +82,7 @@ def rms_norm(x, weight, eps, *, residual=None):
     "another dtype": (
         RIGHT.replace("torch.empty_like(x)", "torch.empty_like(x, dtype=torch.float32)"), "is torch.float32, not bfloat16",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_inputs_are_new_each_time(tmp_path: Path) -> None:
         (RIGHT + "\ndef supports(site):\n    return False\n", "supports none of the cases"),
         ("from ridgeline.ops.rms_norm import rms_norm\n", "defines no function rms_norm"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_candidate(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "candidate.py"
     path.write_text(text)

@@ -70,7 +70,7 @@ def test_lists_are_a_cross_product(form: str, monkeypatch: pytest.MonkeyPatch, c
     rows = list(csv.DictReader(io.StringIO(text))) if form == "csv" else json.loads(text)["figures"]["rows"]
     assert [(row["case"], row["dtype"]) for row in rows] == [
         ("a", "float32"), ("a", "bfloat16"), ("b", "float32"), ("b", "bfloat16")
-    ]  # fmt: skip
+    ]
 
 
 def test_a_case_that_no_longer_fits_is_a_row_not_a_crash() -> None:

@@ -214,7 +214,7 @@ def test_an_address_without_a_process_is_refused(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(("answer", "quality"), [
     ({"timings": {"techniques": ["overlap", "fp8 KV"]}}, "fp8 KV"), ({"timings": {"techniques": ["overlap"]}}, "exact"),
     ({}, UNKNOWN_QUALITY), (None, UNKNOWN_QUALITY),
-])  # fmt: skip
+])
 def test_the_record_has_the_servers_own_quality(answer: dict[str, Any] | None, quality: str) -> None:
     """None: a server that does not know the field."""
 

@@ -91,7 +91,7 @@ COMMAND_NAMES = [
     "serve", "chat", "generate", "admin", "eval", "plan", "diagnose", "pull", "build", "bench serve", "bench offline",
     "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle", "bench startup", "bench soak",
     "bench loop", "bench kernel", "bench compare", "bench studies",
-]  # fmt: skip
+]
 
 
 def test_the_commands() -> None:
@@ -235,7 +235,7 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
         {"prompt": "x" * CONTEXT, "id": "long"},
         {"prompt": "abc", "stop": "zzz", "id": ["list"]},
         *[{"prompt": f"number {n}", "id": f"n{n}", **common} for n in range(20)],
-    ])  # fmt: skip
+    ])
     target = tmp_path / "out.jsonl"
     assert generate(source, target, model, "--max-tokens", "7") == 0
     assert capsys.readouterr().err.endswith("23 answered, 9 failed, 0 were there before\n")
@@ -250,7 +250,7 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
     assert len(records["77"]["outputs"][0]["logprobs"]) == 3
     assert records['"n3"']["usage"]["completion_tokens"] == 7
     errors = {"5!": "line 5", "6!": "'temprature'", '"empty"!': "empty", '"nothing"!': "exactly one", '"typed"!': "float",
-              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '13!': "id must be"}  # fmt: skip
+              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '13!': "id must be"}
     for name, says in errors.items():
         assert says in records[name]["error"]
 
@@ -338,7 +338,7 @@ def test_chat_over_a_pipe(model: Path) -> None:
 def test_chat_finds_a_bad_template_before_weights_load(
     model: Path, tmp_path: Path, option: str, content: str | None, says: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(AsyncLLM, "start", None)         # not even called
     file = tmp_path / "nowhere"
     if content is not None:

@@ -65,7 +65,7 @@ STEP = StepTimes(1.0, 0.1, 0.09, "decode", 8, 8)
     ({"preemptions": 1}, "preemption"), ({"prompt_tokens": 100}, "prompt_tokens"), ({}, "unknown"),
     ({"collecting": 0.08, "lost": 0.08, "allocated": 1}, "garbage_collection"),
     ({"lost": 0.01, "prompt_tokens": 9}, "prompt_tokens"),
-])  # fmt: skip
+])
 def test_slow_steps_have_a_cause(changes: dict[str, Any], cause: str) -> None:
     assert cause_of(replace(STEP, **changes), 0.01) == cause
     assert cause in (*SLOW_CAUSES, "allocation", "processor_taken")
@@ -88,7 +88,7 @@ def test_the_slowest_hundredth() -> None:
 @pytest.mark.parametrize("options", [
     {}, {"max_num_seqs": 2}, {"batching": "static", "max_num_seqs": 2}, {"max_num_batched_tokens": 32},
     {"num_gpu_blocks_override": 10, "max_num_seqs": 4, "max_model_len": 64},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_planning_alone_gives_the_steps_of_the_engine(model: Path, options: dict[str, Any]) -> None:
     """The law that predictions stand on: row by row the same steps, though nothing is computed."""
     load = Load(6, 40, 24, shared=32, shortest=4)
@@ -105,7 +105,7 @@ def test_planning_alone_gives_the_steps_of_the_engine(model: Path, options: dict
 
 
 SHAPE = DecoderShape(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, layers=30, vocab=49152,
-                     weight_bytes=4, kv_bytes=4, activation_bytes=4)  # fmt: skip
+                     weight_bytes=4, kv_bytes=4, activation_bytes=4)
 
 
 def test_speeds_are_found_again() -> None:
@@ -113,12 +113,12 @@ def test_speeds_are_found_again() -> None:
     steps = StepCosts(SHAPE)
     new = np.array([200] + [1] * 40, np.int32)
     costs = steps.of(np.ones(41, int), new, 200 + np.arange(41, dtype=np.int32), np.ones(41, np.int8), np.zeros(41, int),
-                     np.zeros(41, bool))  # fmt: skip
+                     np.zeros(41, bool))
     known = Speeds(20e9, 1e11, {"norms": 1e-3}, dict.fromkeys(PARTS, 2.0), dict.fromkeys(PARTS, 1.5), 0.002, 0.001)
     own = {
         part: known.least.get(part, 0.0) + reads * 2.0 + computes * (1.5 if part == "linears and head" else 2.0)
         for part, (reads, computes) in floors(costs, 20e9, 1e11).items()
-    }  # fmt: skip
+    }
     device = np.sum(list(own.values()), axis=0) + 0.002
     found = measured_speeds(costs, own, device.tolist(), [0.001] * 41, 20e9, 1e11, False)
     assert found.reading["linears and head"] == pytest.approx(2.0)
@@ -232,7 +232,7 @@ def test_a_workload_is_diagnosed(model: Path, tmp_path: Path, capsys: pytest.Cap
     titles = re.findall(r"── (.*?) ──", page)
     assert titles == [
         "application", "steps", "ops and kernels", "patterns in the trace", "verdict", "what to change, by predicted gain",
-    ]  # fmt: skip
+    ]
     assert "100% met it" in page and "the profiler itself costs" in page
     made = json.loads(files["out"].read_text())
     tree = made["figures"]
@@ -376,7 +376,7 @@ def test_the_documents_figures_are_those_of_the_record(machine: str) -> None:
     (["--html", "/nowhere/at/all"], "no such directory"), (["http://127.0.0.1:1", "--seconds", "1"], "no server answers"),
     (["http://127.0.0.1:1", "--seconds", "500"], "--seconds must be"),
     (["--tensor-parallel-size", "2"], "in one process"),
-])  # fmt: skip
+])
 def test_wrong_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", *words]) == 2
     error = capsys.readouterr().err
@@ -402,7 +402,7 @@ def metrics(times: int) -> str:
         f'ridgeline:slow_steps_total{{model_name="m",engine="0",cause="preemption"}} {3 * times}',
         'ridgeline:slow_steps_total{model_name="m",engine="0",cause="unknown"} 0',
         f'vllm:num_preemptions_total{{model_name="m",engine="0"}} {2 * times}', "",
-    ])  # fmt: skip
+    ])
 
 
 def roofline() -> dict[str, Any]:
@@ -418,7 +418,7 @@ def roofline() -> dict[str, Any]:
             "changes": [{"what": "weights of 8 bits", "gain": 1.4, "trade_off": "quality: `ridgeline eval`"}],
             "parts": {"weight_bandwidth": 6.0, "host": 1.0},
         },
-    }  # fmt: skip
+    }
 
 
 class Canned(BaseHTTPRequestHandler):
@@ -506,7 +506,7 @@ def test_our_own_server_is_watched(model: Path, tmp_path: Path, capsys: pytest.C
         served = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
         sender = threading.Thread(target=lambda: [
             httpx.post(f"{server.url}/v1/completions", json=body | {"model": served}, timeout=60) for _ in range(8)
-        ])  # fmt: skip
+        ])
         sender.start()
         assert main(["diagnose", server.url, "--seconds", "3", "--json", "--admin-socket", socket, "--profile-steps", "16"]) == 0
         sender.join()

@@ -77,7 +77,7 @@ ROOT = Path(__file__).parents[2]
 RECORDS = sorted(
     path for kind in ("offline", "serve") for path in (ROOT / "benchmarks/h200").glob(f"{kind}-*.json")
     if "deterministic" not in path.stem and "all at once" not in path.read_text()
-)  # fmt: skip
+)
 
 
 def setup(model: str = "llama-3.1-8b", gpu: str = "H200", **more: object) -> Setup:
@@ -126,7 +126,7 @@ def test_batch_one_is_the_weights_over_the_bandwidth_when_nothing_is_lost() -> N
     ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-3.1-405b", 405.85), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76),
     ("qwen2.5-7b", 7.62), ("mistral-7b", 7.25), ("gemma-2-27b", 27.23), ("gemma-3-27b", 27.01), ("mixtral-8x7b", 46.70),
     ("mixtral-8x22b", 140.63), ("qwen3-30b-a3b", 30.53), ("phi-4-14b", 14.66),
-])  # fmt: skip
+])
 def test_models_have_as_many_parameters_as_published(name: str, billions: float) -> None:
     assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=0.01)
 
@@ -136,7 +136,7 @@ def test_models_are_those_that_are_benchmarked(name: str) -> None:
     ours, theirs = find_model(name).config, hf_model_config(SHAPES[name], {})
     assert (ours.matrices, ours.num_parameters, ours.num_kv_heads, ours.windows) == (
         theirs.matrices, theirs.num_parameters, theirs.num_kv_heads, theirs.windows,
-    )  # fmt: skip
+    )
 
 
 def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
     for changes, message in (
         ({"v_head_dim": None}, "latent attention needs v_head_dim"), ({"num_experts_per_tok": 300}, "300 of 256 experts"),
         ({"first_k_dense_replace": 61}, "in 0 of 61 layers"), ({"architectures": ["NewForCausalLM"]}, "is not described"),
-    ):  # fmt: skip
+    ):
         path.write_text(json.dumps(CONFIGS["deepseek-v3"] | changes))
         with pytest.raises(ModelError, match=message):
             find_model(str(path))
@@ -264,7 +264,7 @@ def test_a_levelled_workload_is_planned_as_the_scheduler_plans_it() -> None:
     asked = sorted(((rng.randint(2, 60), rng.randint(2, 90)) for _ in range(100)), key=lambda each: -each[1])
     simulation = Simulation(host_simulation.Setup(
         num_blocks=8000, max_rows=64, max_step_tokens=200, max_model_len=200, enough_rows=40, eos=frozenset()
-    ))  # fmt: skip
+    ))
     for number, (tokens_in, tokens_out) in enumerate(asked):
         prompt = [rng.randrange(1, 50) for _ in range(tokens_in)]
         simulation.ask(str(number), prompt, tokens_out, cache_salt=str(number))
@@ -406,7 +406,7 @@ def test_speculation_yields_the_expected_tokens() -> None:
     ("qwen3-235b-a22b", 235.1, 22.19),
     ("gpt-oss-20b", 20.91, 4.19), ("gpt-oss-120b", 116.83, 5.71), ("deepseek-v3", 671.03, 37.55), ("deepseek-r1", 671.03, 37.55),
     ("deepseek-v2", 235.74, 21.38), ("deepseek-v2-lite", 15.71, 2.66),
-])  # fmt: skip
+])
 def test_mixtures_have_as_many_parameters_as_published(name: str, total: float, active: float) -> None:
     """Active ones with embedding and head; DeepSeek-V3 is published as 671 B with 37 B, without its extra layer."""
     found = find_model(name)
@@ -664,7 +664,7 @@ def ops_record(path: Path, **microseconds: float) -> Path:
          "case": case.replace("_", "-"), "error": "", "microseconds": {"median": took}, "tflop_s": 1 / took * 1e6,
          "gb_s": (0.5 if case.startswith("fp8") else 1) / took * 1e6}
         for case, took in microseconds.items()
-    ]  # fmt: skip
+    ]
     path.write_text(json.dumps({"benchmark": "ops", "figures": {"rows": rows}}))
     return path
 
@@ -672,7 +672,7 @@ def ops_record(path: Path, **microseconds: float) -> Path:
 def test_narrow_pages_are_measured_apart(tmp_path: Path) -> None:
     """By hand: beyond 10 µs a call, 1 GB in 200 µs and half of it in 200: half the speed; 1 TFLOP in 300 and in 400: 3/4."""
     path = ops_record(tmp_path / "ops.json", rows_a=210, fp8_rows_a=210, prefill_b=310, fp8_prefill_b=410,
-                      rows_short=12, fp8_rows_short=40)  # fmt: skip
+                      rows_short=12, fp8_rows_short=40)
     found = narrow_constants(path, 10e-6)
     assert found == {"narrow_kv_read": pytest.approx(0.5), "narrow_kv_compute": pytest.approx(0.75)}
     slow = replace(setup(kv="fp8").used, **found)
@@ -741,7 +741,7 @@ def checked(path: Path) -> list[Checked]:
     if path.stem.startswith("serve-"):
         made = json.loads(path.read_text())["figures"]["points"]
         points = [(f"max_concurrency {point['setting']['max_concurrency']}", point["figures"],
-                   point["setting"]["max_concurrency"]) for point in made]  # fmt: skip
+                   point["setting"]["max_concurrency"]) for point in made]
         return check_serve(path.stem, points, setup())
     fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
     record = read_record(path, preset_lengths())
@@ -768,10 +768,10 @@ def test_predictions_hold_against_the_records(path: Path) -> None:
 def test_a_cpu_is_not_predicted_well_and_the_page_says_so() -> None:
     """By name, what of the CPU's records is beyond the bar: a shared machine, whose runs differ by up to five times."""
     found = [each for name in ("offline-batch", "offline")
-             for each in check(read_record(ROOT / f"benchmarks/cpu/{name}.json", {})) if each.barred]  # fmt: skip
+             for each in check(read_record(ROOT / f"benchmarks/cpu/{name}.json", {})) if each.barred]
     missed = [(each.workload, each.figure) for each in found if abs(each.error) > BAR]
     assert missed == [("batch32", "TPOT"), *((workload, figure) for workload in ("latency", "batch8", "batch32")
-                                             for figure in ("output tok/s", "TPOT"))]  # fmt: skip
+                                             for figure in ("output tok/s", "TPOT"))]
     page = (ROOT / "docs/plan.md").read_text()
     assert f"{len(found) - len(missed)} of {len(found)} figures are within 15 %" in page
     for each in found:
@@ -821,7 +821,7 @@ def test_a_record_of_a_server_is_checked_by_littles_law(tmp_path: Path, capsys: 
         "completed": 100, "total_input_tokens": 100_000, "total_output_tokens": 20_000, "cached_input_tokens": 25_000,
         "request_throughput": point.requests_s, "e2el_ms": {"mean": 20 / point.requests_s * 1e3},
         "tpot_ms": {"mean": {"median": point.tpot * 1e3, "p10": 1.0, "p90": 9.0}}, "output_throughput": point.tok_s,
-    }  # fmt: skip
+    }
     path = tmp_path / "serve.json"
     points = [{"setting": {"concurrency": 20}, "figures": figures}]
     record = {"benchmark": "serve", "workload": {"model": "Llama-3.1-8B-Instruct"}, "figures": {"points": points}}
@@ -853,7 +853,7 @@ def test_a_record_of_a_server_is_checked_by_littles_law(tmp_path: Path, capsys: 
     ("llama-3.1-8b", "meta-llama/Meta-Llama-3.1-8B-Instruct", True), ("llama-3.1-8b", "llama-3.1-8b-FP8", True),
     ("llama-3.2-1b", "Llama-3.2-11B-Vision", False), ("deepseek-v2", "DeepSeek-V2-Lite-Chat", False),
     ("deepseek-v2-lite", "DeepSeek-V2-Lite-Chat", True), ("llama-3.1-8b", "mine", False),
-])  # fmt: skip
+])
 def test_a_servers_name_of_a_model(model: str, served: str, same: bool) -> None:
     assert is_same_model(find_model(model), served) is same
 
@@ -988,5 +988,5 @@ def test_slo_words() -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = ("import sys; from ridgeline.__main__ import main; main(['plan', 'llama-3.1-8b', '--gpu', 'L4', '--json']); "
-            "sys.exit('torch' in sys.modules)")  # fmt: skip
+            "sys.exit('torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

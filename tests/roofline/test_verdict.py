@@ -34,7 +34,7 @@ def window(case: Planted) -> Window:
         **{f"on_{name}": STEPS * seconds for name, seconds in on.items()}, io=STEPS * case.io * busy,
         communication=STEPS * case.communication * busy, launch=STEPS * case.launches, waiting=case.waiting,
         running=len(case.rows), steps=STEPS,
-    )  # fmt: skip
+    )
 
 
 def verdict(case: Planted) -> Verdict:

@@ -17,12 +17,12 @@ def gpu_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": properties.name, "memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda,
-    }  # fmt: skip
+    }
     names = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem", "persistence_mode")
     line = query(names, torch_gpus())
     if line is not None:
         facts |= dict(zip(("driver", "power_limit_w", "max_sm_clock_mhz", "max_memory_clock_mhz", "persistence"), line,
-                          strict=True))  # fmt: skip
+                          strict=True))
     return facts
 
 

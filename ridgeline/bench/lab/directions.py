@@ -14,7 +14,7 @@ HIGHER, LOWER = "higher", "lower"
 SETTINGS = (
     "setting", "peaks", "floor", "machine", "device_log", "client", "errors", "timeline", "detailed", "kernels", "sustain",
     "us_per_step_by_part", "transformers", "best_goodput", "counted", "share_of_floor",
-)  # fmt: skip
+)
 
 RULES: tuple[tuple[str, str], ...] = (
     (r"^first_tokens?_s$", LOWER),                       # seconds until they are there, and no rate

@@ -51,7 +51,7 @@ def kernel_facts(launched: list[tuple[str, int]]) -> list[dict[str, Any]]:
             found[handle] = {
                 "name": kernel.metadata.name, "registers": kernel.n_regs, "spills": kernel.n_spills,
                 "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages,
-            }  # fmt: skip
+            }
     return list(found.values())
 
 

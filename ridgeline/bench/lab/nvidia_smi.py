@@ -22,11 +22,11 @@ REASON_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active"
 FIELDS = {
     "clocks.sm": "sm_clock_mhz", "clocks.mem": "memory_clock_mhz", "power.draw": "power_w",
     "temperature.gpu": "temperature_c", "memory.used": "memory_used_mib",
-}  # fmt: skip
+}
 REASONS = {
     0x1: "idle", 0x2: "applications clocks", 0x4: "software power cap", 0x8: "hardware slowdown", 0x10: "sync boost",
     0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake", 0x100: "display clocks",
-}  # fmt: skip
+}
 
 
 def visible() -> list[str]:
@@ -57,7 +57,7 @@ class SmiLog:
                     self._process = subprocess.Popen(
                         [*command(("timestamp", *FIELDS, reason), self._which), "-lms", str(PERIOD_MS)],
                         stdin=subprocess.DEVNULL, stdout=target, stderr=subprocess.DEVNULL, start_new_session=True,
-                    )  # fmt: skip
+                    )
         return self
 
     def __exit__(

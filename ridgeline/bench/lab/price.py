@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price", type=float, metavar="USD",
         help="dollars per hour of the machine: adds $ per million tokens, and J per token where power is reported",
-    )  # fmt: skip
+    )
 
 
 def check(price: float | None) -> None:

@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 def record(
     name: str, workload: dict[str, Any], figures: dict[str, Any], quality: str = "exact", gpu: dict[str, Any] | None = None,
     peak_memory: dict[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """`quality`: "exact", or the lossy techniques that were on. `peak_memory`: where it is not this process's own."""
     return {
         "benchmark": name,
@@ -95,7 +95,7 @@ def commit() -> str:
     done = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    )
     return done.stdout.strip()
 
 

@@ -72,7 +72,7 @@ def account(
         "minutes": minutes,
         "figures": {name: drift(points) for name, points in series.items() if len(points) >= LEAST_STRETCHES},
         "machine": machine, "throttled": throttled(machine),
-    }  # fmt: skip
+    }
     found["verdict"] = verdict(found, unknown)
     return found
 
@@ -85,7 +85,7 @@ def drift(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
         **percentiles(values), "stretches": len(values), "first": first, "last": last,
         "drift": last / first - 1 if first else 0.0, "noise": noise(values, fifth) / first if first else 0.0,
         "per_hour": slope(points) * 3600,
-    }  # fmt: skip
+    }
 
 
 def noise(values: Sequence[float], fifth: int) -> float:
@@ -107,11 +107,11 @@ def verdict(found: dict[str, Any], unknown: str = UNTOLD) -> str:
     drifted = [
         f"{name} {values['drift']:+.1%}" for name, values in found["figures"].items()
         if abs(values["drift"]) > max(DRIFTED, CHANCE * values["noise"])
-    ]  # fmt: skip
+    ]
     said = f"drifted: {', '.join(drifted)}" if drifted else f"steady: nothing drifted by more than {DRIFTED:.0%} and chance"
     if not found["figures"]:
         said = (f"too short to tell drift: that takes {LEAST_STRETCHES} stretches, of a server with {LEAST_ANSWERS} answers each "
-                "beside those in which it fills up and drains")  # fmt: skip
+                "beside those in which it fills up and drains")
     if found["throttled"]:
         said += f"; throttled by {', '.join(found['throttled'])}"
     elif not found["machine"]:

@@ -46,7 +46,7 @@ def as_markdown(rows: Rows) -> str:
         "| " + " | ".join(text.rjust(pad) if number else text.ljust(pad)
                           for text, pad, number in zip(line, pads, numbers, strict=True)) + " |"
         for line in lines
-    )  # fmt: skip
+    )
 
 
 def as_csv(rows: Rows) -> str:

@@ -52,7 +52,7 @@ class ClientCheck:
             "loop_lag_ms": {"p50": 1e3 * quantile(lags, 0.5), "p99": 1e3 * quantile(lags, 0.99), "max": 1e3 * lags[-1]},
             "send_lag_ms": {"p50": 1e3 * quantile(late, 0.5), "p99": 1e3 * quantile(late, 0.99), "max": 1e3 * late[-1]},
             "cpu_share": self._cpu / max(self._wall, 1e-9),
-        }  # fmt: skip
+        }
         if tokens := sum(outcome.tokens_out for outcome in outcomes):
             found["cpu_us_per_token"] = 1e6 * self._cpu / tokens
         found["reasons"] = reasons(found)

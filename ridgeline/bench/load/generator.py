@@ -25,7 +25,7 @@ class Asks(Protocol):
     async def ask(
         self, turns: list[Turn], answers: list[str], outcome: Outcome, clock_start: float, keep_text: bool = False,
         now: Callable[[], float] | None = None,
-    ) -> object: ...  # fmt: skip
+    ) -> object: ...
 
 
 @dataclass(slots=True)

@@ -163,7 +163,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo | None) -> dict[str, Any]:
         },
         "tokens_per_event": tokens_out / events if events else 0.0,
         "most_concurrent": most_concurrent(outcomes),
-    }  # fmt: skip
+    }
     if slo is not None:
         met = sum(slo.met(outcome) for outcome in outcomes)
         found["request_goodput"] = met / duration
@@ -231,4 +231,4 @@ def timeline(outcomes: Sequence[Outcome], parts: int = 60) -> list[dict[str, flo
             **({"ttft_ms": quantile(sorted(each["ttft"]), 0.5) * 1e3} if each["ttft"] else {}),
         }
         for each in rows
-    ]  # fmt: skip
+    ]

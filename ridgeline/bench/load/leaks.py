@@ -112,7 +112,7 @@ class Verdict:
 def judge(
     slopes: Mapping[str, Slope], before: Quiet, after: Quiet, latencies: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     errors: Mapping[str, Mapping[str, int]], restarts: int, filled: bool = True,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """`latencies` are seconds, early and late, by what was waited for; `before` is the server after its warm-up. Memory that
     grows while the KV pool was not `filled` yet may be the pool's."""
     verdict = Verdict()

@@ -305,4 +305,4 @@ def _checked_row(row: Any, unit: float) -> dict[str, Any]:
     return {
         "prompt": prompt, "messages": messages, "input_length": length, "hash_ids": row.get("hash_ids") or [],
         "output_tokens": tokens_out, "timestamp": None if when is None else when * unit,
-    }  # fmt: skip
+    }

@@ -108,7 +108,7 @@ class Setting:
             "request_rate": self.paced_by or rate, "max_concurrency": self.concurrency or None,
             "input_len": None if self.from_file else self.input_len,
             "output_len": None if self.from_file else self.output_len,
-        }  # fmt: skip
+        }
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class Plan:
             parse_length(setting.output_len).widened(args.random_range_ratio),
             args.prefix_len, args.num_prefixes, parse_length(args.turns) if self.dataset == "multi_turn" else one,
             parse_length(args.think_time, 0), args.prompt_format == "ids", self.rows,
-        )  # fmt: skip
+        )
 
     def conversations(self, source: PromptSource, seed: str) -> Iterator[Conversation]:
         """As many as a run has; a file that is too short is read again."""
@@ -210,7 +210,7 @@ def plan(args: argparse.Namespace) -> Plan:
     made = Plan(
         args, dataset, read_rows(args.dataset_path, 1e-3 if args.trace_unit == "ms" else 1.0) if args.dataset_path else [],
         parse_slo(args.slo), _ramp(args), _extra(args), _settings(args), duration,
-    )  # fmt: skip
+    )
     if made.dataset == "multi_turn" and args.prompt_format == "ids":
         raise ConfigError("--prompt-format ids cannot hold a conversation: its answers are text")
     if args.prompt_format == "ids" and "chat" in made.path:
@@ -233,7 +233,7 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     lists = {
         "input_len": args.random_input_len, "output_len": args.random_output_len, "concurrency": args.max_concurrency,
         "rate": args.request_rate,
-    }  # fmt: skip
+    }
     return [Setting(**chosen, from_file=bool(args.dataset_path)) for chosen in cross(lists)]
 
 

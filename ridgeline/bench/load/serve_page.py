@@ -53,7 +53,7 @@ def report(made: dict[str, Any], runs: Sequence[Sequence[Outcome]]) -> str:
           for point in points if point["figures"]["client"]["is_bottleneck"]),
         html_table([_summary(point) for point in points]),
         *_sweep(points, workload),
-    ]  # fmt: skip
+    ]
     for point, outcomes in zip(points, runs, strict=True):
         body += _point(point, outcomes)
     body += ["<h2>Workload and machine</h2>", html_table(_facts(made))]
@@ -75,7 +75,7 @@ def _summary(point: dict[str, Any]) -> dict[str, Any]:
         "setting": _named(point), "answered": found["completed"], "failed": found["failed"],
         "requests/s": found["request_throughput"], "input tok/s": found["input_throughput"],
         "output tok/s": found["output_throughput"],
-    }  # fmt: skip
+    }
     if "request_goodput" in found:
         cells |= {"goodput, requests/s": found["request_goodput"], "met": f"{middle(found['slo_attainment']):.1%}"}
     cells |= {

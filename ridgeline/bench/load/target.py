@@ -161,7 +161,7 @@ class Target:
             if self.model:
                 return                                       # not every gateway lists its models
             raise ConfigError(f"GET {self.client.url}/v1/models was answered with status {reply.status}: is that the server's "
-                              "address? If it does not list its models, name one with --model")  # fmt: skip
+                              "address? If it does not list its models, name one with --model")
         cards = reply.json().get("data") or [{}]
         card = next((card for card in cards if card.get("id") == self.model), cards[0])
         self.model = self.model or str(card.get("id", ""))
@@ -255,7 +255,7 @@ class Target:
     async def ask(
         self, turns: list[Turn], answers: list[str], outcome: Outcome, clock_start: float, keep_text: bool = False,
         now: Callable[[], float] | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """One streamed answer, noted in `outcome`. Never raises for what the server does: that is an outcome too."""
         answer = Answer(outcome, clock_start, keep_text or self.counted_by.endswith("tokenizer"))
         try:

@@ -37,7 +37,7 @@ TOOL = {
             "properties": {"where": {"enum": ["up", "down", "left", "right"]}},
         },
     },
-}  # fmt: skip
+}
 ASK = [{"role": "user", "content": "Say something."}]
 # What no server may take, and what it must say then.
 BAD: list[tuple[int, str, str, bytes]] = [
@@ -133,7 +133,7 @@ class Traffic:
             "stream": (5, self._stream), "whole": (4, self._whole), "several": (1, self._several), "leaver": (4, self._leave),
             "bad request": (4, self._bad), "structured": (3, self._structured), "tools": (2, self._tools),
             "slow reader": (1, self._slow), "metrics": (1, self._metrics),
-        }  # fmt: skip
+        }
 
     async def one(self, kind: str = "") -> None:
         """A client of this kind, or of any."""
@@ -203,7 +203,7 @@ class Traffic:
         schema = {
             "type": "object", "required": ["colour", "count"], "additionalProperties": False,
             "properties": {"colour": {"enum": colours}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
-        }  # fmt: skip
+        }
         asked = {"messages": self._talk(), "max_tokens": 64}
         if self._rng.random() < 0.5:
             asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema, "strict": True}}

@@ -185,7 +185,7 @@ def check(
 def _check_memory(
     op: Op[Any, Any], function: Callable[..., Any], case: Case, dtype: str, inputs: Callable[[int], Call],
     outputs: set[int], slack: float,
-) -> list[Fault]:  # fmt: skip
+) -> list[Fault]:
     """The very same tensors with other values in them."""
     call, other = inputs(3), inputs(4)
     with torch.inference_mode(), _Poisoned():

@@ -48,7 +48,7 @@ class _Sequence:
 def step_floor(
     shape: DecoderShape, rows: Sequence[tuple[int, int]], peaks: Peaks, logits: Sequence[int] | None = None,
     shared: int = 0,
-) -> tuple[dict[str, float], Cost]:  # fmt: skip
+) -> tuple[dict[str, float], Cost]:
     """Seconds by part, and what was counted, of one step whose rows share a prefix of that length."""
     cost = step_cost(shape, rows, logits, (len(rows) - 1) * shared if rows else 0)
     parts: dict[str, float] = {}
@@ -115,7 +115,7 @@ def preset_floor(
     found: dict[str, Any] = {
         "seconds": whole.seconds, "bytes": whole.cost.bytes, "flops": whole.cost.flops, "steps": whole.steps,
         "seconds_by_part": whole.parts, "output_tok_s": tokens / whole.seconds,
-    }  # fmt: skip
+    }
     if preset.uniform:
         ones = [(prompt, 1) for prompt, _ in asked]
         first = workload_floor(shape, ones, peaks, budget, max_rows).seconds

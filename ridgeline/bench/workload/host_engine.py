@@ -28,7 +28,7 @@ _CALLS = ("plan", "pack", "sample", "collect", "update", "record")
 def engine_steps(shape: str, layers: int | None, running: list[int], steps: int) -> dict[str, Any]:
     """By number of rows, milliseconds of a decode step on the host."""
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": max(running),
-               "max_model_len": PROMPT + steps + 2 * _WARM_STEPS}  # fmt: skip
+               "max_model_len": PROMPT + steps + 2 * _WARM_STEPS}
     engine = Engine(str(write_shape(shape, layers)), **options)
     try:
         return {f"running_{count}": _steps(engine, count, steps) for count in running}
@@ -73,7 +73,7 @@ class StepClock:
                 ("plan", core.scheduler, "schedule"), ("pack", core.executor, "submit"), ("sample", core.executor, "sample"),
                 ("collect", core.executor, "collect"), ("update", core.scheduler, "update"), ("record", core.recorder, "took"),
             )
-        ]  # fmt: skip
+        ]
         calls.append((core.recorder, "planned", functools.partial(self._planned, core.recorder.planned)))
         calls.append((core, "step", functools.partial(self._step, core.step)))
         before = [vars(owner).get(method) for owner, method, _ in calls]

@@ -85,7 +85,7 @@ def long_prompt(
         found[name] = summary(runs) | {
             "first_token_alone_s": min(alone), "step_time_ms": engine.config.step_seconds * 1e3,
             "max_num_batched_tokens": engine.config.max_num_batched_tokens, "device_log": log,
-        }  # fmt: skip
+        }
         engine.close()
         _show(name, found[name])
     longest = {name: found[name]["gap_ms"]["during"]["max"] for name in (SERVED, WHOLE)}
@@ -144,7 +144,7 @@ def summary(runs: Sequence[Timed]) -> dict[str, Any]:
         "first_token_s": [each.first_token - each.handed_in for each in runs],
         "steps_of_the_prompt": [each.steps for each in runs],
         "longest_gap_ms": [max(each.gaps()["during"]) * 1e3 for each in runs],
-    }  # fmt: skip
+    }
 
 
 def _at(ordered: Sequence[float], share: float) -> float:
@@ -162,4 +162,4 @@ def _show(name: str, found: dict[str, Any]) -> None:
     parts = [f"{phase} {gaps[phase]['p50']:.1f}/{gaps[phase]['p99']:.1f}/{gaps[phase]['max']:.1f}" for phase in PHASES]
     first = ", ".join(f"{seconds * 1e3:.0f}" for seconds in found["first_token_s"])
     print(f"{name:16s} gap P50/P99/max ms: {'  '.join(parts)}  the prompt's first token after {first} ms "
-          f"in {found['steps_of_the_prompt']} steps, alone {found['first_token_alone_s'] * 1e3:.0f} ms", flush=True)  # fmt: skip
+          f"in {found['steps_of_the_prompt']} steps, alone {found['first_token_alone_s'] * 1e3:.0f} ms", flush=True)

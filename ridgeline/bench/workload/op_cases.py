@@ -109,7 +109,7 @@ GPU_CASES: dict[str, dict[str, dict[str, Any]]] = {
         for kind in ("greedy", "random", "filtered")
         for n in (1, 128)
     },
-}  # fmt: skip
+}
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -147,7 +147,7 @@ def attention_inputs(
     window: int | None, softcap: float | None, kv_format: tuple[str, Any, str, Any] | None = None,
     shared: tuple[tuple[tuple[int, ...], int], ...] = (), rotary_dim: int = 0, norm: bool = False,
     older: tuple[int, ...] = (), older_format: tuple[str, Any, str, Any] | None = None,
-) -> Inputs:  # fmt: skip
+) -> Inputs:
     """Of paged_attention and decode_attention, as the op files' own inputs and with what the engine hands in beside them:
     rows in scattered blocks, the prefix of rows that share one in the same blocks, older positions in a cache of their own."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -165,7 +165,7 @@ def attention_inputs(
         "query_start_host": query_start, "kv_len_host": lengths, "scale": head_dim**-0.5, "window": window,
         "softcap": softcap,
         "work": AttentionWork(decodes, max((queries for queries, _ in rows[decodes:]), default=0)),
-    }  # fmt: skip
+    }
 
     def drawn(pages: tuple[int, ...], named: tuple[str, Any, str, Any] | None) -> tuple[list[Tensor], KVFormat | None, list[Any]]:
         """K and V, their format, and their scales."""
@@ -195,7 +195,7 @@ def attention_inputs(
         floats = workspace_floats(
             len(rows), heads, kv_heads, head_dim, multiprocessors=multiprocessors(place), prefix_tiles=len(rows) + 1,
             older=bool(older),
-        )  # fmt: skip
+        )
         kwargs["workspace"] = make_workspace(floats, len(rows), kv_heads, place)
     if decodes < len(rows):
         cut = cut_queries(

@@ -36,6 +36,6 @@ class TransformersPeer:
             self._model.generate(
                 inputs, attention_mask=torch.ones_like(inputs), do_sample=False, pad_token_id=0,
                 min_new_tokens=tokens_out, max_new_tokens=tokens_out,
-            )  # fmt: skip
+            )
         total = time.perf_counter() - start
         return [total, total]

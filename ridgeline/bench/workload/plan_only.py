@@ -37,7 +37,7 @@ class PlanOnly:
         return StepResult(
             plan.step, np.zeros((len(plan.rows), 1), np.int32), samples.astype(np.int32), np.array(lengths, np.int32),
             useful=plan.total_tokens - plan.recomputed, recomputed=plan.recomputed,
-        )  # fmt: skip
+        )
 
     def prepare(self) -> bool:
         return False

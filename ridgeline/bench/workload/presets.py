@@ -175,7 +175,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
         "engine_start_s": ready, "quality": quality, "memory": memory_ledger(engine),
         "peaks": {"read_tb_s": peaks.read_bytes_s / 1e12, "tflop_s": peaks.rate(engine.config.dtype) / 1e12},
         "rows": {}, "not_measured": {},
-    }  # fmt: skip
+    }
 
     def keep() -> dict[str, Any]:
         made = record("offline", _setting(engine, name, args, options), figures, quality_of(engine.config), gpu_facts())
@@ -262,7 +262,7 @@ def measure_preset(
         "level": run.level, "runs": runs, "median": medians, "p10": {name: found["p10"] for name, found in spreads.items()},
         "p90": {name: found["p90"] for name, found in spreads.items()},
         "device_log": watch.between(begin, end).get("gpu", {}), "watts": watch.watts(begin, end),
-    }  # fmt: skip
+    }
     row |= _memory(engine)
     config = engine.config
     shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_dtype)
@@ -274,7 +274,7 @@ def measure_preset(
     row["counted"] = {
         "bytes": own["bytes"], "flops": own["flops"],
         "tb_s": own["bytes"] / seconds / 1e12, "tflop_s": own["flops"] / seconds / 1e12,
-    }  # fmt: skip
+    }
     if (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
         row["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
         row["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
@@ -315,7 +315,7 @@ def _figures(preset: Preset, run: Run, one: Run | None) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "seconds": run.seconds, "steps": run.steps, "output_tokens": run.tokens, "cached_tokens": run.cached,
         "output_tok_s": run.tokens / run.seconds, "longest_step_ms": run.longest_step * 1e3,
-    }  # fmt: skip
+    }
     if one is not None:
         figures |= {"first_tokens_s": one.seconds, "longest_step_of_first_tokens_ms": one.longest_step * 1e3}
         figures["decode_tok_s"] = (run.tokens - preset.count) / (run.seconds - one.seconds)
@@ -339,7 +339,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
         return {}
     return {
         "peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-    }  # fmt: skip
+    }
 
 
 def _setting(engine: Engine, name: str, args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -351,7 +351,7 @@ def _setting(engine: Engine, name: str, args: argparse.Namespace, options: dict[
         "kv_blocks": config.num_blocks, "prefix_caching": "on, a salt per run",
         "clock": "host, from the first request handed in to the last token on the host; after a warm-up run",
         "ids_folded_into_vocabulary": config.model.vocab_size < workloads.HIGHEST_ID,
-    }  # fmt: skip
+    }
 
 
 def table_row(model: str, preset: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -371,7 +371,7 @@ def line(model: str, preset: str, row: dict[str, Any]) -> str:
     formats = {
         "decode_tok_s": ("decode {:,.0f} tok/s", 1), "output_tok_s": ("output {:,.0f} tok/s", 1),
         "first_tokens_s": ("first tokens {:,.1f} ms", 1e3),
-    }  # fmt: skip
+    }
     for name, (text, scale) in formats.items():
         if name in row["median"]:
             share = f" ({against[name]:.0%} of the floor)" if name in against else ""
@@ -387,7 +387,7 @@ def idle_line(model: str, preset: str, found: dict[str, Any]) -> str:
     shares = [
         f"{idle['idle_between_steps_share']:.1%}" if "not_measured" not in idle else "not measured"
         for name, idle in found.items() if name.startswith("device_idle")
-    ]  # fmt: skip
+    ]
     launches = f"{found['launches_per_step']:.0f} launches a step, " if "launches_per_step" in found else ""
     rows = " and ".join(str(rows) for rows in PROFILED[preset])
     return f"{model:14s} {preset:12s}  {launches}idle between steps with {rows} rows: {' and '.join(shares)}"

@@ -98,7 +98,7 @@ def compare(model: str, dtype: str, parts: Sequence[Part], **options: Any) -> di
         "max_model_len": max(part.longest for part in parts) + 64,
         # More than there are: the largest graph is recorded before the first request, and nobody would see its kernels.
         "max_num_seqs": max(part.count for part in parts) + 32,
-    }  # fmt: skip
+    }
     blocks = max(_blocks([part.longest] * part.count) for part in parts)
     tested = {"num_gpu_blocks_override": blocks} | options | {"dtype": dtype, "enable_prefix_caching": True}
     fast = Engine(model, **sizes | tested)
@@ -133,7 +133,7 @@ def compare(model: str, dtype: str, parts: Sequence[Part], **options: Any) -> di
         "top1_agreement_alike_rows": _share(alike.values()) if alike else None, "layers": LAYERS, "dtype": used,
         "reached": techniques, "kernels": sorted({name for name, _ in launched}),
         "reference": "every op by its definition in float32, the same weights; teacher-forced",
-    }  # fmt: skip
+    }
 
 
 def listen(engine: Engine, part: Part, asked: Asked, salt: str) -> list[Heard]:
