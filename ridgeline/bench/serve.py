@@ -1,7 +1,7 @@
-"""`ridgeline bench serve URL`: load for any OpenAI-compatible server, and what its users would have felt.
+"""`ridgeline bench serve URL`: puts load on any OpenAI-compatible server and measures the latencies of its users.
 
-Asks what the server can do (`target.py`), warms it up, sends prompts (`prompts.py`) at their times (`arrivals.py`,
-`load.py`), and turns what happened into figures (`latency.py`): a table, a record, and a page (`report.py`). No torch.
+Finds out what the server supports (`target.py`), warms it up, sends prompts (`prompts.py`) at their times (`arrivals.py`,
+`generator.py`), and computes figures (`latency.py`) for a table, a record, and a page (`serve_page.py`). Does not import torch.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ async def _run_once(
     if not found["total_input_tokens"]:                  # a server that does not count prompts: unknown, and not nothing
         found |= dict.fromkeys(("total_input_tokens", "input_throughput", "total_token_throughput"))
     if planned and (span := planned[-1][0] - planned[0][0]) > 0:
-        found["offered_rate"] = (len(planned) - 1) / span        # so many gaps: the first request opens the run
+        found["offered_rate"] = (len(planned) - 1) / span        # n requests have n − 1 gaps
         if (growth := backlog_growth(outcomes)) is not None:
             found |= {"backlog_growth": growth, "kept_up": growth <= MOST_GROWTH}
     if watch is not None and (machine := watch.between(begin, end)):
@@ -194,7 +194,7 @@ def base_url(url: str) -> tuple[str, bool, int]:
     try:
         port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
     except ValueError:
-        raise ConfigError(f"{url!r} has no port that exists; an address is http://127.0.0.1:8000") from None
+        raise ConfigError(f"{url!r} has an invalid port; an address looks like http://127.0.0.1:8000") from None
     return urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.hostname in _LOCAL, port
 
 
@@ -327,7 +327,7 @@ def lines(made: dict[str, Any]) -> list[str]:
 
 
 def cached_share(found: dict[str, Any]) -> float:
-    """Of the prompt tokens, as far as the server tells."""
+    """Cached share of the prompt tokens, as far as the server reports it."""
     return float(middle(found["cached_input_tokens"]) / (middle(found["total_input_tokens"]) or 1))
 
 

@@ -1,4 +1,4 @@
-"""A diagnosis as one HTML file: the same tree as the text, with plots of steps and parts. Nothing from anywhere else."""
+"""A diagnosis as one self-contained HTML file: the same tree as the text, with plots of steps and parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def diagnosis_page(
     body = [
         f"<h1>{escaped(title)}</h1>",
         f'<p><b>Bound by {escaped(verdict["term"])}.</b> {escaped(verdict["why"])}; '
-        f"{verdict['headroom']:.1f} times as fast if every op were at its roof and nothing else took time.</p>",
+        f"headroom: {verdict['headroom']:.1f}× if every op ran at its roof with no overhead.</p>",
         "<h2>What to change</h2>", html_table(_remedies(tree["remedies"])),
         "<h2>Application</h2>", html_table(_application(tree["application"])),
     ]

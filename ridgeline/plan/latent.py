@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek), as far as planning goes: one compressed vector per token and layer in the cache.
+"""The cost of multi-head latent attention (MLA, DeepSeek), for planning: one compressed vector per token and layer in the cache.
 
     cache     kv_rank + rope elements a token and layer, whatever the number of heads; every rank keeps all of it
     decodes   compute against the latent itself: 2 (2 · kv_rank + rope) FLOPs per head, query and key
-    prompts   widen K and V first (part of the products) and then pay 2 (nope + rope + value)
+    prompts   expand K and V first (part of the matrix products) and then need 2 (nope + rope + value)
 
-The cost model counts a dense decoder whose heads are `value` wide; here its K, V and attention become the latent's. What a
-chunk of a long prompt computes to widen the chunks before it is not counted. The engine does not run such models yet.
+The cost model counts a dense decoder whose heads are `value` wide; here its K, V and attention are replaced by the latent's. The
+expansion of earlier chunks of a long prompt is not counted. The engine does not run such models yet.
 """
 
 from __future__ import annotations

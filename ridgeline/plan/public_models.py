@@ -1,7 +1,7 @@
-"""Public models by name: what their config.json says, as far as size and speed depend on it. Facts, no weights.
+"""Public models by name: the fields of their config.json that size and speed depend on.
 
-Mixtures of experts (`experts.py`) and latent attention (`latent.py`) have more than our dense decoder can say: they are
-planned, as that decoder with the part exchanged; the engine itself does not run such models yet.
+Mixtures of experts (`experts.py`) and latent attention (`latent.py`) are planned as a dense decoder with that part replaced; the
+engine itself does not run such models yet.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PlannedModel:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token has to do with: of a mixture, the experts that it visits."""
+        """Parameters that one token uses; in a mixture, only its experts."""
         if self.experts is None:
             return self.parameters
         layers, (_, each) = self.config.num_layers, self._matrices
@@ -268,8 +268,8 @@ def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
 
 
 def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:
-    """Is this the name that a server has for the model? `known_as`: the one that its operator gave it. Names of the table may
-    have words around them (Meta-Llama-3.1-8B-Instruct-FP8); of those that fit, the longest counts."""
+    """Does a server's model name mean this model? `known_as`: the name that its operator gave it. Names of the table may have
+    words around them (Meta-Llama-3.1-8B-Instruct-FP8); the longest match counts."""
     if known_as:
         return served == known_as
     fits = [name for name in CONFIGS if _plain(name) in _plain(served)]

@@ -1,4 +1,4 @@
-"""What each technique would change, every setup worth looking at, and the best of them for an objective."""
+"""The effect of each technique, all candidate setups, and the best of them for an objective."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""A diagnosis as one tree of plain numbers, from the application down: what JSON, text and page all show.
+"""Builds a diagnosis as one tree of plain numbers, from the application down, for JSON, text and page.
 
     application   TTFT, TPOT and goodput against the SLO
-    steps         where the time goes, phase by phase; gaps; the slowest hundredth and why
-    ops           what the profiler saw, each part against its roof; the share of matrix products
-    patterns      what the trace looks like
-    verdict       the term that binds
+    steps         where the time goes, phase by phase; gaps; the slowest 1 % and their causes
+    ops           the profiled parts, each against its roof; the share of matrix products
+    patterns      known patterns found in the trace
+    verdict       the bottleneck
     remedies      what to change, ranked by predicted gain
 
-Whoever measured hands in the pieces. Nothing here measures, and nothing knows torch.
+Callers pass the measurements in. This module measures nothing and does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ridgeline.roofline.verdict import Verdict
 
 
 def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | None = None) -> dict[str, Any]:
-    """Where the time goes, from every step that was watched; predicted times from the recorder's sums."""
+    """Where the time goes, from every logged step; predicted times come from the recorder's sums."""
     whole = sum(step.seconds for step in steps)
     found: dict[str, Any] = {
         "count": len(steps), "seconds": whole, "device": sum(min(step.device, step.seconds) for step in steps),
@@ -45,7 +45,7 @@ def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | No
         }
         predicted = (sums or {}).get(phase)
         device = sum(min(step.device, step.seconds) * step.kept for step in mine)
-        if predicted is not None and device:             # against the time in which it had a processor
+        if predicted is not None and device:             # relative to the time in which it had a CPU
             roof = predicted.on_compute + predicted.on_weights + predicted.on_kv + predicted.on_activations
             row["at_roof"] = roof / device
         found["phases"][phase] = row
@@ -53,7 +53,7 @@ def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | No
 
 
 def ops_section(facts: Facts) -> dict[str, Any]:
-    """Every part that the profiler saw, the longest first, and how the rest of the traced time is divided."""
+    """Every profiled part, the longest first, and how the rest of the traced time is divided."""
     rows = []
     for name, part in sorted(facts.parts.items(), key=lambda item: -item[1].seconds):
         row: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""The roofline of a running engine: what its recorded steps come to over the last seconds.
+"""The live roofline of a running engine over the last seconds.
 
-The engine's process and the front end each keep one. It is fed with sums that only grow (roofline/steps), and keeps one
-sample a second of them; the difference of two samples is a window, and a window has its utilisations and a verdict.
+The engine's process and the front end each keep one. It takes sums that only grow (roofline/steps) and keeps one sample of them
+per second; the difference of two samples is a window, which has utilisations and a verdict.
 
     MFU   FLOPs of useful tokens / (busy time × the measured matrix rate)
-    HFU   the same with what was computed for nothing: padding, recomputation after preemptions, rejected drafts
+    HFU   the same including wasted work: padding, recomputation after preemptions, rejected drafts
     MBU   bytes of weights and KV / (busy time × the measured bandwidth)
 """
 
@@ -32,7 +32,7 @@ Sums = Mapping[str, Sequence[float]]             # by phase, in the order of SUM
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does at best, as far as utilisation asks."""
+    """A device's peak rates, for utilisation."""
 
     read_bytes_s: float = 0.0        # 0: not known
     flops_s: float = 0.0
@@ -84,7 +84,7 @@ class Live:
 
     @property
     def split(self) -> dict[str, float]:
-        """The busy time as the iron law divides it, in parts of 1."""
+        """The busy time by part of the verdict, in shares of 1."""
         busy, window = self.window.busy, self.window
         if not busy:
             return {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
@@ -98,7 +98,7 @@ class Live:
         shown = (
             f"roofline: {total.sampled_s:.0f} tok/s, {total.tokens_s - total.sampled_s:.0f} prompt tok/s, "
             f"{total.rows:.1f} rows, {self.window.waiting:.1f} waiting; MFU {total.mfu:.1%}, MBU {total.mbu:.1%}; "
-            f"bound by {verdict.term} ({verdict.share:.0%}), {verdict.headroom:.1f}x to the roof"
+            f"bound by {verdict.term} ({verdict.share:.0%}), headroom {verdict.headroom:.1f}x"
         )
         return f"{shown}; next: {verdict.next}" if verdict.next else shown
 
@@ -164,7 +164,7 @@ def _busy(sample: _Sample) -> float:
 
 
 class LiveView:
-    """What a front end knows of its engine's roofline: the newest report, the last steps, and the windows."""
+    """The front end's copy of its engine's roofline: the newest report, the last steps, and the windows."""
 
     def __init__(self) -> None:
         self.live = LiveRoofline()

@@ -1,13 +1,12 @@
-"""What one step of a decoder has to compute and to move, counted exactly and split by what it is spent on.
+"""Counts exactly what one step of a decoder has to compute and to move, op by op.
 
     a model's shape and the precision of its tensors (DecoderShape)
     the step: per row, tokens computed now and KV length including them; how many of them have logits
     → FLOPs, and bytes of weights, of KV read and written and of activations, op by op (StepCost)
 
-Every number is the sum of the ops' own declarations in sizes/op_costs.py, called as models/decoder.py calls the ops. The last
-layer goes on only with the tokens that have logits, as there. Plain Python: planning, benchmarks and the running engine
-count with the same functions (the latter many steps at once, in vectorised.py). Nothing here knows how fast a machine is,
-but for `Peaks`, which divides.
+Every number is the sum of the ops' own declarations in sizes/op_costs.py, called as models/decoder.py calls the ops. After its
+attention the last layer computes only the tokens that have logits, as there. Planning, benchmarks and the running engine count
+with the same functions (the engine many steps at once, in vectorised.py). Only `Peaks` knows a machine's speed.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ def decoder_shape(
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """All that the cost of a step asks of its rows. Sums only, so that a step of a thousand rows costs no more to judge."""
+    """The sums over a step's rows that its cost depends on."""
 
     tokens: int = 0
     logits: int = 0                  # tokens that have logits
@@ -160,8 +159,8 @@ def step_counts(
     shape: DecoderShape, rows: Rows, logits: Sequence[int] | None = None, shared: int = 0, every_hidden: bool = False
 ) -> StepCounts:
     """`logits`: per row, how many of its last tokens have them; by default one. `shared`: KV positions of a prefix that
-    several rows have and attention reads once, counted for each row but the first. `every_hidden`: somebody reads every
-    token's hidden state, so that the last layer computes them all."""
+    several rows have and attention reads once, counted for each row but the first. `every_hidden`: every token's hidden state
+    is needed, so the last layer computes them all."""
     last_rows = [(count, kv_len) for count, (_, kv_len) in zip(
         (1,) * len(rows) if logits is None else logits, rows, strict=True
     )]
@@ -237,7 +236,7 @@ class StepCost:
 
     @property
     def matrix_flops(self) -> int:
-        """What the matrix units compute: linears, attention and head. Norms, rotation and sampling are not theirs."""
+        """FLOPs of the matrix units: linears, attention and head, without norms, rotation and sampling."""
         return self.linear_flops + self.attention_flops + self.head_flops
 
 
@@ -358,20 +357,20 @@ class Peaks:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte above which computing, not reading, takes longer."""
+        """FLOPs per byte above which an op is compute-bound (the ridge point)."""
         return self.flops_s / self.read_bytes_s
 
     def seconds(self, cost: Cost) -> float:
         return max(cost.bytes / self.read_bytes_s, cost.flops / self.flops_s)
 
     def floor(self, step: StepCost) -> dict[str, float]:
-        """Least seconds by op: every op at its own roof, none beside another."""
+        """Least seconds by op: every op at its own roof, without overlap."""
         return {name: self.seconds(op.cost) for name, op in step.ops.items()}
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Tokens that a verification step of so many drafts yields, each accepted with this probability if those before it
-    are: 1 + α + … + αᵏ = (1 − αᵏ⁺¹) / (1 − α)."""
+    """Expected tokens of a verification step with k drafts, each accepted with probability α if those before it are:
+    1 + α + … + αᵏ = (1 − αᵏ⁺¹) / (1 − α)."""
     if acceptance >= 1.0:
         return float(drafts + 1)
     return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)

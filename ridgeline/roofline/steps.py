@@ -1,8 +1,8 @@
-"""Every step of a running engine, recorded: what it had to compute and move, how long it took, and where time went.
+"""Records every step of a running engine: its FLOPs and bytes, its time, and where the time went.
 
-The engine's loop tells of each step (`planned`, `took`), which notes a few references. `fold` counts what was noted, all
-steps at once, and adds it to sums by phase; whoever reports calls it, some ten times a second. Sums only grow, so that
-the difference of two is a window. Reads plans and results, never changes them; knows neither torch nor the engine.
+The engine's loop calls `planned` and `took` for each step, which only note references. `fold` counts the noted steps all at once
+and adds them to sums by phase; the statistics report calls it some ten times a second. Sums only grow, so the difference of two
+is a window. Reads plans and results without changing them; imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BEATEN = 0.9                        # of the predicted time: a step that needs 
 
 @dataclass(slots=True)
 class PhaseSums:
-    """What all steps of a phase came to. Times in seconds."""
+    """Sums over all steps of a phase. Times in seconds."""
 
     steps: float = 0.0
     seconds: float = 0.0             # from the end of the step before, or from when there was work, to its end
@@ -60,8 +60,8 @@ class PhaseSums:
     on_weights: float = 0.0
     on_kv: float = 0.0
     on_activations: float = 0.0
-    launch: float = 0.0              # predicted, of issuing its kernels
-    replayed: float = 0.0            # steps that were a recorded graph
+    launch: float = 0.0              # predicted, of launching its kernels
+    replayed: float = 0.0            # steps that replayed a CUDA graph
     communication: float = 0.0       # seconds of `device` in which ranks waited for each other, where that is known
 
     def values(self) -> list[float]:
@@ -135,7 +135,7 @@ class StepRecorder:
     # -- now and then --------------------------------------------------------------------------------------------------
 
     def use(self, peaks: MachinePeaks) -> None:
-        """Predict with these from now on. Earlier sums were of other peaks, or none: they begin again."""
+        """Predict with these peaks from now on. Sums start again, because earlier ones used other peaks or none."""
         if peaks != self.peaks:
             self.fold()
             self.peaks = peaks
@@ -143,7 +143,7 @@ class StepRecorder:
             self.points.clear()
 
     def fold(self) -> None:
-        """Count what was noted since the last time, in parts whose arrays no allocator asks the system for."""
+        """Count the steps noted since the last call, in parts small enough that malloc need not ask the system for memory."""
         rows, notes = self._rows, self._notes
         self._rows, self._notes = [], []
         begin = size = 0

@@ -1,8 +1,8 @@
-"""step_cost.py for many steps at once: what a running engine can afford to count, a few microseconds a step.
+"""step_cost.py vectorised over many steps, so that a running engine can count them in a few microseconds per step.
 
-A step's cost is an affine function of sums over its rows (tokens, logits, pairs, keys, blocks …). Its coefficients are
-found by asking step_cost.py, one sum at a time; then any number of steps is one small matrix product. Exact: every number is
-an integer below 2⁵³.
+A step's cost is an affine function of sums over its rows (tokens, logits, pairs, keys, blocks …). The coefficients come from
+calling step_cost.py, one sum at a time; then any number of steps is one small matrix product. Exact: every number is an integer
+below 2⁵³.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ManyCosts:
 
 class StepCosts:
     def __init__(self, shape: DecoderShape, read_bytes: Callable[[int], tuple[int, int]] | None = None) -> None:
-        """`read_bytes(rows)`: what products with so many rows read of all layers' linears and of the head, where the
-        shape does not say, or it depends on the rows."""
+        """`read_bytes(rows)`: bytes that GEMMs with this number of rows read of all layers' linears and of the head, if they
+        do not follow from the shape or depend on the rows."""
         self.shape = shape
         self._read_bytes = read_bytes
         self._known: dict[int, tuple[float, float]] = {}         # rows -> as multiples of what the shape says
@@ -85,9 +85,8 @@ class StepCosts:
         self, counts: np.ndarray, new: np.ndarray, kv_len: np.ndarray, logits: np.ndarray, shared: np.ndarray,
         every_hidden: np.ndarray,
     ) -> ManyCosts:
-        """Per step: how many rows it has, KV positions read once for several rows, and whether somebody reads every hidden
-        state. Per row, those of all steps one after another: its tokens, its KV length with these, and how many of the last
-        have logits."""
+        """Per step: its number of rows, KV positions read once for several rows, and whether every hidden state is needed. Per
+        row, all steps concatenated: its tokens, its KV length with these, and how many of the last have logits."""
         sums = self._sums(new, kv_len, logits, counts, shared, every_hidden)
         found = self._constant + sums.matrix() @ self._coefficients
         columns = np.split(found, len(TERMS), axis=1)
@@ -106,7 +105,7 @@ class StepCosts:
         weights[:, _HEAD] *= [self._multiples(count)[1] for count in sums.logits.tolist()]
 
     def _multiples(self, rows: int) -> tuple[float, float]:
-        rows = min(max(rows, 1), 256)                    # no scheme changes its mind above that
+        rows = min(max(rows, 1), 256)                    # no scheme changes its kernel above that
         if rows not in self._known:
             assert self._read_bytes is not None
             linears, head = self._read_bytes(rows)

@@ -129,7 +129,7 @@ def test_lengths_follow_their_distribution() -> None:
     "spec", ["0", "-3", "x", "uniform:5", "uniform:9:3", "normal:5:0", "lognormal:1:2:3", "gauss:1:2", "nan"]
 )
 def test_what_is_no_length_is_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match="is no length; one is 256, uniform"):
+    with pytest.raises(ConfigError, match="is not a length; use 256, uniform"):
         parse_length(spec)
     with pytest.raises(ConfigError, match="has its own width"):
         parse_length("uniform:1:5").widened(0.5)
@@ -211,7 +211,7 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
         ("{", "line 1"), ("[]", "must be an object"), ("{}", "exactly one of prompt, messages and input_length"),
         ('{"prompt": 3}', "a text or a list of token ids"), ('{"messages": "x"}', "a list of objects"),
         ('{"prompt": "x", "output_tokens": 0}', "above 0"), ('{"prompt": "x", "timestamp": "now"}', "must be a number"),
-        ("", "holds no requests"), ('{"prompt": "x", "timestamp": 1}\n{"prompt": "y"}', "every line has a timestamp or none"),
+        ("", "holds no requests"), ('{"prompt": "x", "timestamp": 1}\n{"prompt": "y"}', "every line needs a timestamp, or none"),
     ],
 )
 def test_a_file_with_a_fault_names_it(tmp_path: Path, line: str, message: str) -> None:

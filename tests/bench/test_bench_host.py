@@ -67,7 +67,7 @@ def test_the_steps_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert made["figures"][name]["steps"] == 100
     assert "1 running: " in capsys.readouterr().out
     if made["workload"]["device"] == "cpu":              # such steps compute on the host: they say nothing of a GPU's
-        with pytest.raises(ConfigError, match="compute on the host itself"):
+        with pytest.raises(ConfigError, match="compute on the host"):
             host_constants(out)
     made["workload"]["device"] = "cuda"
     out.write_text(json.dumps(made))
@@ -91,7 +91,7 @@ def test_the_clock_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_layers_want_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "host", "--layers", "2"]) == 2 and "--layers goes with --shape" in capsys.readouterr().err
+    assert main(["bench", "host", "--layers", "2"]) == 2 and "--layers needs --shape" in capsys.readouterr().err
 
 
 class Rows:

@@ -70,7 +70,7 @@ def test_a_trace_file_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_an_empty_trace_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.json").write_text('{"traceEvents": []}')
     assert main(["bench", "idle", "--trace", str(tmp_path / "trace.json")]) == 2
-    assert "no work of a device" in capsys.readouterr().err
+    assert "no device kernels" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

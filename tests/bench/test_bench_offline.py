@@ -64,7 +64,7 @@ def test_presets_take_lists_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--repeats", "1"], "--repeats 1 gives no median"), (["--repeats", "0"], "--repeats 0 gives no median"),
         (["--requests", "0"], "must be above 0"), (["--requests", "1", "--workload", "latency"], "leave --workload out"),
-        (["--shape", "qwen3-8b"], "belongs to a --preset"), (["--preset", "prefix", "--repeats", "1"], "gives no median"),
+        (["--shape", "qwen3-8b"], "needs a --preset"), (["--preset", "prefix", "--repeats", "1"], "gives no median"),
     ],
 )
 def test_what_gives_no_figure_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

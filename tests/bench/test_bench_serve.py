@@ -188,7 +188,7 @@ def test_a_key_headers_and_further_fields_are_sent(tmp_path: Path, capsys: pytes
         assert seen.body["top_k"] == 5 and seen.body["temperature"] == 0.5 and seen.headers["x-user"] == "me"
         assert "secret" not in json.dumps(made)
         bench(server, tmp_path, "--api-key", "wrong", code=2)
-        assert "the server wants a key" in capsys.readouterr().err
+        assert "the server requires a key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -283,13 +283,13 @@ def test_a_run_in_which_too_many_requests_fail_has_failed(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--num-warmups", "0"], "without warm-up"), (["--slo", "speed:3"], "is no objective"),
-        (["--dataset-name", "custom"], "belong together"), (["--dataset-name", "prefix"], "needs --prefix-len"),
-        (["--duration", "3"], "needs --request-rate"), (["--duration", "3", "--num-prompts", "2"], "say when a run ends"),
+        (["--num-warmups", "0"], "without warm-up"), (["--slo", "speed:3"], "is not an objective"),
+        (["--dataset-name", "custom"], "need each other"), (["--dataset-name", "prefix"], "needs --prefix-len"),
+        (["--duration", "3"], "need --request-rate"), (["--duration", "3", "--num-prompts", "2"], "say when a run ends"),
         (["--sustain", "3", "--num-prompts", "2"], "say when a run ends"),
         (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"), (["--extra-body", "[]"], "must be a JSON object"),
-        (["--header", "x"], "is no header"), (["--prompt-format", "ids", "--backend", "chat"], "needs completions"),
-        (["--input-len", "few"], "is no length"), (["--request-rate", "0"], "above 0"), (["--repeats", "0"], "above 0"),
+        (["--header", "x"], "is not a header"), (["--prompt-format", "ids", "--backend", "chat"], "needs completions"),
+        (["--input-len", "few"], "is not a length"), (["--request-rate", "0"], "above 0"), (["--repeats", "0"], "above 0"),
         (["--price", "-1"], "above 0 dollars"), (["--sustain", "0"], "above 0 minutes"),
     ],
 )
@@ -326,7 +326,7 @@ def test_a_trace_takes_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "http://127.0.0.1:9"]) == 1
     assert "no server answers at http://127.0.0.1:9: " in capsys.readouterr().err
-    assert main(["bench", "serve", "http://x:y"]) == 2 and "no port" in capsys.readouterr().err
+    assert main(["bench", "serve", "http://x:y"]) == 2 and "invalid port" in capsys.readouterr().err
     assert main(["bench", "serve", "ftp://x"]) == 2 and "is not the address of a server" in capsys.readouterr().err
 
 

@@ -123,7 +123,7 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
     ("argv", "says"),
     [
         (["serv"], "unknown command 'serv'; did you mean 'serve'?"),
-        (["xyzzy"], "unknown command 'xyzzy'; there are serve"),
+        (["xyzzy"], "unknown command 'xyzzy'; the commands are serve"),
         (["bench"], "bench needs one of: serve, offline, host, grammar, ops, "
                     "frontend, idle, startup, soak, loop, kernel, compare, studies"),
         (["build", "all"], "unexpected argument 'all'"),
@@ -238,7 +238,7 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
     ])
     target = tmp_path / "out.jsonl"
     assert generate(source, target, model, "--max-tokens", "7") == 0
-    assert capsys.readouterr().err.endswith("23 answered, 9 failed, 0 were there before\n")
+    assert capsys.readouterr().err.endswith("23 answered, 9 failed, 0 already answered before\n")
     records = {json.dumps(record["id"]) + ("!" if "error" in record else ""): record for record in read_lines(target)}
     assert len(records) == 32
     offline = LLM(model, load_format="dummy", num_gpu_blocks_override=600)
@@ -263,10 +263,10 @@ def test_generate_goes_on_where_it_stopped(model: Path, tmp_path: Path, capsys: 
     complete = whole.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(complete[:5]) + complete[5][:-10])           # killed in the middle of the sixth
     assert generate(source, target, model) == 0
-    assert capsys.readouterr().err.endswith("7 answered, 0 failed, 5 were there before\n")
+    assert capsys.readouterr().err.endswith("7 answered, 0 failed, 5 already answered before\n")
     assert sorted(target.read_bytes().splitlines()) == sorted(line.rstrip() for line in complete)
     assert generate(source, target, model) == 0
-    assert capsys.readouterr().err.endswith("0 answered, 0 failed, 12 were there before\n")
+    assert capsys.readouterr().err.endswith("0 answered, 0 failed, 12 already answered before\n")
 
 
 @pytest.mark.parametrize("left", [1, 4, 20, -1], ids=["a brace", "a few bytes", "half", "all but the end of line"])
@@ -281,7 +281,7 @@ def test_generate_asks_again_for_the_half_written_line(
     zero, one = (json.dumps(whole[n], separators=(",", ":")).encode() + b"\n" for n in range(2))
     target.write_bytes(one + zero[:left])
     assert generate(source, target, model) == 0
-    assert capsys.readouterr().err.endswith("1 answered, 0 failed, 1 were there before\n")
+    assert capsys.readouterr().err.endswith("1 answered, 0 failed, 1 already answered before\n")
     again = read_lines(target)
     assert [record["id"] for record in again] == [1, 0] and {record["id"]: record for record in again} == whole
 
@@ -293,7 +293,7 @@ def test_generate_does_not_overwrite_other_files(
     source, target = write_lines(tmp_path / "in.jsonl", [{"prompt": "abc"}]), tmp_path / "notes.txt"
     target.write_text(text)
     assert generate(source, target, model) == 2
-    assert "notes.txt, line 1 is not one of our records" in capsys.readouterr().err
+    assert "notes.txt, line 1 was not written by this command" in capsys.readouterr().err
     assert target.read_text() == text
 
 

@@ -214,7 +214,7 @@ def test_gaps_between_kernels_are_launching() -> None:
     window = Window(2.8, 2.8, 2.7, on_weights=0.33, launch=0.2, running=1, steps=96)
     assert judge(window, Setting(graphs=False)).term == "implementation"
     found = judge(with_seen_launches(window, Facts("cuda", 2.5, 96, 0.4, {}, launch=2.0)), Setting(graphs=False))
-    assert found.term == "launch" and found.share == pytest.approx(0.8) and "recorded graphs" in found.changes[0].what
+    assert found.term == "launch" and found.share == pytest.approx(0.8) and "CUDA graphs" in found.changes[0].what
     small = Facts("cuda", 2.5, 96, 2.4, {}, launch=0.01)
     assert judge(with_seen_launches(window, small), Setting(graphs=False)).term == "implementation"
     assert with_seen_launches(window, Facts("cpu", 2.5, 96, 0.4, {}, launch=2.0)) == window      # ops on a CPU are not launched
@@ -231,9 +231,10 @@ def test_a_workload_is_diagnosed(model: Path, tmp_path: Path, capsys: pytest.Cap
     page = capsys.readouterr().out
     titles = re.findall(r"── (.*?) ──", page)
     assert titles == [
-        "application", "steps", "ops and kernels", "patterns in the trace", "verdict", "what to change, by predicted gain",
+        "application", "steps", "ops and kernels", "patterns in the trace", "verdict",
+        "what to change, largest predicted gain first",
     ]
-    assert "100% met it" in page and "the profiler itself costs" in page
+    assert "100% met it" in page and "the profiler's own cost" in page
     made = json.loads(files["out"].read_text())
     tree = made["figures"]
     assert made["quality"] == "exact" and made["workload"]["tokens_in"] == 24
@@ -336,7 +337,7 @@ def test_a_loop_that_finds_nothing_to_change_says_so(model: Path, monkeypatch: p
     monkeypatch.setattr("ridgeline.diagnose.diagnosis.ranked", lambda *given: [])
     found = follow(str(model), Scenario("fine", "nothing", Load(2, 8, 4), OPTIONS), 2)
     assert found["change"] is None and "achieved_gain" not in found and found["quality"] == "exact"
-    assert "| nothing that is an option |" in as_markdown([table_row("fine", found)])
+    assert "| none (no engine option) |" in as_markdown([table_row("fine", found)])
 
 
 def test_the_quality_of_a_loop_is_that_of_all_its_engines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +373,7 @@ def test_the_documents_figures_are_those_of_the_record(machine: str) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--num-prompts", "0"], "--num-prompts must be at least 1"), (["--shared-prefix", "128"], "--shared-prefix must be below"),
-    (["--shape", "nothing"], "unknown shape"), (["--slo", "speed:3"], "no objective"),
+    (["--shape", "nothing"], "unknown shape"), (["--slo", "speed:3"], "not an objective"),
     (["--html", "/nowhere/at/all"], "no such directory"), (["http://127.0.0.1:1", "--seconds", "1"], "no server answers"),
     (["http://127.0.0.1:1", "--seconds", "500"], "--seconds must be"),
     (["--tensor-parallel-size", "2"], "in one process"),
@@ -415,7 +416,7 @@ def roofline() -> dict[str, Any]:
         "points": {"fields": fields, "phases": ["prefill", "decode", "mixed"], "values": steps},
         "verdict": {
             "term": "weight_bandwidth", "share": 0.6, "headroom": 1.7, "why": "reading the weights takes 60 % of the time",
-            "changes": [{"what": "weights of 8 bits", "gain": 1.4, "trade_off": "quality: `ridgeline eval`"}],
+            "changes": [{"what": "8-bit weights", "gain": 1.4, "trade_off": "quality: `ridgeline eval`"}],
             "parts": {"weight_bandwidth": 6.0, "host": 1.0},
         },
     }
@@ -459,7 +460,7 @@ def test_a_server_is_watched(canned: tuple[str, type[Canned]], tmp_path: Path, c
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     assert main(["diagnose", url, "--seconds", "1", "--slo", "ttft:150,tpot:20", "--trace", str(trace), "--html", str(page)]) == 0
     shown = capsys.readouterr().out
-    assert "bound by weight_bandwidth" in shown and "weights of 8 bits: 1.40×" in shown and "preemption 3" in shown
+    assert "bound by weight_bandwidth" in shown and "8-bit weights: 1.40×" in shown and "preemption 3" in shown
     # 7 of 10 had their first token within 150 ms, 9 had 20 ms a token: 6 to 7 of them had both.
     assert "between 60% and 70% met it" in shown and "10 requests answered" in shown
     steps = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "decode step"]
@@ -494,7 +495,7 @@ def test_a_server_that_wants_a_key_or_is_no_server_of_ours(canned: tuple[str, ty
     with pytest.raises(ConfigError, match="--api-key"):
         attach(url, 1, None)
     assert attach(url + "/v1/", 1, None, "secret").model == "m"
-    with pytest.raises(ConfigError, match="no server of Ridgeline"):
+    with pytest.raises(ConfigError, match="not a Ridgeline server"):
         attach(url + "/elsewhere", 1, None, "secret")
 
 

@@ -252,7 +252,7 @@ def test_a_trace_that_says_what_profiling_took_is_read_without_it(tmp_path: Path
 def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.json"
     wrong.write_text("[1]")
-    assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "no Chrome trace" in capsys.readouterr().err
+    assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "not a Chrome trace" in capsys.readouterr().err
     wrong.write_text('{"traceEvents": []}')
     assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "no work" in capsys.readouterr().err
     assert main(["diagnose", "--from-trace", str(tmp_path / "missing")]) == 2

@@ -1,7 +1,7 @@
-"""nvidia-smi as a witness: clocks, power, temperature, and why a GPU was slowed down, five times a second.
+"""Logs a GPU's clocks, power, temperature and throttle reasons through nvidia-smi, five times a second.
 
-It writes its lines into a file, in a process of its own, so that what is measured is not disturbed; afterwards a range of
-time is summed up. Without nvidia-smi there is nothing to tell. No torch: the load generator uses this too.
+nvidia-smi runs in its own process and writes to a file, so that it does not disturb the measurement; a range of time is
+summarised afterwards. Empty without nvidia-smi. Does not import torch, because the load generator uses this too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether the load generator itself is what is measured: how late its own loop was, and how much of a core it used.
+"""Checks that the load generator itself is not the bottleneck: how late its event loop was, and its CPU time.
 
-A task that sleeps for a hundredth of a second notes by how much it woke too late. Where that, the lateness of sendings
-or the processor time is too much, the figures are the client's and not the server's, and the record says so.
+A task that sleeps for 10 ms measures by how much it wakes too late. If that, the lateness of sends or the CPU time is too high,
+the figures describe the client and not the server, and the record says so.
 """
 
 from __future__ import annotations

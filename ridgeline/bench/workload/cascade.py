@@ -1,11 +1,11 @@
-"""What reading a shared prefix once is worth: attention of a decode step on and off, over batch × shared tokens.
+"""Measures cascade attention: attention of a decode step with a shared prefix read once or by every row.
 
-Every row has the prefix and some tokens of its own. Each point is timed with the prefix read by every row (off) and read
-once (forced); on is what the rule of runner/shared_prefix.py makes of the same block tables: one of the two. The rule is
-good where on is never slower than off and mostly as fast as the better of both.
+Every row has the prefix and some tokens of its own; points are batch × shared tokens. Each point is timed with the prefix read
+by every row (off) and read once (forced); "on" is what the rule of runner/shared_prefix.py chooses for the same block tables.
+The rule is good if on is never slower than off and mostly as fast as the better of both.
 
-Calls take different blocks in turn, so that only what one call reads again can come from a cache: a prefix that every row
-reads is in one, on and off.
+Calls use different blocks in turn, so that only rereads within one call can come from the L2 cache: with a prefix that every
+row reads they do, on and off.
 """
 
 from __future__ import annotations

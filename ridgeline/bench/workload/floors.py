@@ -1,10 +1,10 @@
-"""The least time that a workload can take: every operation at the device's measured peak, none overlapping another.
+"""The floor of a workload: its time with every operation at the device's measured peak, and none overlapping another.
 
     floor of a step = Σ over its operations of max(bytes / read bandwidth, FLOPs / matrix rate)
 
-A workload's floor is the sum over the steps of a simulated engine that plans as ours does (decodes first, then prompt
-chunks under the token budget) and loses no time anywhere. Prefixes that requests share are computed once, and read once
-per step. Plain Python: it needs the model's shape and the device's peaks, not the device.
+A workload's floor is the sum over the steps of a simulated engine that schedules as ours does (decodes first, then prompt
+chunks under the token budget) and loses no time anywhere. Shared prefixes are computed once, and read once per step. Needs
+the model's shape and the device's peaks, not the device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a long prompt does to those who decode: the gaps between their tokens before it arrives, while it is computed, after.
+"""The effect of a long prompt on decoding requests: gaps between their tokens before, during and after its prefill.
 
-The same requests twice: prompts cut by the step-time model (scheduler/step_time.py), as a server has it, and prompts that may
-fill the whole token budget. Beside them the prompt alone, when nobody else is there: what being cut costs it.
+The same requests run twice: with prompt chunks limited by the step-time model (scheduler/step_time.py), as in a server, and with
+chunks of the whole token budget. The prompt also runs alone, to show what the limit costs it.
 
-A gap belongs to the prompt's time when it overlaps it: from when the prompt is handed in until its first token is on the host.
+A gap counts as "during" if it overlaps the time from when the prompt is added until its first token is on the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sizes:
 
     @property
     def tokens_out(self) -> int:
-        """More than anybody gets to: whoever is left over is aborted."""
+        """More tokens than a request reaches: requests left at the end are aborted."""
         return self.before + self.after + -(-self.prompt // SMALLEST_CHUNK) + 2 * self.decodes + 16
 
 

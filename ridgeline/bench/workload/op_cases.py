@@ -1,8 +1,8 @@
-"""What `bench ops` measures on a GPU: the operations of Llama-3.1-8B by their sizes, as the engine calls them.
+"""The GPU cases of `bench ops`: the operations of Llama-3.1-8B with its sizes, as the engine calls them.
 
-Inputs are drawn on the device. The ops' own generators are made for small cases that hide mistakes (a NaN in every slot that
-nobody may read), token by token; 131,072 tokens of a cache would take them minutes. Beside an op stand what it is compared
-with: torch's attention over contiguous tensors, the library's product, and the product that adds the residual as it goes.
+Inputs are generated on the device. The ops' own generators are made for small correctness cases (a NaN in every slot that must
+not be read) and work token by token; 131,072 tokens of a cache would take them minutes. Comparisons: torch's attention over
+contiguous tensors, cuBLAS's GEMM, and the GEMM that adds the residual.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ridgeline.quant.scheme import Fused
 from ridgeline.sizes.op_costs import Case, Cost
 
 CONTIGUOUS = "contiguous"            # the implementation column of torch's attention over contiguous tensors,
-LIBRARY = "library"                  # … of the library's product,
+LIBRARY = "library"                  # … of cuBLAS's GEMM,
 ONTO = "onto"                        # … and of a product onto the residual, as the engine has it for many rows
 LINEAR_ROWS = (1, 8, 32, 64, 128, 256, 1024, 8192)
 MOST_HEAD_ROWS = 1024                # that have logits in one step
@@ -128,7 +128,7 @@ class Beside(NamedTuple):
 
 
 def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -> Inputs:
-    """The op's own inputs; on a GPU drawn there, and for attention made here."""
+    """The op's own inputs; on a GPU generated there, for attention by `attention_inputs`."""
     seed = len(case.name)
     if device == "cuda":
         if op.name in ("paged_attention", "decode_attention"):
@@ -148,8 +148,8 @@ def attention_inputs(
     shared: tuple[tuple[tuple[int, ...], int], ...] = (), rotary_dim: int = 0, norm: bool = False,
     older: tuple[int, ...] = (), older_format: tuple[str, Any, str, Any] | None = None,
 ) -> Inputs:
-    """Of paged_attention and decode_attention, as the op files' own inputs and with what the engine hands in beside them:
-    rows in scattered blocks, the prefix of rows that share one in the same blocks, older positions in a cache of their own."""
+    """Inputs of paged_attention and decode_attention, with what the engine passes besides: rows in scattered blocks, shared
+    prefixes in the same blocks, older positions in a separate cache."""
     generator = torch.Generator(device).manual_seed(seed)
     place = torch.device(device)
 
@@ -221,7 +221,7 @@ def attention_inputs(
 def _scattered(
     lengths: list[int], block_size: int, shared: tuple[tuple[tuple[int, ...], int], ...], seed: int
 ) -> np.ndarray:
-    """int32 [rows, blocks]: every row has blocks of its own but those of its prefix; 0 where a row has none."""
+    """int32 [rows, blocks]: every row has its own blocks except for a shared prefix; 0 where a row has none."""
     needed = [-(-length // block_size) for length in lengths]
     blocks = 1 + np.random.default_rng(seed).permutation(sum(needed)).astype(np.int32)
     table = np.zeros((len(lengths), max(needed)), np.int32)
@@ -252,7 +252,7 @@ def beside(op: Op[Any, Any], case: Case, dtype: torch.dtype, args: tuple[Any, ..
 
 
 def onto(x: Tensor, weight: Tensor, cost: Cost) -> Beside:
-    """The product added to a residual, which is read besides."""
+    """The GEMM that adds its result to a residual."""
     residual = torch.zeros(len(x), len(weight), dtype=x.dtype, device=x.device)
     more = Cost(residual.numel(), residual.nbytes)
 
@@ -263,7 +263,7 @@ def onto(x: Tensor, weight: Tensor, cost: Cost) -> Beside:
 
 
 def contiguous_attention(case: Case, dtype: torch.dtype, device: str) -> Any:
-    """torch's attention over contiguous keys and values: (function, args, kwargs); None where rows differ in shape."""
+    """torch's attention over contiguous keys and values: (function, args, kwargs); None if rows differ in shape."""
     sizes = case.sizes
     shapes = set(sizes["rows"])
     if len(shapes) != 1 or any(sizes.get(name) for name in ("window", "softcap", "shared", "kv_format", "older")):

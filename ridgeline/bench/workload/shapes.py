@@ -1,7 +1,4 @@
-"""Public models by name, as far as speed knows them: the shapes of their config.json. Weights are dummy ones.
-
-A shape may be made with fewer layers, to look at something without waiting for all of them.
-"""
+"""Shapes of public models by name: the sizes in their config.json, used with dummy weights. Fewer layers are possible."""
 
 from __future__ import annotations
 
