@@ -27,7 +27,7 @@ from ridgeline.plan.plan_page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
 from ridgeline.plan.public_models import CONFIGS, find_model, is_same_model, packed_format
-from ridgeline.plan.records import NotPredicted, read_record
+from ridgeline.plan.records import NotPredicted, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
 from ridgeline.sizes.hardware import DEVICES, find_device
@@ -189,7 +189,7 @@ def _check(args: argparse.Namespace) -> int:
     lengths = preset_lengths()
     fitted_on = json.loads(FITTED.read_text())["fitted_on"]
     found = []
-    for path in sorted(args.check):
+    for path in sorted(args.check, key=record_order):
         if (served := _served(path)) is not None:        # such a record does not know the server's device or formats
             model, points = served
             setup = _question(args).setup
@@ -199,11 +199,11 @@ def _check(args: argparse.Namespace) -> int:
             found += check.check_serve(Path(path).stem, points, setup)
             continue
         try:
-            record = replace(read_record(path, lengths), name=Path(path).stem.removeprefix("offline-"))
+            record = replace(read_record(path, lengths), name=record_name(path))
         except NotPredicted as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
-        found += check.check(record, Path(path).name in fitted_on)
+        found += check.check(record, record_id(path) in fitted_on)
     if not found:
         raise ConfigError("no figure of these records can be predicted: it needs answers of several tokens and counted prompts")
     if args.json:
@@ -254,7 +254,7 @@ def _fit(args: argparse.Namespace) -> int:
               f"{each['predicted'] * 1e3:>10.3f} ms{each['error']:>+8.1%}")
     target = Path(args.out) if args.out else FITTED
     try:
-        write_fit(target, constants, errors, [Path(each).name for each in [*args.fit, *args.host, *filter(None, [args.ops])]])
+        write_fit(target, constants, errors, [record_id(each) for each in [*args.fit, *args.host, *filter(None, [args.ops])]])
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     print(f"wrote {target}")

@@ -23,6 +23,26 @@ from ridgeline.sizes.hardware import NO_LINK, Device, data_sheet
 TYPICAL_PEAKS = {"H200": (4.38, 793.0)}
 
 
+HISTORY = "history"                  # records of older commits and other cards: history/COMMIT/NAME.json
+
+
+def record_id(path: str | Path) -> str:
+    """What identifies a record of this repository: its file name, with its commit if it is one of the history."""
+    parts = Path(path).parts
+    return "/".join(parts[-3:] if parts[-3:-2] == (HISTORY,) else parts[-1:])
+
+
+def record_order(path: str | Path) -> tuple[bool, str]:
+    """Sorts the newest records before those of the history."""
+    return HISTORY in Path(path).parts, str(path)
+
+
+def record_name(path: str | Path) -> str:
+    """For tables: llama-3.1-8b, or llama-3.1-8b@COMMIT."""
+    name, parts = Path(path).stem.removeprefix("offline-"), Path(path).parts
+    return f"{name}@{parts[-2]}" if parts[-3:-2] == (HISTORY,) else name
+
+
 class NotPredicted(ConfigError):
     """A valid record of a setting that the cost model does not cover."""
 
