@@ -618,6 +618,7 @@ def test_what_is_fitted_on_is_chosen_by_a_rule() -> None:
         raw = json.loads(path.read_text())
         options = raw["workload"]["options"]
         plain = options.get("kv_cache_dtype", "auto") == "auto" and not options.get("deterministic")
+        plain = plain and options.get("quantization", "none") == "none"
         if raw["workload"]["model"].startswith("llama-3.1-8b") and raw["workload"]["dtype"] == "bfloat16" and plain:
             found[record_id(path)] = (raw["date"], raw["commit"])
     newest = max(found.values())[1]

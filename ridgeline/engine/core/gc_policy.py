@@ -1,7 +1,7 @@
 """When a process that is the engine's own looks for garbage.
 
 Python's collector looks at the young often and at the old seldom, but then at all of them, and cached blocks are old: with
-125,000, which two million tokens make, it took 74 ms in the middle of a run. Hardly any of that is garbage, for
+125,000, which two million tokens make, it took 74 ms in the middle of a run (docs/h200.md). Hardly any of that is garbage, for
 what a request leaves behind goes when nobody refers to it any more. So the old are looked at while there is nothing to do, and
 otherwise two hundred times more rarely than usual.
 """

@@ -7,7 +7,7 @@ few, inputs are split: every program of a tile writes its part, and when all are
 in the same order.
 
 Written in Gluon, which the interpreter does not know; there, and on other devices, the library multiplies. What was measured,
-and what lost: docs/lab/kernels.md.
+and what lost: docs/kernels.md.
 """
 
 from __future__ import annotations

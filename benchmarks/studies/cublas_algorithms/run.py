@@ -1,6 +1,6 @@
 """Is cuBLAS's own choice of algorithm the best one? Llama-3.1-8B's matrices, alone and in layers at the power limit.
 
-    python benchmarks/studies/cublas-algorithms/run.py 256 512 640 992 8192       # rows; on a GPU; prints JSON
+    python benchmarks/studies/cublas_algorithms/run.py 256 512 640 992 8192       # rows; on a GPU; prints JSON
 
 For each GEMM every algorithm that cuBLASLt proposes is timed in a burst. Then layers of four GEMMs are repeated for long enough
 that the card is at its power limit: with torch's choice, and with the fastest algorithms of the bursts. `result.json` is a run
