@@ -1,6 +1,6 @@
-"""The `ridgeline` command: finds the command that was asked for, and imports only what that one needs.
+"""The `ridgeline` command: finds the subcommand and imports only what that one needs.
 
-A command is a module with `add_arguments(parser)` and `run(args)`. An error a user can meet is one line and exit code 2
+A subcommand is a module with `add_arguments(parser)` and `run(args)`. An error a user can meet is one line and exit code 2
 (1 when the engine died); never a traceback.
 """
 
@@ -18,30 +18,30 @@ COMMANDS = {
     "serve": ("ridgeline.cli.cmd_serve", "OpenAI-compatible server"),
     "chat": ("ridgeline.cli.cmd_chat", "talk to a model in the terminal"),
     "generate": ("ridgeline.cli.cmd_generate", "answer a file of prompts: JSONL in, JSONL out"),
-    "admin": ("ridgeline.cli.cmd_admin", "ask something of a running server, or switch its techniques"),
-    "eval": ("ridgeline.cli.cmd_eval", "judge a model: perplexity, divergence from a reference, retrieval, multiple choice"),
+    "admin": ("ridgeline.cli.cmd_admin", "query or profile a running server, or switch its techniques on and off"),
+    "eval": ("ridgeline.cli.cmd_eval", "evaluate a model: perplexity, KL from a reference, retrieval, multiple choice"),
     "plan": ("ridgeline.cli.cmd_plan", "predict what fits on a GPU, how fast it runs and what it costs"),
-    "diagnose": ("ridgeline.cli.cmd_diagnose", "say where the time goes, which term binds, and what to change next"),
+    "diagnose": ("ridgeline.cli.cmd_diagnose", "show where the time goes, what the bottleneck is, and what to change next"),
     "pull": ("ridgeline.cli.cmd_pull", "fetch the embedded model"),
     "build": ("ridgeline.cli.cmd_build", "compile the CPU kernels for this machine"),
     "bench serve": ("ridgeline.bench.serve", "measure any OpenAI-compatible server under load"),
     "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
-    "bench host": ("ridgeline.bench.host", "measure what planning, tokenising and detokenising cost"),
-    "bench grammar": ("ridgeline.bench.grammar", "measure what structured output costs"),
-    "bench ops": ("ridgeline.bench.ops", "measure every operation against the roofline"),
-    "bench frontend": ("ridgeline.bench.frontend", "measure what the front end costs per token, with an engine that only talks"),
-    "bench idle": ("ridgeline.bench.idle", "trace decode steps: every kernel, and when the device had nothing to do"),
-    "bench startup": ("ridgeline.bench.startup", "measure the start of an engine, phase by phase"),
-    "bench soak": ("ridgeline.bench.soak", "tire a server out with mixed traffic, and see whether it leaks or gets slower"),
-    "bench loop": ("ridgeline.diagnose.tuning_loop", "diagnose, change one thing, measure again: predicted and achieved gain"),
-    "bench kernel": ("ridgeline.bench.kernel", "try a candidate for an operation: is it right, and is it faster"),
-    "bench compare": ("ridgeline.bench.compare", "compare two records; fails where one got worse"),
-    "bench studies": ("ridgeline.bench.studies", "measure what batching and paging are worth, each against its off version"),
+    "bench host": ("ridgeline.bench.host", "measure the host's share: scheduling, tokenising and detokenising"),
+    "bench grammar": ("ridgeline.bench.grammar", "measure the cost of structured output"),
+    "bench ops": ("ridgeline.bench.ops", "measure every operation's kernels against the roofline"),
+    "bench frontend": ("ridgeline.bench.frontend", "measure the front end's cost per token, with a fake engine"),
+    "bench idle": ("ridgeline.bench.idle", "trace decode steps: time of every kernel, and idle time of the device"),
+    "bench startup": ("ridgeline.bench.startup", "measure an engine's start-up, phase by phase"),
+    "bench soak": ("ridgeline.bench.soak", "stress-test a server with mixed traffic, and check for leaks and slow-down"),
+    "bench loop": ("ridgeline.diagnose.tuning_loop", "diagnose, apply a remedy, measure again: predicted and achieved gain"),
+    "bench kernel": ("ridgeline.bench.kernel", "check a candidate kernel for an operation, and compare its speed"),
+    "bench compare": ("ridgeline.bench.compare", "compare two records; fails on a regression"),
+    "bench studies": ("ridgeline.bench.studies", "measure the gain of batching, paging and others, each against its off version"),
 }
 
 
 def overview(group: str = "") -> str:
-    """All commands, or those that begin with a word."""
+    """All commands, or those of one group (`bench `)."""
     chosen = {name: help for name, (_, help) in COMMANDS.items() if name.startswith(group)}
     width = max(len(name) for name in chosen)
     lines = [f"  {name:<{width}}  {help}" for name, help in chosen.items()]
@@ -72,7 +72,7 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
     if starts:
         raise ConfigError(f"{argv[0]} needs one of: {', '.join(name.split()[1] for name in starts)}")
     close = importlib.import_module("difflib").get_close_matches(argv[0], COMMANDS, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
+    hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
     raise ConfigError(f"unknown command {argv[0]!r}; {hint}")
 
 

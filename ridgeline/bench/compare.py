@@ -1,9 +1,8 @@
 """`ridgeline bench compare A B --max-regression 3%`: a gate over two records of the same benchmark.
 
-Figures are matched by their name and their setting; which way is better is known by the name (`directions.py`). A figure
-has got worse when its median is worse by more than the limit and, where both records tell P10 and P90, when the two
-ranges do not overlap: what lies inside the noise of both is no finding. Exit code 1 on a regression, and where the second
-record lacks a figure that the first has: a row that was not measured may be the one that got worse.
+Figures are matched by name and setting; `directions.py` knows from the name whether higher is better. A figure is a regression
+if its median is worse by more than the limit and, where both records have P10 and P90, the two ranges do not overlap. Exit code
+1 on a regression, and also if the second record lacks a figure of the first: it may be the one that got worse.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from ridgeline.bench.lab.directions import HIGHER, better
 from ridgeline.bench.lab.sweep import parse_share
 from ridgeline.errors import ConfigError
 
-# Fields by which rows of a list are told apart; a list whose rows have none is not compared.
+# Fields that identify a row of a list; a list whose rows have none is not compared.
 IDENTITY = (
     "setting", "op", "implementation", "case", "dtype", "name", "model", "workload", "preset", "rate", "streams", "offered",
     "requests", "batch", "rows", "part",
-)  # fmt: skip
+)
 WORKLOAD = ("model", "dtype", "device", "dataset", "endpoint", "turns", "slo")     # settings of a record that should agree
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     median: float
-    p10: float | None = None         # None: a single run, whose noise nobody knows
+    p10: float | None = None         # None: a single run, whose noise is unknown
     p90: float | None = None
 
 
@@ -72,9 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="a record: the baseline")
     parser.add_argument("after", metavar="B", help="a record of the same benchmark")
     parser.add_argument("--max-regression", default="3%", help="how much worse a median may be, as 3%% or 0.03 (default: 3%%)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="judge only figures whose name holds one of these")
-    parser.add_argument("--allow-missing", action="store_true", help="figures that only A has are mentioned and do not fail it")
-    parser.add_argument("--all", action="store_true", help="show what did not change, too")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD",
+                        help="compare only figures whose name contains one of these")
+    parser.add_argument("--allow-missing", action="store_true", help="do not fail on figures that only A has")
+    parser.add_argument("--all", action="store_true", help="also show figures that did not change")
     table.add_format(parser)
 
 
@@ -84,14 +84,14 @@ def run(args: argparse.Namespace) -> int:
     check_same(before, after)
     changes, missing = compare(before, after, limit, args.only)
     if not changes:
-        raise ConfigError("the two records have no figure in common that could be judged")
+        raise ConfigError("the two records have no comparable figure in common")
     worse = [change for change in changes if change.verdict == "worse"]
     shown = changes if args.all else [change for change in changes if change.verdict != "same"]
     order = {"worse": 0, "better": 1, "noise": 2, "same": 3}
     rows = [row(change) for change in sorted(shown, key=lambda change: (order[change.verdict], -abs(change.worse_by)))]
     passed = not worse and (args.allow_missing or not missing)
     made = {"limit": limit, "compared": len(changes), "regressions": len(worse), "missing": missing, "passed": passed,
-            "changes": rows}  # fmt: skip
+            "changes": rows}
     if args.format != "md":
         print(table.rendered(rows, args.format, made))
         return 0 if passed else 1
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(said)
     if missing and not args.allow_missing:
-        print(f"{len(missing)} figures of {args.before} are missing in {args.after}: measure them, or say --allow-missing")
+        print(f"{len(missing)} figures of {args.before} are missing in {args.after}: measure them, or give --allow-missing")
     return 0 if passed else 1
 
 
@@ -116,9 +116,9 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no record: {error}") from None
+        raise ConfigError(f"{path} is not a record: {error}") from None
     if not isinstance(made, dict) or "benchmark" not in made or "figures" not in made:
-        raise ConfigError(f"{path} is no record: `bench … --out FILE` writes one")
+        raise ConfigError(f"{path} is not a record: `bench … --out FILE` writes one")
     return made
 
 
@@ -147,7 +147,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
 def compare(
     before: Mapping[str, Any], after: Mapping[str, Any], limit: float, only: list[str] | None = None
 ) -> tuple[list[Change], list[str]]:
-    """What can be judged in both, and the names that only the first has."""
+    """The comparable figures of both, and the names that only the first has."""
     old, new = figures_of(before), figures_of(after)
     names = [name for name in old if not only or any(word in " ".join(name) for word in only)]
     changes = [
@@ -209,4 +209,4 @@ def row(change: Change) -> dict[str, Any]:
     return {
         "figure": change.name, "better": change.direction, "before": shown(change.before), "after": shown(change.after),
         "change": f"{relative:+.1%}", "verdict": change.verdict,
-    }  # fmt: skip
+    }

@@ -1,12 +1,11 @@
-"""`ridgeline bench frontend`: what the front end costs per token, and how many streams it holds.
+"""`ridgeline bench frontend`: measures the front end's cost per token, and how many streams it holds.
 
     clients (this process) ◀─ TCP, one event per token ─ front end (a process) ◀─ Deltas ─ fake engine (its child)
 
-The front end is the real one: HTTP, protocol, streams, detokenising with the model's own tokenizer. Only the engine's
-process is another: it answers every request with tokens of a text, one per step, at a given rate and without a model. The
-rate is the sum over all streams; `kept up` says that the clients got tokens as fast as they were made. Each token is an
-event of its own; where the front end does not get the processor often enough, several events of a stream leave in one
-write, which is cheaper: `events per read` tells. The front end's CPU time per token is its own, by the kernel's account.
+The front end is the real one: HTTP, protocol, streams, detokenising with the model's tokenizer. Only the engine is fake: it
+answers every request with tokens of a fixed text, one per step, at a given rate. The rate is the sum over all streams; `kept
+up` means that the clients received tokens at that rate. Each token is one event. A front end short of CPU time sends several
+events of a stream in one write, which is cheaper; `events per read` shows this. CPU time is that of the front end's process.
 """
 
 from __future__ import annotations
@@ -44,18 +43,19 @@ _TEXT = (
 )
 _AT_ONCE = 100                       # connections opened together
 _LONGEST = 120.0
-_PERIOD = "RIDGELINE_BENCH_STEP_SECONDS"  # how the fake engine is told …
+_PERIOD = "RIDGELINE_BENCH_STEP_SECONDS"  # environment variables that configure the fake engine
 _ROWS = "RIDGELINE_BENCH_ROWS"
 _MANY = 2**16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="", help="whose tokenizer; default: the embedded model's")
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 2000], help="open streams")
-    parser.add_argument("--rate", type=int, nargs="+", default=[20_000, 30_000, 40_000], help="tokens per second, all streams")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long each rate is kept")
+    parser.add_argument("model", nargs="?", default="", help="model whose tokenizer is used; default: the embedded model")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 2000], help="numbers of open streams")
+    parser.add_argument("--rate", type=int, nargs="+", default=[20_000, 30_000, 40_000],
+                        help="tokens per second over all streams")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each rate")
     parser.add_argument("--path", default="chat/completions", choices=("chat/completions", "completions"))
-    parser.add_argument("--profile", help="write the front end's profile (cProfile) to this file; it costs speed")
+    parser.add_argument("--profile", help="write the front end's profile (cProfile) to this file; slows it down")
     parser.add_argument("--out", help="also write the record to this file")
 
 
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, streams: int, rate: int) -> dict[str, Any]
         assert front.stdout is not None
         port = front.stdout.readline()
         if not port.strip():
-            raise EngineDead("the front end to be measured did not start")
+            raise EngineDead("the measured front end did not start")
         raise_file_limit(streams)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
             return runner.run(_load(int(port), front.pid, args.path, streams, rate, args.seconds))
@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, streams: int, rate: int) -> dict[str, Any]
 
 
 class _Client(asyncio.Protocol):
-    """Asks once, and counts the events that come back. An event may arrive in two pieces: its mark is counted whole."""
+    """Sends one request and counts the events of its answer. An event may arrive in two pieces; it counts once."""
 
     mark = b"data: "
 
@@ -164,7 +164,7 @@ async def _load(port: int, pid: int, path: str, streams: int, rate: int, seconds
         "cpu_us_per_token": 1e6 * cpu / max(1, tokens), "cpu_share": cpu / wall,
         "events_per_read": tokens / max(1, reads),
         "resident_mib": _resident(pid) / 2**20, "failed": sum(bool(client.failed) for client in clients),
-    }  # fmt: skip
+    }
     for each in transports:
         each.close()
     return result
@@ -210,7 +210,7 @@ def front(settings: dict[str, Any]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """In a thread: a benchmark that was killed leaves no front end behind."""
+    """In a thread: ends this front end if the benchmark is killed."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -220,7 +220,7 @@ def _end_with(parent: int) -> None:
 
 
 class FakeEngine:
-    """Says a token for every request that has a row in each step; a step comes every `period` seconds."""
+    """Sends one token per step for every request that has a row; a step takes `period` seconds."""
 
     def __init__(self, link: FrontEndLink, tokens: list[int], period: float, rows: int = _MANY) -> None:
         self._link = link
@@ -254,7 +254,7 @@ class FakeEngine:
                 time.sleep(due - now)
             self._link.send(Deltas(self._step(), min(self._rows, len(self._said)), 1))
             spoke = clock()
-            due = max(due + self._period, spoke - 0.1)   # a delay of more than that is not made up for
+            due = max(due + self._period, spoke - 0.1)   # catch up on a delay of at most 0.1 s
 
     def _step(self) -> list[TokenDelta]:
         tokens, deltas = self._tokens, []
@@ -275,7 +275,7 @@ def engine(settings: dict[str, Any]) -> None:
     from ridgeline.text.tokenizer import Tokenizer
 
     path = model_path(EngineConfig.of(**settings["options"]))
-    # Without tokens that are half a character: each brings text, and so an event.
+    # Without tokens that are half a character: so each token gives text, and an event.
     tokenizer = Tokenizer.load(path)
     tokens = [token for token in tokenizer.encode(_TEXT * 4) if _is_text(tokenizer.token_bytes(token))]
     link = FrontEndLink(Path(settings["folder"]), settings["parent"])

@@ -1,11 +1,11 @@
-"""`ridgeline bench grammar`: what structured output costs.
+"""`ridgeline bench grammar`: measures the cost of structured output.
 
-Masks alone: matchers follow a JSON text through the vocabulary, and every mask is timed, for several numbers of rows. The
-engine: the same requests with and without a grammar, equally long, in turn. Host time per step says where it goes: a step
-whose host was done before its device, which then had to be waited for, costs nothing but its longer sampling.
+Masks alone: matchers follow a JSON text through the vocabulary, and every mask is timed, for several batch sizes. In the engine:
+the same requests with and without a grammar, of equal length, in turn. Host time per step shows where the cost is: while the
+host finishes before the device, masks are free and only sampling takes longer.
 
-A model given by its shape has no tokenizer: its vocabulary is made up of parts of English words, numbers, punctuation and
-letters of several bytes, as many as its logits have ids.
+A model given by --shape has no tokenizer: its vocabulary is generated from parts of English words, numbers, punctuation and
+multi-byte letters, one for each logit.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ridgeline.grammar.matcher import Masks, num_threads
 from ridgeline.process import embedded
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 
-# So many items that no answer gets to the end: constrained and free answers are equally long. Every value is short, so that
-# also a model of noise keeps moving through the grammar, where it would never end a longer string.
+# More items than any answer reaches, so constrained and free answers are equally long. Values are short, because a model with
+# random weights would never end a longer string.
 ITEM = {
     "type": "object", "additionalProperties": False, "required": ["id", "name", "price", "tags"],
     "properties": {
@@ -43,7 +43,7 @@ ITEM = {
         "tags": {"type": "array", "items": {"enum": ["new", "used", "rare"]}, "maxItems": 3},
         "note": {"type": "string", "maxLength": 80},
     },
-}  # fmt: skip
+}
 ASKED = StructuredOutputs(json={"type": "array", "items": ITEM, "minItems": 1000})
 TEXT = '[{"id": 17, "name": "A chair of oak", "price": 24.5, "tags": ["used", "rare"], "note": "one leg is short"}, {"id"'
 PROMPT = 64                          # tokens
@@ -51,11 +51,11 @@ PROMPT = 64                          # tokens
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="a model by its shapes, with dummy weights")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128], help="numbers of rows whose masks are filled")
-    parser.add_argument("--requests", type=int, default=8, help="requests that run at once; 0: masks only")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="use a public model's shapes with dummy weights")
+    parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128], help="batch sizes to fill masks for")
+    parser.add_argument("--requests", type=int, default=8, help="concurrent requests; 0: measure only masks")
+    parser.add_argument("--tokens", type=int, default=32, help="answer length")
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         "rows": args.rows, "requests": args.requests, "tokens": args.tokens, "prompt": PROMPT, "options": args.set,
         "model": args.shape or engine.config.model_path.name, "layers": args.layers, "ids": len(vocabulary.pieces),
         "vocabulary": "made up" if args.shape else "the model's",
-    }  # fmt: skip
+    }
     quality = quality_of(engine.config)
     engine.close()
     finish(record("grammar", setting, figures, quality, gpu_facts() or None), args.out)
@@ -106,8 +106,8 @@ def line(requests: int, temperature: float, made: dict[str, Any]) -> str:
 
 
 def made_up(vocab_size: int) -> GrammarVocabulary:
-    """A vocabulary like a large model's, by its make-up: every byte, then parts of words by how often they occur, numbers,
-    and pairs of letters of two and three bytes."""
+    """A vocabulary similar to a large model's: every byte, then the most frequent parts of words, numbers, and pairs of letters
+    of two and three bytes."""
     words = Counter(re.findall(r" ?[A-Za-z_]+|[^A-Za-z0-9\s]+|\s+", "\n".join(pydoc_data.topics.topics.values())))
     parts: Counter[str] = Counter()
     for word, count in words.items():
@@ -128,7 +128,7 @@ def made_up(vocab_size: int) -> GrammarVocabulary:
 
 
 def masks_alone(vocabulary: GrammarVocabulary, numbers: list[int]) -> dict[str, Any]:
-    """Microseconds per row of each step of TEXT. Rows are at different places of it, as they would be."""
+    """Microseconds per row of each step of TEXT, with rows at different places in it."""
     tokenizer = make_backend("llguidance", vocabulary)
     compiled = Compiled(lambda: compile_grammar(tokenizer, ASKED), COPIES_PER_THREAD * num_threads())
     tokens = Pieces(vocabulary)(TEXT)
@@ -151,12 +151,12 @@ def masks_alone(vocabulary: GrammarVocabulary, numbers: list[int]) -> dict[str, 
 
 @contextmanager
 def stopwatches(core: EngineCore) -> Iterator[dict[str, list[float]]]:
-    """Seconds of each call of the parts of a step on the host, for as long as this lasts."""
+    """Times every call of the parts of a step on the host, inside the `with`."""
     spent: dict[str, list[float]] = defaultdict(list)
     parts: dict[str, tuple[Any, str]] = {
         "plan": (core.scheduler, "schedule"), "launch": (core.executor, "submit"), "sample": (core.executor, "sample"),
         "wait": (core.executor, "collect"), "update": (core.scheduler, "update"), "step": (core, "step"),
-    }  # fmt: skip
+    }
     if core.grammars.has_masks:
         parts["follow"] = (core.grammars.masks, "advance")
         parts["mask"] = (core.grammars.masks, "fill")
@@ -182,7 +182,7 @@ def stopwatches(core: EngineCore) -> Iterator[dict[str, list[float]]]:
 
 
 def in_the_engine(engine: Engine, requests: int, tokens: int, repeats: int, temperature: float) -> dict[str, Any]:
-    """Output tokens per second of the same requests, free and constrained, and what the grammar costs."""
+    """Output tokens per second of the same requests, free and constrained, and the grammar's cost."""
     core, vocab_size = engine.core, engine.config.model.vocab_size
     made: dict[str, Any] = {}
     rates: dict[str, list[float]] = {"free": [], "constrained": []}
@@ -199,7 +199,7 @@ def in_the_engine(engine: Engine, requests: int, tokens: int, repeats: int, temp
                 for part, seconds in parts.items():
                     spent[name][part] += [1e3 * each for each in seconds]
     for name, values in rates.items():
-        # Of steps, not their mean: the first of a batch computes prompts, and one that records a graph takes as long as all.
+        # Percentiles, not means: the first step of a batch prefills, and one that captures a graph takes as long as all others.
         per_step = {f"{part}_ms": percentiles(times) for part, times in spent[name].items()}
         made[name] = {"tok_s": percentiles(values), "rates": [round(value) for value in values]} | per_step
     made["cost"] = made["free"]["tok_s"]["median"] / made["constrained"]["tok_s"]["median"] - 1

@@ -1,9 +1,9 @@
-"""`ridgeline bench host`: what the host spends per step and per token.
+"""`ridgeline bench host`: measures the host's time per step and per token.
 
-Planning a decode step (schedule), packing it (apply and pack), taking in its result (update) and recording it, at several
-numbers of running requests; what a new request costs; and how fast text becomes tokens and tokens text. Without a model:
-where there is a GPU, rows are packed for it, as the runner does, and nothing computes on it. With `--shape NAME` the steps are
-those of a real engine instead, launches and all (host_engine.py): what `plan --fit --host` wants of a GPU's machine.
+Times scheduling a decode step, packing it (apply and pack), processing its result (update) and counting it for the roofline, at
+several numbers of running requests; the cost of a new request; and the speed of tokenising and detokenising. No model runs: on
+a machine with a GPU, rows are packed for it as the runner does. With `--shape NAME` the steps are those of a real engine,
+including launches (host_engine.py); `plan --fit --host` needs such a record of a GPU machine.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ BLOCK_SIZE, PROMPT, ANSWER = 16, 100, 1000
 REPORT_STEPS = 100                   # half a second of steps of 5 ms
 # Tokens of a new request's prompt; are all but the last in the prefix cache?
 ADMITTED = {"admitting_64": (64, False), "admitting_2048": (2048, False), "admitting_2048_cached": (2048, True)}
-_WARM_STEPS = 10                     # that do not count
+_WARM_STEPS = 10                     # not counted
 RECORDED = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--running", type=int, nargs="+", help="running requests (default: 256 1024; of a shape 1 128)")
-    parser.add_argument("--steps", type=int, help="decode steps to time (default: 600; of a shape 200)")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="steps of an engine with this model's shapes and dummy weights")
-    parser.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
+    parser.add_argument("--running", type=int, nargs="+",
+                        help="numbers of running requests (default: 256 1024; with --shape 1 128)")
+    parser.add_argument("--steps", type=int, help="decode steps to time (default: 600; with --shape 200)")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="time a real engine with this model's shapes and dummy weights")
+    parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
     parser.add_argument("--out", help="also write the record to this file")
 
 
@@ -65,19 +66,19 @@ def run(args: argparse.Namespace) -> None:
     steps = args.steps if args.steps is not None else 200 if args.shape else 600
     if steps < REPORT_STEPS or steps > ANSWER - 2 * _WARM_STEPS or min(running) < 1:
         raise ConfigError(f"--steps must be between {REPORT_STEPS} and {ANSWER - 2 * _WARM_STEPS}, and --running above 0; got "
-                          f"{steps} and {', '.join(map(str, running))}")  # fmt: skip
+                          f"{steps} and {', '.join(map(str, running))}")
     if args.layers is not None and not args.shape:
-        raise ConfigError("--layers goes with --shape NAME")
+        raise ConfigError("--layers needs --shape NAME")
     device = device_kind({})
     figures = engine_steps(args.shape, args.layers, running, steps) if args.shape else mocked_steps(running, steps, device)
     for name, times in figures.items():
         print(_line(name, times))
     for name, times in admissions(device).items():
         figures[name] = times
-        print(f"  {name.replace('_', ' ')}: {times['add_ms']['median']:.3f} ms to take a request in, "
-              f"{times['plan_ms']['median']:.3f} ms to plan it first")  # fmt: skip
+        print(f"  {name.replace('_', ' ')}: {times['add_ms']['median']:.3f} ms to add a request, "
+              f"{times['plan_ms']['median']:.3f} ms to schedule it first")
     if (model := embedded.find()) is None:
-        print("  text was not measured: the embedded model, whose tokenizer it would be, is not on this machine")
+        print("  text was not measured: it needs the embedded model's tokenizer; run `ridgeline pull`")
     else:
         figures["text"] = text = text_rates(model)
         print(
@@ -96,9 +97,9 @@ def _line(name: str, times: dict[str, Any]) -> str:
     if "sample_ms" in times:                             # of an engine
         return said + (f"and launch {middle['pack']:.3f} + sample {times['sample_ms']['median']:.3f} + update "
                        f"{middle['update']:.3f} + record {middle['record']:.4f}; waits {times['collect_ms']['median']:.3f} "
-                       f"for the device, in {times['step_ms']['median']:.3f}")  # fmt: skip
+                       f"for the device, in {times['step_ms']['median']:.3f}")
     return said + (f"{middle['pack']:.3f} + update {middle['update']:.3f} + record {middle['record']:.4f}, and "
-                   f"{times['report_ms']['median']:.4f} for the report ({times['record_share']:.1%})")  # fmt: skip
+                   f"{times['report_ms']['median']:.4f} for the report ({times['record_share']:.1%})")
 
 
 def mocked_steps(running: list[int], steps: int, device: str) -> dict[str, Any]:
@@ -170,20 +171,20 @@ class _Packs(PlanOnly):
 
 
 def admissions(device: str = "cpu", requests: int = 64, repeats: int = 9) -> dict[str, dict[str, Any]]:
-    """By prompt, milliseconds of a new request: until it is taken in, as benchmarks hand them to the core, and of its first step,
-    in which its prompt is looked up, given blocks and packed. In turn, so that all of them see the same machine."""
+    """By prompt, milliseconds of a new request: to add it to the core, and of its first step, in which its prompt is looked up
+    in the prefix cache, gets blocks and is packed. The kinds take turns, so that all see the same machine."""
     found: dict[str, dict[str, list[float]]] = {name: {"add_ms": [], "plan_ms": []} for name in ADMITTED}
     rng = np.random.default_rng(0)
     longest = max(length for length, _ in ADMITTED.values())
     options = EngineConfig.of(
         model=str(write_shape("llama-3.1-8b")), skip_tokenizer_init=True, max_model_len=longest + ANSWER,
         max_num_seqs=requests + 1, max_num_batched_tokens=(requests + 1) * longest, enable_prefix_caching=True, step_time_ms=0.0,
-    )  # fmt: skip
+    )
     config = replace(resolve(options, DeviceFacts("cuda", 10**12, ("bfloat16",))), depth=0)
     for repeat in range(repeats + 1):                    # the first warms up
         for name, (length, cached) in ADMITTED.items():
             rows = DeviceRows(config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens,
-                              int(device == "cuda"), torch.device(device), RECORDED.heads)  # fmt: skip
+                              int(device == "cuda"), torch.device(device), RECORDED.heads)
             core = EngineCore(config, _Packs(rows))
             shared = rng.integers(0, 100_000, length).tolist()
             _add_all(core, [shared])
@@ -211,7 +212,7 @@ def _record(recorder: StepRecorder, plan: StepPlan, result: StepResult) -> None:
 
 
 class _Packer:
-    """As the runner does it: where the same rows do the same again, only what moves is packed (DeviceRows.advance)."""
+    """Packs as the runner does: a step that repeats the one before only advances what changes (DeviceRows.advance)."""
 
     def __init__(self, rows: DeviceRows, shape: Shape | None) -> None:
         self._rows = rows

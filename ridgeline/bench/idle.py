@@ -1,16 +1,16 @@
-"""`ridgeline bench idle`: decode steps as the device saw them: every kernel, and the time in which none ran.
+"""`ridgeline bench idle`: traces decode steps on the GPU: every kernel, and the time in which none ran.
 
 Some steps of a steady decode are traced (CUPTI, through torch's profiler) and read back from the trace:
 
     busy      the union of the intervals in which a kernel, a copy or a fill ran
-    own       of a kernel's interval, what lies behind the end of all that began before it: a kernel that is launched
-              early and waits for the one before it is not charged for waiting; the own times sum to busy
-    idle      1 − busy / span, the span from the first interval's begin to the last one's end
-    between   of the idle time, that between the last work of a step and the first of the next
+    own       the part of a kernel's interval after the end of all that began before it: a kernel that is launched early
+              (PDL) and waits for the one before it is not charged for waiting; the own times sum to busy
+    idle      1 − busy / span, the span from the first interval's start to the last one's end
+    between   the idle time between the last kernel of a step and the first of the next
 
-A launch belongs to the step of the host during which it was made. Tracing itself costs time, so the same steps are also
-timed without it: a kernel's time comes from the trace, the step's from there, and idle against that step is given too.
-`--trace FILE` reads a trace that exists.
+A launch belongs to the host's step during which it was made. Tracing costs time, so the same steps are also timed without it:
+kernel times come from the trace, the step's time from the untraced steps, and idle time is given against that step as well.
+`--trace FILE` reads an existing trace.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from ridgeline.roofline.step_cost import Peaks, decoder_shape
 from ridgeline.roofline.trace import DEVICE_WORK, LAUNCHES, Work, own_times, part_of
 
 BAR = 0.02                           # idle share between steps that is allowed
-WARM_STEPS = 12                      # before anything is timed: compiles kernels, records graphs
+WARM_STEPS = 12                      # before anything is timed: compiles kernels, captures graphs
 _FLOOR_PARTS = {
     "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
     "activation": ("activation",), "linears and head": ("linears", "head"), "sampling": ("sample",),
-}  # fmt: skip
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; see also --shape")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="a model by its shapes, with dummy weights")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 256], help="requests that decode together")
-    parser.add_argument("--context", type=int, default=640, help="tokens of each request when the first step is traced")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="use a public model's shapes with dummy weights")
+    parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 256], help="batch sizes")
+    parser.add_argument("--context", type=int, default=640, help="context length of each request at the first traced step")
     parser.add_argument("--steps", type=int, default=30, help="decode steps to trace")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
-    parser.add_argument("--top", type=int, default=25, help="kernels to list")
-    parser.add_argument("--trace", help="read this chrome trace instead of making one")
-    parser.add_argument("--keep-trace", help="directory to keep the traces in, for a viewer")
+    parser.add_argument("--top", type=int, default=25, help="number of kernels to list")
+    parser.add_argument("--trace", help="read this Chrome trace instead of making one")
+    parser.add_argument("--keep-trace", help="keep the traces in this directory, for a viewer")
     parser.add_argument("--out", help="also write the record to this file")
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
         print(text(analyse(device_work(trace), args.steps), args.top))
         return
     if not torch.cuda.is_available():
-        raise ConfigError("bench idle traces a GPU, and torch sees none here; --trace FILE reads a trace made elsewhere")
+        raise ConfigError("bench idle needs a GPU, and torch finds none here; --trace FILE reads a trace made elsewhere")
     options: dict[str, Any] = {"dtype": args.dtype, "max_model_len": 2 * args.context + 2 * args.steps + WARM_STEPS + 64}
     if args.shape:
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     setting = {
         "model": config.model_path.name, "dtype": config.dtype, "context": args.context,
         "steps": args.steps, "batch": args.batch, "options": options,
-    }  # fmt: skip
+    }
     finish(record("idle", setting, figures, quality_of(config), gpu_facts()), args.out)
 
 
@@ -106,7 +106,7 @@ def profile_decode(
     rng = random.Random(f"idle-{batch}-{context}")
     vocab = engine.config.model.vocab_size
     length = max(1, context - WARM_STEPS - steps)
-    # The first to be through with their prompts already answer while the last are at theirs.
+    # The first requests already decode while the last ones prefill.
     filling = -(-batch * length // max(1, engine.config.max_num_batched_tokens - batch))
     needed = WARM_STEPS + 2 * steps + filling + 16
     waiting = {
@@ -141,7 +141,7 @@ def _step_times(engine: Engine, steps: int) -> float:
 
 
 def _traced(engine: Engine, steps: int, path: Path) -> list[int]:
-    """Write the trace of so many steps; returns when each began on the host, in nanoseconds of the wall clock."""
+    """Write the trace of `steps` steps; returns when each began on the host, in nanoseconds of the wall clock."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     begins: list[int] = []
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
@@ -186,7 +186,7 @@ def device_work(trace: dict[str, Any], begins: Sequence[int] = ()) -> list[Work]
 def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
     """Busy and idle time, launches and the time of every kernel."""
     if not work:
-        raise ConfigError("the trace holds no work of a device")
+        raise ConfigError("the trace holds no device kernels")
     span = max(each.end for each in work) - work[0].start
     between, reached, last_step = 0.0, work[0].start, work[0].step
     kernels: dict[str, list[tuple[float, float]]] = {}   # own time, and the whole interval
@@ -205,7 +205,7 @@ def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
             "median_us": percentiles([whole for _, whole in times])["median"], "share": sum(own for own, _ in times) / busy,
         }
         for name, times in kernels.items()
-    ]  # fmt: skip
+    ]
     parts: dict[str, float] = {}
     for row in table:
         parts[row["part"]] = parts.get(row["part"], 0.0) + row["own_us"] / steps
@@ -215,7 +215,7 @@ def analyse(work: Sequence[Work], steps: int) -> dict[str, Any]:
         "idle_between_steps_share": between / span if known else None, "steps_seen": len(known),
         "launches_per_step": len(work) / steps, "us_per_step_by_part": parts,
         "kernels": sorted(table, key=lambda row: -row["own_us"]),
-    }  # fmt: skip
+    }
 
 
 def text(found: dict[str, Any], top: int) -> str:

@@ -34,12 +34,12 @@ ROUNDS = 3                           # candidate and current in turn, so that a 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a Python file that defines a function named like the op, or `candidate`")
     parser.add_argument("--op", required=True, choices=sorted(ops.all_ops()))
-    parser.add_argument("--case", nargs="+", help="only cases whose name holds one of these words")
-    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: every one that the cases have")
+    parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these words")
+    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: all dtypes of the cases")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=ops.SAMPLES)
-    parser.add_argument("--seed", type=int, help="of the inputs; default: a new one each time, which the record tells")
-    parser.add_argument("--check-only", action="store_true", help="no timing")
+    parser.add_argument("--seed", type=int, help="seed of the inputs; default: a new one each time, stored in the record")
+    parser.add_argument("--check-only", action="store_true", help="check the results, without timing")
     table.add_format(parser)
     parser.add_argument("--out", help="also write the record to this file")
 
@@ -47,12 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     op = ops.all_ops()[args.op]
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+        raise ConfigError("--device cuda, but torch finds no GPU here; use --device cpu")
     candidate = load(Path(args.file), op)
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**31)
     checked, faults = check_all(op, candidate, args, seed)
     if not checked:
-        raise ConfigError(f"the candidate supports none of the cases of {op.name} on {args.device} that were asked for")
+        raise ConfigError(f"the candidate supports none of the selected cases of {op.name} on {args.device}")
     rows: list[dict[str, Any]] = []
     if not faults and not args.check_only:
         rows = compare(op, candidate, args, machine_peaks(args.device))
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     figures = {
         "checked": checked, "faults": [str(fault) for fault in faults], "rows": rows,
         **({"speedup": statistics.geometric_mean(row["speedup"] for row in rows)} if rows else {}),
-    }  # fmt: skip
+    }
     setting = {"op": op.name, "file": Path(args.file).name, "device": args.device, "seed": seed, "samples": args.samples}
     gpu = gpu_facts() if args.device == "cuda" else None
     made = record("kernel", setting, figures, "within the op's tolerance" if not faults else "faulty", gpu)
@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
 def load(path: Path, op: Op[Any, Any]) -> Implementation:
     """The candidate that a file defines. Running it is the point: it is the user's own file."""
     if not path.is_file():
-        raise ConfigError(f"{path} is no file")
+        raise ConfigError(f"{path} is not a file")
     spec = importlib.util.spec_from_file_location(f"candidate_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no Python file")
+        raise ConfigError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -91,7 +91,7 @@ def load(path: Path, op: Op[Any, Any]) -> Implementation:
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from None
     function = getattr(module, op.name, None) or getattr(module, "candidate", None)
     if isinstance(function, Op) or function is None or not callable(function):
-        raise ConfigError(f"{path} defines no function {op.name} and none called candidate")
+        raise ConfigError(f"{path} defines neither a function {op.name} nor one named candidate")
     return Implementation("candidate", function, getattr(module, "supports", lambda site: True))
 
 
@@ -153,7 +153,7 @@ def _row(
         "case": case.name, "dtype": dtype, "current": current.implementation, "candidate µs": mine.microseconds,
         "current µs": current.microseconds, "speedup": current.microseconds["median"] / mine.microseconds["median"],
         "roofline": mine.roofline, "current roofline": current.roofline, "regime": mine.regime, "fault": fault,
-    }  # fmt: skip
+    }
 
 
 def _middle(rows: list[ops.Row]) -> ops.Row:

@@ -1,10 +1,10 @@
-"""`ridgeline bench offline`: speed of the engine without a server, against the machine's memory and against a peer.
+"""`ridgeline bench offline`: speed of the engine without a server, against the memory bandwidth and against a peer.
 
     decode tok/s = requests × (out − 1) / (time of the run − time of a run with one token each)
 
-The same formula is applied to the peer in the same run, alternating, so that a noisy machine is unfair to nobody.
-`--workload` has the small workloads for a CPU, and --requests, --input-len and --output-len make others; `--preset` has
-those for a GPU (`presets.py`). Options may be lists: every combination is measured.
+The same formula is applied to the peer in the same run, alternating, so that noise of the machine affects both alike.
+`--workload` has the small workloads for a CPU; --requests, --input-len and --output-len make others; `--preset` has those for
+a GPU (`presets.py`). Options may be lists: every combination is measured.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Contender(Protocol):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
     parser.add_argument("--workload", nargs="+", choices=sorted(PRESETS), help="default: all of them")
-    parser.add_argument("--requests", type=int, nargs="+", help="instead of named workloads: how many at once")
-    parser.add_argument("--input-len", type=int, nargs="+", default=[128], help="with --requests: tokens of each prompt")
-    parser.add_argument("--output-len", type=int, nargs="+", default=[128], help="with --requests: tokens of each answer")
-    parser.add_argument("--against", choices=["transformers"], help="measure a peer in the same run")
-    parser.add_argument("--repeats", type=int, help="timed runs of each workload; the median counts (3; of a preset 2)")
+    parser.add_argument("--requests", type=int, nargs="+", help="numbers of concurrent requests, instead of a named workload")
+    parser.add_argument("--input-len", type=int, nargs="+", default=[128], help="with --requests: prompt length")
+    parser.add_argument("--output-len", type=int, nargs="+", default=[128], help="with --requests: answer length")
+    parser.add_argument("--against", choices=["transformers"], help="also measure another engine in the same run")
+    parser.add_argument("--repeats", type=int, help="timed runs of each workload, reported as a median (default: 3; presets: 2)")
     parser.add_argument("--dtype", nargs="+", default=["auto"])
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
     sustain.add_arguments(parser)
@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> None:
         presets.run(args)
         return
     if args.shape:
-        raise ConfigError("--shape belongs to a --preset")
+        raise ConfigError("--shape needs a --preset")
     if args.requests and args.workload:
-        raise ConfigError("--requests makes workloads of its own: leave --workload out")
+        raise ConfigError("--requests replaces the named workloads: leave --workload out")
     if args.against and args.load_format == "dummy":
         raise ConfigError("--against needs real weights: leave --load-format dummy out")
     workloads = asked_workloads(args)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
                 begin = time.time()
                 row = measure(workload, contenders, engine.config, bandwidth, args.repeats)
                 if args.price is not None:
-                    # With a peer in the same run nobody can say whose power it was.
+                    # With a peer in the same run the power cannot be attributed.
                     watts = watch.watts(begin, time.time()) if not args.against else None
                     row[engine.name]["cost"] = cost(workload, args.price, row[engine.name], watts)
                 if args.sustain is not None:
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
         "model": config.model_path.name, "dtype": config.dtype if len(args.dtype) == 1 else args.dtype,
         "threads": torch.get_num_threads(), "repeats": args.repeats, "warm_ups": 1,
         "workloads": [workload.name for workload in workloads], "options": args.set,
-    }  # fmt: skip
+    }
     made = record("offline", setting, figures, quality_of(config), gpu_facts() or None)
     if args.format == "md":
         print(f"\n{table.as_markdown(rows)}\n")
@@ -135,7 +135,7 @@ def asked_workloads(args: argparse.Namespace) -> list[Workload]:
 
 
 def named_settings(args: argparse.Namespace, chosen: dict[str, Any]) -> dict[str, str]:
-    """What tells this combination from the others."""
+    """The values that distinguish this combination from the others."""
     words = [word.partition("=") for word in chosen["words"]]
     several = [name for name, _, _ in (word.partition("=") for word in args.set)]
     found = {name: value for name, _, value in words if several.count(name) > 1}
@@ -160,7 +160,7 @@ def cost(workload: Workload, usd: float, figures: dict[str, Any], watts: float |
     seconds = (
         tokens_out / figures["output_tok_s"]["median"] if "output_tok_s" in figures
         else tokens_in / figures["prefill_tok_s"]["median"]
-    )  # fmt: skip
+    )
     return price.cost(usd, seconds, tokens_in, tokens_out, None if watts is None else watts * seconds)
 
 
@@ -170,7 +170,7 @@ def table_rows(workload: Workload, named: dict[str, str], row: dict[str, Any]) -
             continue
         cells: dict[str, Any] = {"workload": workload.name, **named, "engine": name}
         titles = {"prefill_tok_s": "prefill tok/s", "ttft_ms": "TTFT ms", "decode_tok_s": "decode tok/s", "tpot_ms": "TPOT ms",
-                  "output_tok_s": "output tok/s", "share_of_bandwidth": "of bandwidth"}  # fmt: skip
+                  "output_tok_s": "output tok/s", "share_of_bandwidth": "of bandwidth"}
         cells |= {title: found.get(key) for key, title in titles.items()}
         if "cost" in found:
             cells["$/M output"] = found["cost"]["usd_per_m_output_tokens"]

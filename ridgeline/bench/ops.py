@@ -1,11 +1,10 @@
-"""`ridgeline bench ops`: every operation × implementation × case × dtype, against the roofline of this machine.
+"""`ridgeline bench ops`: times every operation × implementation × case × dtype against the machine's roofline.
 
-The cases are the ops' own timed ones; on a GPU those of `op_cases.py` in their place, with the sizes of an 8B model, and
-unless others are asked for the implementations that an engine would run there, not the definitions. Inputs are made several
-times over and used in turn, so that a cache does not stand in for memory. On a GPU kernels are compiled first, many at a time,
-and the calls are recorded in a CUDA graph where that is possible, so that the time is the device's and not the launching
-host's. Linears go through the rule that the engine's go through (ops/linear/select.py); beside them stands the library's
-product, and beside paged attention torch's own over contiguous keys and values of the same sizes.
+The cases are the ops' own timed cases, or on a GPU those of `op_cases.py` with the sizes of an 8B model; by default only the
+implementations that an engine would use there. Several copies of the inputs are used in turn, so that caches do not stand in
+for memory. On a GPU kernels are compiled first, in parallel, and the calls are captured in a CUDA graph where possible, so that
+launch time does not count. Linears use the engine's kernel selection (ops/linear/select.py) and are compared with cuBLAS; paged
+attention is compared with torch's attention over contiguous keys and values of the same sizes.
 """
 
 from __future__ import annotations
@@ -80,17 +79,17 @@ class Row:
             "regime": self.regime, "roofline": f"{self.roofline:.0%}", "by": self.timed_by,
             "held µs": "" if self.held_us is None else f"{self.held_us:.1f}",
             **{key: str(value) for key, value in largest.items()},
-        }  # fmt: skip
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", nargs="+", choices=sorted(all_ops()), help="default: all that an engine on the device has")
+    parser.add_argument("--op", nargs="+", choices=sorted(all_ops()), help="default: all ops that an engine uses on the device")
     parser.add_argument("--implementation", nargs="+", help="only these, such as triton reference contiguous library onto")
-    parser.add_argument("--case", nargs="+", help="only cases whose name holds one of these words")
-    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: the one this device is fast in")
+    parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these words")
+    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: the device's fastest common dtype")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--peaks-again", action="store_true", help="measure this machine's peaks anew")
+    parser.add_argument("--peaks-again", action="store_true", help="measure this machine's peak rates again")
     sustain.add_arguments(parser)
     table.add_format(parser)
     parser.add_argument("--out", help="also write the record, as JSON, to this file")
@@ -98,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+        raise ConfigError("--device cuda, but torch finds no GPU here; use --device cpu")
     check_runs(args.samples, 1, "--samples")             # every timing makes calls that do not count before it
     sustain.check(args.sustain)
     peaks = machine_peaks(args.device, args.peaks_again)
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
         if args.format == "md":
             print(_progress(row), flush=True)
     if not rows:
-        raise ConfigError("no timed case is as --case, --dtype and --implementation say; without them all are measured")
+        raise ConfigError("no timed case matches --case, --dtype and --implementation; leave them out to measure all")
     if args.sustain is not None:
         sustain_rows([row for row in rows if not row.error], args, peaks)
     setting = {"device": args.device, "samples": args.samples, "peaks": _fields(peaks)}
@@ -158,7 +157,7 @@ def engine_ops(device: str) -> list[str]:
     return [
         name for name, op in sorted(REGISTRY.items())
         if device != "cuda" or any(each.name == "triton" for each in op.implementations)
-    ]  # fmt: skip
+    ]
 
 
 def compile_kernels(chosen: list[tuple[Op[Any, Any], Case, str]], device: str, only: Iterable[str] | None) -> None:
@@ -172,7 +171,7 @@ def compile_kernels(chosen: list[tuple[Op[Any, Any], Case, str]], device: str, o
                     for run in runs_of(op, case, dtype, device, only):
                         run.function(*run.args, **run.kwargs)
                 except (RuntimeError, AssertionError, TypeError, ValueError, KeyError):
-                    continue                             # whoever measures it says what is wrong
+                    continue                             # the timed run reports the error
         ahead.finish()
 
 
@@ -197,7 +196,7 @@ def dtypes(case: Case, device: str, asked: Iterable[str] | None) -> list[str]:
 def measure_case(
     op: Op[Any, Any], case: Case, dtype: str, device: str, peaks: MachinePeaks, samples: int,
     only: Iterable[str] | None = None,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """A row per implementation that can run it."""
     try:
         runs = runs_of(op, case, dtype, device, only)
@@ -287,7 +286,7 @@ def _copies(args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> list[
 
 
 def _capturable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call never makes the host wait: only such a call can be recorded in a graph."""
+    """Whether a call never makes the host wait: only such a call can be captured in a CUDA graph."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -313,7 +312,7 @@ def held(run: Beside, device: str) -> float:
 
 
 def _graph(function: Callable[..., Any], copies: list[Call], samples: int) -> list[float]:
-    """Seconds per call of a recorded sequence of calls."""
+    """Seconds per call of a captured sequence of calls."""
     stream, graph, calls = _recorded(function, copies)
     with torch.cuda.stream(stream):
         graph.replay()
@@ -323,7 +322,7 @@ def _graph(function: Callable[..., Any], copies: list[Call], samples: int) -> li
 
 
 def _recorded(function: Callable[..., Any], copies: list[Call]) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph, int]:
-    """A graph of so many calls that they fill a sample's time."""
+    """A CUDA graph with enough calls to fill a sample's time."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         function(*copies[0][0], **copies[0][1])
@@ -379,7 +378,7 @@ def _clock(function: Callable[..., Any], copies: list[Call], samples: int) -> li
 COLUMNS = (
     "op", "implementation", "case", "dtype", "µs", "P10–P90", "MB", "GFLOP", "GB/s", "TFLOP/s", "FLOP/B", "regime", "roofline",
     "held µs", "by", "registers", "spills", "shared",
-)  # fmt: skip
+)
 
 
 def cells(rows: list[Row]) -> list[dict[str, str]]:

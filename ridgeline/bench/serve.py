@@ -1,7 +1,7 @@
-"""`ridgeline bench serve URL`: load for any OpenAI-compatible server, and what its users would have felt.
+"""`ridgeline bench serve URL`: puts load on any OpenAI-compatible server and measures the latencies of its users.
 
-Asks what the server can do (`target.py`), warms it up, sends prompts (`prompts.py`) at their times (`arrivals.py`,
-`load.py`), and turns what happened into figures (`latency.py`): a table, a record, and a page (`report.py`). No torch.
+Finds out what the server supports (`target.py`), warms it up, sends prompts (`prompts.py`) at their times (`arrivals.py`,
+`generator.py`), and computes figures (`latency.py`) for a table, a record, and a page (`serve_page.py`). Does not import torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ async def _bench(asked: Plan) -> tuple[dict[str, Any], list[list[Outcome]]]:
     target = Target(
         client, asked.path, args.model, asked.extra, timeout=args.timeout,
         tokenizer=Tokenizer.load(args.tokenizer) if args.tokenizer else None,
-    )  # fmt: skip
+    )
     generated = asked.dataset != "custom"
     await target.meet(args.ignore_eos if args.ignore_eos is not None else generated)
     target.quality = args.quality or target.quality
@@ -123,7 +123,7 @@ async def _point(
     point: dict[str, Any] = {
         "setting": setting.named(), "process": asked.arrivals(setting).name if not asked.closed(setting) else "closed loop",
         "runs": len(runs), "figures": together, "timeline": timeline(outcomes),
-    }  # fmt: skip
+    }
     if args.sustain is not None:
         names = ("output_throughput", "request_throughput", "ttft_ms")
         stretches = sustain.stretches(outcomes)
@@ -168,7 +168,7 @@ async def _run_once(
     if not found["total_input_tokens"]:                  # a server that does not count prompts: unknown, and not nothing
         found |= dict.fromkeys(("total_input_tokens", "input_throughput", "total_token_throughput"))
     if planned and (span := planned[-1][0] - planned[0][0]) > 0:
-        found["offered_rate"] = (len(planned) - 1) / span        # so many gaps: the first request opens the run
+        found["offered_rate"] = (len(planned) - 1) / span        # n requests have n − 1 gaps
         if (growth := backlog_growth(outcomes)) is not None:
             found |= {"backlog_growth": growth, "kept_up": growth <= MOST_GROWTH}
     if watch is not None and (machine := watch.between(begin, end)):
@@ -177,7 +177,7 @@ async def _run_once(
     if cost := price.cost(
         asked.args.price, found["duration_s"], found["total_input_tokens"] or 0, found["total_output_tokens"],
         None if watts is None else watts * found["duration_s"],
-    ):  # fmt: skip
+    ):
         found["cost"] = cost
     return found, outcomes, check.figures(outcomes)
 
@@ -194,7 +194,7 @@ def base_url(url: str) -> tuple[str, bool, int]:
     try:
         port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
     except ValueError:
-        raise ConfigError(f"{url!r} has no port that exists; an address is http://127.0.0.1:8000") from None
+        raise ConfigError(f"{url!r} has an invalid port; an address looks like http://127.0.0.1:8000") from None
     return urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.hostname in _LOCAL, port
 
 
@@ -211,7 +211,7 @@ def _workload(asked: Plan, target: Target, url: str) -> dict[str, Any]:
         "fields": asked.extra | target.optional, "tokens_counted_by": target.counted_by,
         "prompt_lengths_by": target.words.source,
         "clock": "client, from each request's intended time of sending; under from_send from the sending itself",
-    }  # fmt: skip
+    }
 
 
 def failed_share(found: dict[str, Any]) -> float:
@@ -228,7 +228,7 @@ def too_many_failed(points: list[dict[str, Any]], most: float) -> str:
     named = ", ".join(f"{name} {each}" for name, each in worst["setting"].items() if each is not None)
     first = " ".join(worst.get("first_error", "").split())[:200]
     return (f"{share:.0%} of the requests failed ({found['failed']:g} of {found['requests']:g}, with {named}): the figures are "
-            f"those of the others; the first error: {first}. --max-failed {most:.0%} is the most that may")  # fmt: skip
+            f"those of the others; the first error: {first}. --max-failed {most:.0%} is the most that may")
 
 
 def _best(points: list[dict[str, Any]]) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def detailed(outcomes: list[Outcome]) -> dict[str, list[Any]]:
         "output_tokens": [outcome.tokens_out for outcome in outcomes],
         "itls_ms": [[round(gap * 1e3, 3) for gap in outcome.gaps()] for outcome in outcomes],
         "error": [outcome.error for outcome in outcomes],
-    }  # fmt: skip
+    }
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -270,7 +270,7 @@ def row(point: dict[str, Any]) -> dict[str, Any]:
         "out": setting["output_len"], "done": found["completed"], "failed": found["failed"],
         "failed %": f"{failed_share(found):.0%}" if middle(found["failed"]) else "",
         "req/s": found["request_throughput"], "in tok/s": found["input_throughput"], "out tok/s": found["output_throughput"],
-    }  # fmt: skip
+    }
     if "request_goodput" in found:
         cells |= {"goodput/s": found["request_goodput"]}
     for name, title in _LATENCIES.items():
@@ -308,10 +308,10 @@ def lines(made: dict[str, Any]) -> list[str]:
         elif "offered_rate" in found and "kept_up" not in found:
             said.append("too short to say whether the server keeps up with this rate: "
                         f"that takes {LEAST_OFFERED} requests at least, answers that "
-                        "take less than half of the run, and more than chance")  # fmt: skip
+                        "take less than half of the run, and more than chance")
         if (share := cached_share(found)) > MOST_CACHED and workload["dataset"] == "random" and not workload["prefix_len"]:
             said.append(f"{share:.0%} of the prompt tokens came from the server's prefix cache, which has seen these prompts "
-                        "before: another --seed makes others")  # fmt: skip
+                        "before: another --seed makes others")
         said.append(client_check.verdict(middle(found["client"])))
         if "sustain" in point:
             said.append(point["sustain"]["verdict"])
@@ -327,7 +327,7 @@ def lines(made: dict[str, Any]) -> list[str]:
 
 
 def cached_share(found: dict[str, Any]) -> float:
-    """Of the prompt tokens, as far as the server tells."""
+    """Cached share of the prompt tokens, as far as the server reports it."""
     return float(middle(found["cached_input_tokens"]) / (middle(found["total_input_tokens"]) or 1))
 
 

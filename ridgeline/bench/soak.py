@@ -1,11 +1,11 @@
-"""`ridgeline bench soak`: a server under mixed traffic for minutes, and whether anything of it grows, stays or gets slower.
+"""`ridgeline bench soak`: stress-tests a server with mixed traffic for minutes and checks for leaks and slow-down.
 
     start ─ every kind of client once ─ warm-up ─ quiet ─ traffic (its thirds: early … late) ─ quiet ─ verdict
 
-The warm-up begins with prompts that fill the KV pool, whose memory becomes resident as it is used. Resident memory, open
-files and threads of every process of the server are sampled all the time; a line is drawn through the memory after that. In
-the two quiet moments nobody asks anything: what is open then is what was left behind. The server is one that is started
-here, or one that runs already (--url and --pid, on this machine).
+The warm-up begins with prompts that fill the KV pool, whose memory becomes resident as it is used. Resident memory, open files
+and threads of all server processes are sampled throughout; a line is fitted to the memory after the warm-up. In the two quiet
+phases there are no requests: what is still open then has leaked. The server is started here, or runs already on this machine
+(--url and --pid).
 """
 
 from __future__ import annotations
@@ -40,29 +40,30 @@ _ROLES = {
     "ridgeline.engine.core.engine_process": "engine", "ridgeline.engine.core.rank": "rank",
     "ridgeline.grammar.compile_worker": "grammar compiler",
     "ridgeline.text.chat_template": "template renderer",
-}  # fmt: skip
+}
 FRONT_END = "front end"
-# A pool that is soon used up: until then every new block adds to the resident memory, and no leak could be told from it.
+# A small pool that fills up soon: until then every new block adds to the resident memory, which would look like a leak.
 _POOL = ["num_gpu_blocks_override=400", "max_model_len=1024"]
 _FILLING = 480                       # tokens of a prompt that only fills the pool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--url", default="", help="a server that runs already, like http://127.0.0.1:8000; needs --pid")
+    parser.add_argument("--url", default="", help="test a running server, such as http://127.0.0.1:8000; needs --pid")
     parser.add_argument("--pid", type=int, default=0, help="process id of that server's front end")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long, warm-up included")
-    parser.add_argument("--clients", type=int, default=6, help="clients at once")
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration, including the warm-up")
+    parser.add_argument("--clients", type=int, default=6, help="number of concurrent clients")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between two samples")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options of a server started here")
-    parser.add_argument("--note", default="", help="what else the record should say: that others used the machine, say")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE",
+                        help="engine options of the server, if this command starts it")
+    parser.add_argument("--note", default="", help="a note for the record, such as: the machine was shared")
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> int:
     if bool(args.url) != bool(args.pid):
-        raise ConfigError("--url and --pid need each other; give both, or none to have a server started")
+        raise ConfigError("--url and --pid need each other; give both, or neither to start a server")
     with a_server(args) as (url, pid):
         soak = Soak(url, pid, args.clients, args.period, args.seed)
         asyncio.run(soak.run(args.minutes * 60))
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     setting = {
         "model": args.url or args.model or "embedded", "minutes": args.minutes, "clients": args.clients,
         "period": args.period, "seed": args.seed, "options": args.set, "note": args.note,
-    }  # fmt: skip
+    }
     finish(record("soak", setting, figures, soak.quality), args.out)
     return int(figures["verdict"]["overall"] == FAIL)
 
@@ -139,7 +140,7 @@ class Process:
 
 
 def processes(root: int) -> dict[str, Process]:
-    """The process and all below it, by what they are for. Two of the same kind are told apart by a number."""
+    """The process and all its descendants, by role. A number distinguishes two of the same role."""
     found: dict[str, Process] = {}
     waiting, numbers = [root], Counter[str]()
     while waiting:
@@ -179,7 +180,7 @@ def _role(pid: int) -> str:
 class Sample:
     at: float                        # seconds since the start
     processes: dict[str, Process]
-    kv_blocks: int                   # that somebody holds
+    kv_blocks: int                   # in use
     running: int
 
 
@@ -197,7 +198,7 @@ class Soak:
     filled: bool = False             # every block of the KV pool has been used
     before: Quiet | None = None
     after: Quiet | None = None
-    load: list[float] = field(default_factory=list)      # of the machine, beside the samples
+    load: list[float] = field(default_factory=list)      # load average of the machine, with each sample
     quality: str = UNKNOWN_QUALITY
     _began: float = 0.0
 
@@ -207,7 +208,7 @@ class Soak:
         key = os.environ.get("RIDGELINE_API_KEY", "").partition(",")[0]
         self.traffic = [Traffic(host, port, self.seed * 1000 + number, key) for number in range(self.clients)]
         self.quality = await self._learn_quality()
-        for kind in self.traffic[0].kinds:               # whatever one of them starts is there from now on
+        for kind in self.traffic[0].kinds:               # every kind once: processes that they start exist from now on
             await self.traffic[0].one(kind)
         self._began = time.monotonic()
         sampling = asyncio.create_task(self._sample())
@@ -226,12 +227,12 @@ class Soak:
         self.after = await self._quiet()
 
     async def _learn_quality(self) -> str:
-        """From the techniques that the server itself says it answers with: a setting does not tell what it became."""
+        """From the techniques that the server reports: options alone do not say what was resolved from them."""
         names = await self.traffic[0].techniques()
         return UNKNOWN_QUALITY if names is None else quality_of_techniques(names)
 
     async def _fill(self, until: float) -> None:
-        """Prompts of noise until blocks are taken from the prefix cache, because no other is left."""
+        """Random prompts until the prefix cache evicts blocks, which means that every block has been used."""
         while not self.filled and time.monotonic() < until:
             await asyncio.gather(*(each.fill(_FILLING) for each in self.traffic[:2]))
             self.filled = await self.traffic[0].metric("ridgeline:kv_blocks_evicted_total") > 0
@@ -264,7 +265,7 @@ class Soak:
         return dict(told)
 
     async def _quiet(self) -> Quiet:
-        """What is left when nobody asks anything, as soon as nothing is, or after a while."""
+        """What is left without requests: as soon as nothing is, or after a while."""
         deadline = time.monotonic() + _QUIET_SECONDS
         while True:
             told = await self._health()
@@ -279,7 +280,7 @@ class Soak:
             threads={name: each.threads for name, each in found.items()},
             resident={name: each.resident for name, each in found.items()},
             kv_blocks=held, requests=told["requests"],
-        )  # fmt: skip
+        )
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class Soak:
                 errors.setdefault(kind, Counter()).update(reasons)
         slopes = self.slopes()
         latencies = early_and_late([one for each in self.traffic for one in each.timed],
-                                   self._began + self.warm, self._began + self.seconds)  # fmt: skip
+                                   self._began + self.warm, self._began + self.seconds)
         pids = {name: {sample.processes[name].pid for sample in self.samples if name in sample.processes} for name in slopes}
         replaced = sum(len(each) - 1 for each in pids.values())
         verdict = judge(slopes, self.before, self.after, latencies, errors, replaced, self.filled)
@@ -306,10 +307,10 @@ class Soak:
             "kv_pool_filled": self.filled, "kv_blocks_most": max(sample.kv_blocks for sample in self.samples),
             "machine_load": {"least": min(self.load), "most": max(self.load)},
             "samples": [_plain(sample) for sample in self.samples[:: -(-len(self.samples) // _SHOWN)]],
-        }  # fmt: skip
+        }
 
     def slopes(self) -> dict[str, Slope]:
-        """Of every process that was there from the warm-up's end on."""
+        """Of every process that existed from the warm-up's end on."""
         warm = [sample for sample in self.samples if sample.at >= self.warm]
         names = [name for name in (warm[0].processes if warm else {}) if all(name in sample.processes for sample in warm)]
         return {
@@ -318,7 +319,7 @@ class Soak:
 
 
 def early_and_late(timed: list[Timed], began: float, ended: float) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of what was asked for in the first and in the last third of that time, by what it was."""
+    """Latencies of requests sent in the first and in the last third of that time, by kind."""
     third = (ended - began) / 3
     found: dict[str, tuple[list[float], list[float]]] = {}
     for each in timed:
@@ -340,4 +341,4 @@ def _plain(sample: Sample) -> dict[str, Any]:
         "resident_mb": {name: round(each.resident / 1e6, 1) for name, each in sample.processes.items()},
         "files": {name: each.files for name, each in sample.processes.items()},
         "threads": {name: each.threads for name, each in sample.processes.items()},
-    }  # fmt: skip
+    }

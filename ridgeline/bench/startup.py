@@ -1,11 +1,10 @@
-"""`ridgeline bench startup`: an engine started in a fresh process, several times, and where its time goes.
+"""`ridgeline bench startup`: starts an engine in a fresh process several times, and shows where the time goes.
 
-The child imports, starts an engine, answers one request with one token, and prints its own account
-(`ridgeline/process/start_phases.py`): phases that sum to the wall clock since the process was started. The parent's
-clock says the
-same from outside. With `--cold` every start finds an empty Triton cache and compiles its kernels, and no byte code where that
-is kept in our own cache; otherwise the first start, which may fill both, is not counted. Shapes and engine options may be
-lists: every combination is started.
+The child imports, starts an engine, answers one request with one token, and prints its phases
+(`ridgeline/process/start_phases.py`), which sum to the wall-clock time since the process was started; the parent measures the
+same from outside. With `--cold` every start has an empty Triton cache (and byte-code cache, if ours is used) and compiles its
+kernels; otherwise the first start, which may fill both, is not counted. Shapes and engine options may be lists: every
+combination is started.
 """
 
 from __future__ import annotations
@@ -28,25 +27,26 @@ from ridgeline.metrics import HAPPENED
 from ridgeline.process import head_start, start_phases
 from ridgeline.process.children import child_environment, start_child
 
-READY = "ready"                      # the figure that counts: everything before the first request is taken
+READY = "ready"                      # the main figure: everything before the first request is accepted
 FIRST_TOKEN = "first token"
-LATE = "late compilations"           # kernels that a step had to wait for: none, where all were compiled ahead
+LATE = "late compilations"           # kernels that a step had to wait for; 0 if all were compiled ahead
 _LONGEST = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="models by their shapes, with dummy weights")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--starts", type=int, default=3, help="how many starts are counted")
-    parser.add_argument("--cold", action="store_true", help="every start finds our caches empty: it compiles its kernels")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options; a name may come twice")
+    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="use public models' shapes with dummy weights")
+    parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
+    parser.add_argument("--starts", type=int, default=3, help="number of measured starts")
+    parser.add_argument("--cold", action="store_true",
+                        help="empty the kernel caches before every start, so that kernels are compiled")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options; a name may be repeated")
     table.add_format(parser)
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> None:
-    check_runs(args.starts, 1, "--starts")               # a cold start is what --cold wants; a warm one is warmed up below
+    check_runs(args.starts, 1, "--starts")               # warm starts are warmed up below; cold ones must not be
     figures: dict[str, Any] = {}
     rows = []
     combinations = cross({"shape": args.shape or [""], "words": [tuple(words) for words in settings(args.set)]})
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> None:
     setting = {
         "model": ", ".join(args.shape or []) or args.model or "embedded", "layers": args.layers, "cold": args.cold,
         "options": args.set,
-    }  # fmt: skip
+    }
     made = record("startup", setting, figures, found["quality"], found["starts"][-1]["gpu"] or None,
-                  {"engine": found["peak_memory"]})  # fmt: skip
+                  {"engine": found["peak_memory"]})
     if args.format == "md":
         if len(rows) > 1:
             print(f"\n{table.as_markdown(rows)}\n")
@@ -88,26 +88,26 @@ def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[st
             starts.append(start_once(model, words, cold_environment(empty) if args.cold else {}))
         if args.format == "md":
             print(f"start {number + 1}: ready after {starts[-1][READY]:.2f} s, "
-                  f"first token after {starts[-1][FIRST_TOKEN]:.2f} s", flush=True)  # fmt: skip
+                  f"first token after {starts[-1][FIRST_TOKEN]:.2f} s", flush=True)
     if args.format == "md":
         middle = sorted(starts, key=lambda each: each[READY])[len(starts) // 2]
         print(f"\nphases of the median start ({'cold' if args.cold else 'warm'} kernel cache):")
         print(start_phases.table(middle["phases"]))
-        print(f"outside, from its start to its end: {middle['outside_s']:.3f} s; kernels compiled late: {middle[LATE]}")
+        print(f"measured from outside: {middle['outside_s']:.3f} s; kernels compiled late: {middle[LATE]}")
     return {
         "ready_s": figure([each[READY] for each in starts], 1, "--starts"),
         "first_token_s": figure([each[FIRST_TOKEN] for each in starts], 1, "--starts"),
         "starts": starts, "quality": starts[-1]["quality"], "peak_memory": starts[-1]["peak_memory"],
-    }  # fmt: skip
+    }
 
 
 def cold_environment(empty: str) -> dict[str, str]:
-    """With which a child finds nothing that an earlier one has kept."""
+    """An environment in which a child finds no cached kernels or byte code."""
     return {"TRITON_CACHE_DIR": empty} | ({"PYTHONPYCACHEPREFIX": empty} if head_start.byte_code_folder() else {})
 
 
 def start_once(model: str, words: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
-    """One fresh process; its account, with the parent's clock beside it."""
+    """One fresh process: its phases, and its time by the parent's clock."""
     told = child_environment() | (environment or {})
     began = time.perf_counter()
     child = start_child(__name__, model, *words, environment=told, stdout=subprocess.PIPE)
@@ -118,14 +118,14 @@ def start_once(model: str, words: list[str], environment: dict[str, str] | None 
             child.kill()
             child.wait()
     if child.returncode != 0:
-        raise EngineDead(f"an engine that was started to be timed ended with code {child.returncode}")
+        raise EngineDead(f"the timed engine ended with code {child.returncode}")
     account: dict[str, Any] = json.loads(output.splitlines()[-1])
     account["outside_s"] = time.perf_counter() - began
     return account
 
 
 def main(argv: list[str]) -> None:
-    """The child: start, answer with one token, give account."""
+    """The child: starts, answers with one token, and prints its phases."""
     head_start.begin(gpu="device=cpu" not in argv)
     from ridgeline.bench.lab.device_log import gpu_facts
     from ridgeline.bench.lab.peak_memory import own_peak

@@ -1,10 +1,10 @@
-"""`ridgeline bench studies`: what techniques are worth, each against its off version on the same requests.
+"""`ridgeline bench studies`: measures the gain of techniques, each against its off version on the same requests.
 
-- batching: continuous against static, answers of very different lengths
-- paging: contiguous reservations against paged blocks at the same KV memory: waste, and how many run at once
+- batching: continuous against static, with answers of very different lengths
+- paging: paged blocks against contiguous reservations at the same KV memory: waste, and concurrent requests
 - cliff: latency and waste as the KV budget shrinks, across the point where preemption begins
-- cascade: attention with a shared prefix read once, against once per row; on a GPU, and only if asked for (cascade.py)
-- long-prompt: what a long prompt does to those who decode, cut by the step-time model and not; only if asked for
+- cascade: attention with a shared prefix read once, against once per row; needs a GPU, not in the default (cascade.py)
+- long-prompt: the effect of a long prompt on decoding requests, with and without the step-time limit; not in the default
   (long_prompt.py)
 """
 
@@ -38,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
     parser.add_argument("--study", nargs="+", choices=(*STUDIES, CASCADE, LONG_PROMPT), default=list(STUDIES))
     parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="long-prompt: a model by its shapes, with dummy weights")
-    parser.add_argument("--prompt", type=int, default=SIZES.prompt, help="long-prompt: tokens of it")
-    parser.add_argument("--decodes", type=int, default=SIZES.decodes, help="long-prompt: requests that decode meanwhile")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="long-prompt: use a public model's shapes with dummy weights")
+    parser.add_argument("--prompt", type=int, default=SIZES.prompt, help="long-prompt: length of the long prompt")
+    parser.add_argument("--decodes", type=int, default=SIZES.decodes, help="long-prompt: requests that decode at the same time")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="long-prompt: engine options")
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> None:
     if CASCADE in args.study and not torch.cuda.is_available():
-        raise ConfigError("the cascade study times kernels of a GPU, and torch sees none here; choose another --study")
+        raise ConfigError("the cascade study times GPU kernels, and torch finds no GPU here; choose another --study")
     figures: dict[str, Any] = {}
     for name in args.study:
         if name == CASCADE:

@@ -1,4 +1,4 @@
-"""`ridgeline admin`: ask something of a running server through its admin socket."""
+"""`ridgeline admin`: sends one command to a running server through its admin socket."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 from ridgeline.errors import BadRequest, ConfigError
 
-_SECONDS = 30.0                      # an answer comes between two steps
-_PROFILE_SECONDS = 90.0              # that of a profile after its steps, and their trace is written first
+_SECONDS = 30.0                      # the engine answers between two steps
+_PROFILE_SECONDS = 90.0              # a profile is answered after its steps have run and their trace is written
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("socket", metavar="SOCKET", help="the path that the server was given as --admin-socket")
-    parser.add_argument("command", choices=("techniques", "switch", "load", "profile"), help="what to ask")
-    parser.add_argument("technique", nargs="?", default="", help="for switch: its name, in quotes where it has a space")
-    parser.add_argument("state", nargs="?", choices=("on", "off"), help="for switch")
-    parser.add_argument("--steps", type=int, default=64, metavar="N", help="for profile: how many (default: 64)")
+    parser.add_argument("socket", metavar="SOCKET", help="the server's --admin-socket path")
+    parser.add_argument("command", choices=("techniques", "switch", "load", "profile"),
+                        help="list techniques, switch one, show the load, or profile steps")
+    parser.add_argument("technique", nargs="?", default="", help="for switch: name of the technique, quoted if it has a space")
+    parser.add_argument("state", nargs="?", choices=("on", "off"), help="for switch: the new state")
+    parser.add_argument("--steps", type=int, default=64, metavar="N", help="for profile: number of steps (default: 64)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -31,14 +32,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def profile(path: str, steps: int) -> dict[str, Any]:
-    """The file with the trace of so many steps, and what the cost model says of them."""
+    """Profiles this number of steps. Returns the trace's path and the cost model's prediction for those steps."""
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
     return ask(path, {"command": "profile", "steps": steps}, _PROFILE_SECONDS)
 
 
 def ask(path: str, asked: dict[str, object], seconds: float = _SECONDS) -> dict[str, Any]:
-    """BadRequest when the server says that it cannot."""
+    """Raises BadRequest with the server's message if the server refuses."""
     answer = _ask(path, asked, seconds)
     if "error" in answer:
         raise BadRequest(answer["error"])

@@ -9,11 +9,11 @@ from rich.console import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none: there is one build for a machine."""
+    """No arguments."""
 
 
 def run(args: argparse.Namespace) -> None:
     with Console(stderr=True).status("compiling the CPU kernels"):
-        native = importlib.import_module("ridgeline.ops.native")         # brings torch along, so not for --help
+        native = importlib.import_module("ridgeline.ops.native")         # imports torch, which --help does not need
         path = native.build()
     print(path)

@@ -24,7 +24,7 @@ DEFAULTS = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.9}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     add_sampling_options(parser)
     add_engine_options(parser)
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     with asyncio.Runner() as runner:
         conversation = Conversation(llm, runner, params, args.system)
         try:
-            load_model_config(model_path(config))        # a wrong model is told by its own error, not by the tokenizer's
+            load_model_config(model_path(config))        # a wrong model fails with its own error, not the tokenizer's
             conversation.try_template()
             with progress_bar("loading", in_bytes=True) as tick:
                 runner.run(llm.start(tick))
@@ -56,7 +56,7 @@ class Conversation:
         self._interactive = sys.stdin.isatty()
 
     def try_template(self) -> None:
-        """A model that cannot chat, or not with this system message, is told before its weights load."""
+        """Fails before the weights load if the chat template refuses, or refuses this system message."""
         self._runner.run(self._llm.load_tokenizer())
         first = [*self._start, {"role": "user", "content": "Hello"}]
         self._llm.get_tokenizer().apply_chat_template(first, tokenize=False, add_generation_prompt=True)
@@ -92,7 +92,7 @@ class Conversation:
                 print(f"\n{HELP}")
 
     def _reply(self, text: str) -> None:
-        """Stream the answer. What an interrupt leaves of it stays in the conversation; a refused message does not."""
+        """Stream the answer. An interrupted answer stays in the conversation; a refused message does not."""
         self._messages.append({"role": "user", "content": text})
         parts: list[str] = []
         try:

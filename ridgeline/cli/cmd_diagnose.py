@@ -1,8 +1,8 @@
-"""`ridgeline diagnose`: where the time goes, which term of the iron law binds, and what to change next. See docs/diagnose.md.
+"""`ridgeline diagnose`: where the time goes, what the bottleneck is, and what to change next. See docs/diagnose.md.
 
-    ridgeline diagnose [MODEL] [options]                run a workload in this process, watch and profile it
+    ridgeline diagnose [MODEL] [options]                run a workload in this process, measure and profile it
     ridgeline diagnose http://host:port --seconds 20    watch a running server from outside
-    ridgeline diagnose --from-trace FILE …              read traces of torch's profiler, one for each rank
+    ridgeline diagnose --from-trace FILE …              read traces of torch's profiler, one per rank
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ridgeline.roofline.patterns import find_patterns
 from ridgeline.roofline.remedies import ranked
 from ridgeline.roofline.trace import KNOWN, read_trace, trace_of_steps
 
-_COUNTERS = {"rows": "rows", "tokens": "tokens"}         # drawn under the steps of a trace
+_COUNTERS = {"rows": "rows", "tokens": "tokens"}         # counter tracks below the steps in a trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,27 +40,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", metavar="MODEL | URL",
                         help="HF directory or .gguf file (default: the embedded model), or http://host:port of a server")
     load = parser.add_argument_group("workload, without a server")
-    load.add_argument("--num-prompts", type=int, default=8, metavar="N", help="requests (default: 8)")
-    load.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="of a prompt (default: 128)")
-    load.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="of an answer (default: 64)")
-    load.add_argument("--shared-prefix", type=int, default=0, metavar="TOKENS", help="that all prompts begin with")
+    load.add_argument("--num-prompts", type=int, default=8, metavar="N", help="number of requests (default: 8)")
+    load.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="prompt length (default: 128)")
+    load.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="answer length (default: 64)")
+    load.add_argument("--shared-prefix", type=int, default=0, metavar="TOKENS",
+                      help="length of a prefix common to all prompts (default: 0)")
     load.add_argument("--shortest-output", type=int, default=0, metavar="TOKENS",
-                      help="answers from this length to --output-len (default: all the same)")
-    load.add_argument("--max-concurrency", type=int, default=0, metavar="N", help="requests under way at once (default: all)")
-    load.add_argument("--shape", metavar="NAME", help="a public model by its shapes, with dummy weights")
-    load.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
+                      help="vary answer lengths from this to --output-len (default: all equal)")
+    load.add_argument("--max-concurrency", type=int, default=0, metavar="N", help="requests in flight at once (default: all)")
+    load.add_argument("--shape", metavar="NAME", help="use a public model's shapes with dummy weights, instead of MODEL")
+    load.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
     server = parser.add_argument_group("a running server")
     server.add_argument("--seconds", type=float, default=20.0, metavar="N", help="how long to watch (default: 20)")
-    server.add_argument("--api-key", default="", metavar="KEY")
-    server.add_argument("--admin-socket", default="", metavar="PATH", help="the server's own: its kernels are profiled, too")
-    server.add_argument("--profile-steps", type=int, default=64, metavar="N", help="with it: how many steps (default: 64)")
-    out = parser.add_argument_group("what is asked and shown")
-    out.add_argument("--slo", nargs="+", default=[], metavar="ttft:MS,tpot:MS", help="objectives of a request, for goodput")
-    out.add_argument("--from-trace", nargs="+", default=[], metavar="FILE", help="Chrome traces that exist, one for each rank")
-    out.add_argument("--json", action="store_true", help="everything as JSON instead of text")
+    server.add_argument("--api-key", default="", metavar="KEY", help="the server's API key")
+    server.add_argument("--admin-socket", default="", metavar="PATH",
+                        help="the server's --admin-socket: also profile its kernels")
+    server.add_argument("--profile-steps", type=int, default=64, metavar="N",
+                        help="with --admin-socket: number of steps to profile (default: 64)")
+    out = parser.add_argument_group("input and output")
+    out.add_argument("--slo", nargs="+", default=[], metavar="ttft:MS,tpot:MS", help="latency objectives, for goodput")
+    out.add_argument("--from-trace", nargs="+", default=[], metavar="FILE", help="diagnose existing Chrome traces, one per rank")
+    out.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
     out.add_argument("--out", metavar="FILE", help="also write the record to this file")
     out.add_argument("--trace", metavar="FILE", help="write a Chrome trace (chrome://tracing, Perfetto)")
-    out.add_argument("--html", metavar="FILE", help="write the report as one page")
+    out.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
     add_engine_options(parser)
 
 
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {path}: there is no such directory")
     if args.from_trace:
         if args.html or args.trace:
-            raise ConfigError("--html and --trace need a workload or a server: a trace alone has no requests and no verdict")
+            raise ConfigError("--html and --trace need a workload or a server: a trace alone holds no requests and no verdict")
         _show(args, _from_traces(args.from_trace), {"traces": args.from_trace})
     elif args.model.startswith(("http://", "https://")):
         _watch(args, slo)
@@ -90,8 +93,8 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
     if not 0 <= args.shortest_output <= args.output_len or args.max_concurrency < 0:
         raise ConfigError("--shortest-output must be at most --output-len, and --max-concurrency at least 0")
     if args.shape and args.model:
-        raise ConfigError("--shape is a model of its own: leave MODEL out")
-    # Everything that computes brings torch with it: a server is watched without.
+        raise ConfigError("--shape names a model: leave MODEL out")
+    # These import torch, which watching a server does not need.
     shapes, engines, peaks, watched, diagnosis, device_log = (
         importlib.import_module(f"ridgeline.{name}")
         for name in (
@@ -104,7 +107,7 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
         raise ConfigError("a workload is diagnosed in one process: leave --tensor-parallel-size out, or diagnose a server's URL")
     if args.shape:
         if args.shape not in shapes.SHAPES:
-            raise ConfigError(f"unknown shape {args.shape!r}; there are {', '.join(sorted(shapes.SHAPES))}")
+            raise ConfigError(f"unknown shape {args.shape!r}; the shapes are {', '.join(sorted(shapes.SHAPES))}")
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
         options["model"] = str(shapes.write_shape(args.shape, args.layers))
     else:
@@ -116,7 +119,7 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
         args.num_prompts, args.input_len, args.output_len, args.shared_prefix, args.shortest_output, args.max_concurrency
     )
     with Console(stderr=True).status("measuring the machine") as status:
-        peaks.machine_peaks(peaks.device_kind(options))  # before the engine takes the memory; kept for later
+        peaks.machine_peaks(peaks.device_kind(options))  # before the engine takes the memory; the result is cached
         status.update("loading")
         engine = engines.Engine(model, **{"enable_prefix_caching": True} | options)
         found = diagnosis.diagnose(engine, load, slo, status.update)
@@ -144,7 +147,7 @@ def _watch(args: argparse.Namespace, slo: Slo | None) -> None:
 
 
 def _profile_server(admin_socket: str, steps: int, found: Attached) -> dict[str, Any]:
-    """What only the engine itself can see: after the figures were taken, because it costs time."""
+    """Kernel times, which only the engine can see. Runs after the figures are taken, because profiling costs time."""
     answer = profile(admin_socket, steps)
     path = Path(answer["trace"])
     document: dict[str, Any] = json.loads(path.read_text())
@@ -162,22 +165,22 @@ def _from_traces(paths: list[str]) -> dict[str, Any]:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{path} is no Chrome trace of torch's profiler") from None
+            raise ConfigError(f"{path} is not a Chrome trace of torch's profiler") from None
     spent = sum(trace.profiler for trace in traces) / len(traces)
     facts = facts_of(traces, profiler=spent, kept=traces[0].kept if len(traces) == 1 else ())
     if not facts.seconds:
-        raise ConfigError("the traces hold no work of a device, and no marked ops")
+        raise ConfigError("the traces hold no device kernels and no marked ops")
     findings = find_patterns(facts)
     return {
         "ops": drill.ops_section(facts), "patterns": drill.patterns_section(findings),
         "remedies": drill.remedies_section(ranked(None, findings)),
-    }  # fmt: skip
+    }
 
 
 def _show(
     args: argparse.Namespace, tree: dict[str, Any], workload: dict[str, Any], quality: str = "exact",
     page: tuple[str, Any, Any] | None = None, gpu: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     made = record("diagnose", workload, tree, quality, gpu)
     if args.out:
         write(made, Path(args.out))

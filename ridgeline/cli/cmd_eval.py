@@ -1,4 +1,4 @@
-"""`ridgeline eval`: what a model is worth beside its speed, offline. See docs/eval.md.
+"""`ridgeline eval`: the quality of a model, measured offline. See docs/eval.md.
 
 Exit code 0: done, and every gate passed; 3: a gate failed.
 """
@@ -29,26 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     group = parser.add_argument_group("evaluation")
     default = Task()
-    group.add_argument("--text", default="", metavar="FILE", help="a text to judge on (default: pydoc_data.topics)")
+    group.add_argument("--text", default="", metavar="FILE", help="text to evaluate on (default: pydoc_data.topics)")
     group.add_argument("--slices", nargs="*", default=list(SLICES), metavar="NAME",
-                       help=f"named slices beside it: {', '.join(SLICES)} (default: all; none: only the text)")
-    group.add_argument("--slice-file", action="append", default=[], metavar="NAME=FILE", help="a slice of your own")
-    group.add_argument("--context", type=int, default=default.context, help="tokens of a passage (default: %(default)s)")
+                       help=f"further slices: {', '.join(SLICES)} (default: all; none: only the text)")
+    group.add_argument("--slice-file", action="append", default=[], metavar="NAME=FILE", help="your own slice")
+    group.add_argument("--context", type=int, default=default.context, help="tokens per passage (default: %(default)s)")
     group.add_argument("--overlap", type=int, default=default.overlap,
-                       help="tokens at the beginning of a passage that are read and do not count (default: 0)")
+                       help="tokens at the start of a passage that are read but not scored (default: 0)")
     group.add_argument("--tokens", type=int, default=default.tokens,
-                       help="tokens that count in each slice, about (default: %(default)s)")
+                       help="approximate number of scored tokens per slice (default: %(default)s)")
     group.add_argument("--reference", default="", metavar="MODEL|FILE",
                        help=f"compare with this model ({EMBEDDED}: the embedded one), or with logits in a file")
     group.add_argument("--reference-set", nargs="+", default=[], metavar="NAME=VALUE",
                        help="engine options of the reference, such as dtype=float32 kernels=reference")
-    group.add_argument("--save-reference", default="", metavar="FILE", help="keep this model's logits for --reference")
+    group.add_argument("--save-reference", default="", metavar="FILE", help="save this model's logits, for a later --reference")
     group.add_argument("--needle", nargs="+", type=int, default=[], metavar="TOKENS",
-                       help="long-context retrieval, in haystacks of these lengths")
+                       help="long-context retrieval (needle in a haystack) at these context lengths")
     group.add_argument("--choices", default="", metavar="FILE.jsonl",
                        help='multiple choice by log-likelihood: {"question", "choices", "answer"} in each line')
     group.add_argument("--gate", default="", metavar="NAME:LIMIT,…",
-                       help=f"exit code {FAILED_GATE} when the worst slice is beyond it: {', '.join(GATES)}")
+                       help=f"exit with code {FAILED_GATE} if the worst slice is beyond a limit: {', '.join(GATES)}")
     group.add_argument("--json", action="store_true", help="print the record instead of the table")
     group.add_argument("--out", metavar="FILE", help="also write the record to this file")
     add_engine_options(parser)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.reference_set and not args.reference:
         raise ConfigError("--reference-set belongs to a --reference")
     require_model(config)
-    # Everything that computes brings torch with it: what is wrong with the command is said without.
+    # These import torch: errors in the command line are reported before.
     evaluation, engine, device_log = (
         importlib.import_module(f"ridgeline.{name}")
         for name in ("evaluate.evaluation", "bench.workload.bench_engine", "bench.lab.device_log")
@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     if limits:
         result["gate"] = judge(result, limits)
     options = config.flat()
-    if "model" in options:                               # its name, and not where on this machine it lies
+    if "model" in options:                               # its name, not its path on this machine
         options["model"] = Path(options["model"]).name
     made = record("eval", {"options": options, "task": _plain(task)}, result, engine.quality_of(config),
-                  device_log.gpu_facts() or None)  # fmt: skip
+                  device_log.gpu_facts() or None)
     if args.out:
         write(made, Path(args.out))
     print(json.dumps(made) if args.json else table(result))
@@ -89,7 +89,7 @@ def _task(args: argparse.Namespace, seed: int) -> Task:
     for word in args.slice_file:
         name, equals, path = word.partition("=")
         if not equals or not name or not path or name in (*SLICES, DEFAULT_TEXT, *files):
-            raise ConfigError(f"{word!r}: a slice of your own is NAME=FILE, with a name that is not taken")
+            raise ConfigError(f"{word!r}: your own slice is NAME=FILE, with a name that is not taken")
         files[name] = path
     for name in ("context", "tokens"):
         if getattr(args, name) < 2:
@@ -100,7 +100,7 @@ def _task(args: argparse.Namespace, seed: int) -> Task:
         Task(), text=args.text, slices=() if args.slices == ["none"] else tuple(dict.fromkeys(args.slices)),
         slice_files=files, context=args.context, overlap=args.overlap, tokens=args.tokens,
         needle=tuple(sorted(set(args.needle))), choices=args.choices, seed=seed,
-    )  # fmt: skip
+    )
 
 
 def _plain(task: Task) -> dict[str, object]:

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input", metavar="INPUT.jsonl", type=Path,
         help="a line per prompt: {prompt | prompt_token_ids | messages, id, and any field of SamplingParams}",
-    )  # fmt: skip
+    )
     parser.add_argument("output", metavar="OUTPUT.jsonl", type=Path, help="a line per answer, as they finish")
     parser.add_argument("--model", default="", help="HF directory or .gguf file; default: the embedded model")
     add_sampling_options(parser)
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     with source, target:
         path = model_path(config)
-        load_model_config(path)                          # a wrong model is told by its own error, not by the tokenizer's
-        frontend = Frontend.load(config.model, path)     # and a wrong tokenizer or template before the weights load
+        load_model_config(path)                          # a wrong model fails with its own error, not the tokenizer's
+        frontend = Frontend.load(config.model, path)     # a wrong tokenizer or template fails before the weights load
         with progress_bar("loading", in_bytes=True) as tick:
             core = EngineCore.start(config, tick)
         batch = Batch(core, frontend, defaults, target, done)
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
             with progress_bar("answers") as tick:
                 batch.run(read(source), total, tick)
         except KeyboardInterrupt:
-            print("interrupted; the same command goes on from here", file=sys.stderr)
+            print("interrupted; run the same command again to continue", file=sys.stderr)
             return 130
         finally:
             core.close()
-    print(f"{batch.answered} answered, {batch.failed} failed, {batch.skipped} were there before", file=sys.stderr)
+    print(f"{batch.answered} answered, {batch.failed} failed, {batch.skipped} already answered before", file=sys.stderr)
     return 0
 
 
@@ -93,7 +93,7 @@ class Line:
 
     @property
     def id(self) -> RecordId:
-        """The line's number where it names no id of its own, or one that cannot be."""
+        """The line's id, or its number if the id is missing or has a wrong type."""
         own = self.record.get("id")
         return own if isinstance(own, (str, int)) and not isinstance(own, bool) else self.number
 
@@ -128,7 +128,7 @@ def finished_ids(path: Path) -> set[RecordId]:
                 if whole:
                     done.add(msgspec.json.decode(text, type=dict[str, Any])["id"])
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, KeyError, TypeError):
-                raise ConfigError(f"{path}, line {number} is not one of our records; give another OUTPUT") from None
+                raise ConfigError(f"{path}, line {number} was not written by this command; give another OUTPUT") from None
             end += len(text) if whole else 0
         file.truncate(end)
     return done
@@ -138,7 +138,7 @@ def finished_ids(path: Path) -> set[RecordId]:
 
 
 class Batch:
-    """Keeps the engine supplied and writes down what comes back."""
+    """Keeps the engine supplied with requests and writes their answers."""
 
     def __init__(
         self, core: EngineCore, frontend: Frontend, defaults: dict[str, Any], target: IO[bytes], done: set[RecordId]
@@ -180,7 +180,7 @@ class Batch:
             request, state = self._frontend.request(
                 self._prompt(line.record), params,
                 priority=_of(line.record, "priority", int, 0), cache_salt=_of(line.record, "cache_salt", str, ""),
-            )  # fmt: skip
+            )
             self._core.add(request)
         except RequestError as error:
             self._fail(line.id, str(error))
@@ -204,7 +204,7 @@ class Batch:
 
     def _take(self, delta: TokenDelta) -> None:
         if delta.request_id not in self._open:
-            return                                       # it failed in another of its answers
+            return                                       # the request failed in another of its answers
         record_id, state = self._open[delta.request_id]
         if state.output.outputs[delta.index].finished():
             return                                       # a stop string has ended it

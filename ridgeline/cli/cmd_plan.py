@@ -1,10 +1,10 @@
-"""`ridgeline plan MODEL --gpu H100`: will it fit, how fast will it be, what does a million tokens cost. See docs/plan.md.
+"""`ridgeline plan MODEL --gpu H100`: does a model fit, how fast will it be, what does a million tokens cost. See docs/plan.md.
 
     ridgeline plan MODEL --gpu NAME [options]       a plan
     ridgeline plan --check RECORD.json …            predicted against measured; exit code 3 beyond 15 %
     ridgeline plan MODEL --gpu NAME --check SERVE.json      the same for a record of `bench serve`
     ridgeline plan --fit RECORD.json … --host HOST.json --ops OPS.json      device constants from records
-    ridgeline plan --check RECORD.json … --into docs/plan.md        the table of that page, again
+    ridgeline plan --check RECORD.json … --into docs/plan.md        update the table in that page
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ridgeline.plan.plan_page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
 from ridgeline.plan.public_models import CONFIGS, find_model, is_same_model, packed_format
-from ridgeline.plan.records import NotPredicted, read_record
+from ridgeline.plan.records import NotPredicted, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
 from ridgeline.sizes.hardware import DEVICES, find_device
@@ -40,45 +40,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", metavar="MODEL",
                         help=f"config.json, directory, .gguf file, or a name: {', '.join(CONFIGS)}")
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--gpu", default="", metavar="NAME", help=f"{', '.join(DEVICES)}; or cpu, which is measured")
+    machine.add_argument("--gpu", default="", metavar="NAME", help=f"{', '.join(DEVICES)}; or cpu: this machine, measured")
     machine.add_argument("--count", "--tensor-parallel-size", "--tp", dest="count", type=int, default=1, metavar="N",
-                         help="devices that share every layer (default: 1)")
-    machine.add_argument("--most", type=int, default=8, metavar="N", help="most devices to look at (default: 8)")
-    machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
-    machine.add_argument("--price", type=float, metavar="DOLLARS", help="of one device for an hour")
+                         help="tensor parallelism: devices that share every layer (default: 1)")
+    machine.add_argument("--most", type=int, default=8, metavar="N", help="largest number of devices to consider (default: 8)")
+    machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
+                         help="share of a device's memory to use (default: 0.9)")
+    machine.add_argument("--price", type=float, metavar="DOLLARS", help="price of one device per hour")
     machine.add_argument("--derate", type=float, default=1.0, metavar="SHARE",
-                         help="what production leaves of the predicted speed (default: 1)")
+                         help="multiply predicted speeds by this factor (default: 1)")
     load = parser.add_argument_group("requests")
-    load.add_argument("--input", type=int, default=None, metavar="TOKENS", help="of a prompt (default: 1024)")
-    load.add_argument("--output", type=int, default=None, metavar="TOKENS", help="of an answer (default: 256)")
-    load.add_argument("--hit-rate", type=float, default=0.0, metavar="SHARE", help="of prompts that the prefix cache has")
-    load.add_argument("--slo", default="", metavar="ttft:MS,tpot:MS", help="latencies that must be met")
-    load.add_argument("--rate", type=float, metavar="PER_SECOND", help="requests per second: how many devices?")
-    load.add_argument("--objective", choices=sorted(OBJECTIVES), help="lengths, SLO and what to look for, all at once")
+    load.add_argument("--input", type=int, default=None, metavar="TOKENS", help="prompt length (default: 1024)")
+    load.add_argument("--output", type=int, default=None, metavar="TOKENS", help="answer length (default: 256)")
+    load.add_argument("--hit-rate", type=float, default=0.0, metavar="SHARE",
+                      help="share of prompt tokens found in the prefix cache (default: 0)")
+    load.add_argument("--slo", default="", metavar="ttft:MS,tpot:MS", help="latency limits to meet")
+    load.add_argument("--rate", type=float, metavar="PER_SECOND",
+                      help="requests per second: adds the number of devices they need")
+    load.add_argument("--objective", choices=sorted(OBJECTIVES),
+                      help="a named use case: sets lengths, SLO and what to optimise")
     numbers = parser.add_argument_group("formats and speculation")
-    numbers.add_argument("--dtype", default="", choices=["", "bfloat16", "float16", "float32"], help="of activations")
-    numbers.add_argument("--weights", default="", choices=["", *WEIGHT_FORMATS], help="(default: the dtype)")
-    numbers.add_argument("--kv-cache-dtype", default="auto", choices=KV_FORMATS, help="(default: auto, the dtype)")
+    numbers.add_argument("--dtype", default="", choices=["", "bfloat16", "float16", "float32"], help="dtype of activations")
+    numbers.add_argument("--weights", default="", choices=["", *WEIGHT_FORMATS], help="weight format (default: the dtype)")
+    numbers.add_argument("--kv-cache-dtype", default="auto", choices=KV_FORMATS,
+                         help="KV cache format (default: auto, the dtype)")
     numbers.add_argument("--sparse", action="store_true", help="2:4 sparsity in the layers' linears")
-    numbers.add_argument("--drafts", type=int, default=0, metavar="K", help="tokens proposed per step")
-    numbers.add_argument("--acceptance", type=float, default=0.7, metavar="ALPHA", help="of a draft (default: 0.7)")
-    numbers.add_argument("--draft-model", default="", metavar="MODEL", help="who proposes; none: n-grams, at no cost")
-    numbers.add_argument("--parameters", type=float, metavar="N", help="a rounded number for the textbook's arithmetic: 70e9")
+    numbers.add_argument("--drafts", type=int, default=0, metavar="K",
+                         help="speculative decoding: tokens proposed per step (default: 0)")
+    numbers.add_argument("--acceptance", type=float, default=0.7, metavar="ALPHA",
+                         help="probability that a draft token is accepted (default: 0.7)")
+    numbers.add_argument("--draft-model", default="", metavar="MODEL",
+                         help="model that proposes drafts (default: n-grams, at no cost)")
+    numbers.add_argument("--parameters", type=float, metavar="N", help="parameter count for the textbook estimate, such as 70e9")
     numbers.add_argument("--kl", default="", metavar="FORMAT:NATS,…",
-                         help="what ridgeline eval measured, for the plot: int4:0.03,fp8:0.002,kv-fp8:0.0005")
+                         help="KL divergences measured by ridgeline eval, for the plot: int4:0.03,fp8:0.002,kv-fp8:0.0005")
     out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="everything as JSON")
-    out.add_argument("--html", metavar="FILE", help="Pareto plots and tables as one page")
+    out.add_argument("--json", action="store_true", help="print everything as JSON")
+    out.add_argument("--html", metavar="FILE", help="write Pareto plots and tables as one HTML page")
     out.add_argument("--check", nargs="+", metavar="RECORD",
-                     help="records of `bench offline`, idle or serve: predicted against measured")
+                     help="compare predictions with records of `bench offline`, `bench idle` or `bench serve`")
     out.add_argument("--served-as", default="", metavar="NAME",
-                     help="with --check of a server's record: its name for MODEL, where that is another one")
-    out.add_argument("--markdown", action="store_true", help="with --check: the table as Markdown")
-    out.add_argument("--into", metavar="FILE", help="with --check: put that table in the place of the one in this page")
+                     help="with --check of a server's record: the model name in the record, if it differs from MODEL")
+    out.add_argument("--markdown", action="store_true", help="with --check: print the table as Markdown")
+    out.add_argument("--into", metavar="FILE", help="with --check: replace the table in this page")
     out.add_argument("--fit", nargs="+", metavar="RECORD", help="fit the device constants on these records")
     out.add_argument("--host", nargs="+", default=[], metavar="RECORD", help="with --fit: records of `bench host`")
-    out.add_argument("--ops", metavar="RECORD", help="with --fit: a record of `bench ops` over attention, for narrow KV")
-    out.add_argument("--out", metavar="FILE", help=f"with --fit: where the constants go (default: {FITTED.name} of this package)")
+    out.add_argument("--ops", metavar="RECORD", help="with --fit: a record of `bench ops` for attention over an fp8 KV cache")
+    out.add_argument("--out", metavar="FILE", help=f"with --fit: file for the constants (default: the package's {FITTED.name})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,19 +124,19 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
     if args.count < 1 or args.most < 1:
         raise ConfigError(f"--count and --most must be at least 1, got {args.count} and {args.most}")
     if args.count > 1 and not device.link.latency:
-        raise ConfigError(f"there is no link between several {device.name}: --count must be 1, got {args.count}")
+        raise ConfigError(f"no interconnect is known for {device.name}: --count must be 1, got {args.count}")
     if args.draft_model and not args.drafts:
         raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ConfigError(f"--price must be at least 0, got {args.price}")
-    # On a CPU the engine reads a file's own blocks; on a GPU it widens them.
+    # On a CPU the engine reads a GGUF file's blocks as they are; on a GPU it expands them.
     stored = packed_format(args.model) if device.kind == "cpu" else None
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # refuses what cannot be divided
     setup = Setup(
         model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or stored or dtype,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
-    )  # fmt: skip
+    )
     most = max(args.most, args.count) if device.link.latency else args.count
     slo = parse_slo(args.slo) if args.slo else objective.slo if objective else None
     if args.slo and objective:
@@ -137,7 +145,7 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
         setup, traffic, most, args.gpu_memory_utilization, args.price, slo, args.rate, args.parameters,
         args.hit_rate or 0.5, args.drafts or 4, args.acceptance, objective, (args.input, args.output),
         parse_kl(args.kl) if args.kl else None,
-    )  # fmt: skip
+    )
 
 
 def parse_slo(words: str) -> Slo:
@@ -181,28 +189,28 @@ def _check(args: argparse.Namespace) -> int:
     lengths = preset_lengths()
     fitted_on = json.loads(FITTED.read_text())["fitted_on"]
     found = []
-    for path in sorted(args.check):
+    for path in sorted(args.check, key=record_order):
         if (served := _served(path)) is not None:        # such a record does not know the server's device or formats
             model, points = served
             setup = _question(args).setup
             if model and not is_same_model(setup.model, model, args.served_as):
                 raise ConfigError(f"{path} was measured on a server of {model!r}, and the plan is of {setup.model.name}: give "
-                                  f"the model that was served, or --served-as {model} if that is its name there")  # fmt: skip
+                                  f"the model that was served, or --served-as {model} if that is its name there")
             found += check.check_serve(Path(path).stem, points, setup)
             continue
         try:
-            record = replace(read_record(path, lengths), name=Path(path).stem.removeprefix("offline-"))
+            record = replace(read_record(path, lengths), name=record_name(path))
         except NotPredicted as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
-        found += check.check(record, Path(path).name in fitted_on)
+        found += check.check(record, record_id(path) in fitted_on)
     if not found:
-        raise ConfigError("nothing in these records can be predicted: answers of several tokens with counted prompts can")
+        raise ConfigError("no figure of these records can be predicted: it needs answers of several tokens and counted prompts")
     if args.json:
         print(json.dumps([
             {"record": each.record, "workload": each.workload, "figure": each.figure, "measured": each.measured,
              "predicted": each.predicted, "error": each.error, "fitted": each.fitted} for each in found
-        ]))  # fmt: skip
+        ]))
     else:
         print(check.text(found, args.markdown))
     if args.into:
@@ -218,18 +226,18 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no record: {error}") from None
+        raise ConfigError(f"{path} is not a record: {error}") from None
     if not isinstance(raw, dict) or raw.get("benchmark") != "serve":
         return None
     all_at_once = [point for point in raw["figures"]["points"] if point.get("process") == "all at once"]
     if all_at_once:                                      # it fills up and runs empty, and the record has no single lengths
-        print(f"left out: {len(all_at_once)} of {path}: requests that came all at once are no steady load", file=sys.stderr)
+        print(f"left out: {len(all_at_once)} of {path}: requests sent all at once are not a steady load", file=sys.stderr)
     points = [
         (" ".join(f"{name} {value:g}" for name, value in point["setting"].items() if isinstance(value, int | float)) or "load",
          middle(point["figures"]),
          point["setting"]["max_concurrency"] if point.get("process") == "closed loop" else 0)
         for point in raw["figures"]["points"] if point not in all_at_once
-    ]  # fmt: skip
+    ]
     return str(raw.get("workload", {}).get("model") or ""), points
 
 
@@ -243,10 +251,10 @@ def _fit(args: argparse.Namespace) -> int:
         print(f"{name:<20}{value:.4g}")
     for each in errors:
         print(f"{each['record']:<24}{each['figure']:<30}{each['measured'] * 1e3:>10.3f} ms, predicted "
-              f"{each['predicted'] * 1e3:>10.3f} ms{each['error']:>+8.1%}")  # fmt: skip
+              f"{each['predicted'] * 1e3:>10.3f} ms{each['error']:>+8.1%}")
     target = Path(args.out) if args.out else FITTED
     try:
-        write_fit(target, constants, errors, [Path(each).name for each in [*args.fit, *args.host, *filter(None, [args.ops])]])
+        write_fit(target, constants, errors, [record_id(each) for each in [*args.fit, *args.host, *filter(None, [args.ops])]])
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     print(f"wrote {target}")

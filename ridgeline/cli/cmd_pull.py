@@ -1,4 +1,4 @@
-"""`ridgeline pull`: bring the embedded model onto this machine."""
+"""`ridgeline pull`: download the embedded model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ridgeline.process import embedded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="say nothing unless it fails")
+    parser.add_argument("--quiet", action="store_true", help="print nothing unless it fails")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`ridgeline serve`: the OpenAI-compatible server, and what it tells the person who started it."""
+"""`ridgeline serve`: starts the OpenAI-compatible server, with a progress bar and a first curl example."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def require_authentication(options: ServerOptions, keys: Keys) -> None:
-    """Who can be reached from elsewhere needs keys, or the word of whoever starts it."""
+    """A server that other machines can reach needs API keys, or --insecure-no-auth."""
     if options.host.startswith(_LOOPBACK) or len(keys):
         return
     if not options.insecure_no_auth:
         raise ConfigError(
-            f"others can reach {options.host}, and there is no API key: set {VARIABLE} or --api-key-file, "
-            "or say --insecure-no-auth"
+            f"other machines can reach {options.host}, and no API key is set: set {VARIABLE} or --api-key-file, "
+            "or give --insecure-no-auth"
         )
-    logger.warning("listening on %s without authentication: everybody who reaches it can use it", options.host)
+    logger.warning("listening on %s without authentication: anyone who can reach it can use it", options.host)
 
 
 def welcome(service: Service, address: str) -> str:

@@ -1,4 +1,4 @@
-"""Options on the command line, made from their one declaration in `config.py`. Knows argparse and nothing else."""
+"""Command-line options, generated from their one declaration in `config.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OptionParser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args([_with_dashes(word) for word in argv])
         for word in unknown:
             if not word.startswith("-"):
-                raise ConfigError(f"unexpected argument {word!r}; {self.prog} --help shows what there is")
+                raise ConfigError(f"unexpected argument {word!r}; see {self.prog} --help")
             name = word.split("=")[0]
             close = difflib.get_close_matches(name, self._option_string_actions, 1)
             raise ConfigError(f"unknown option {name}" + (f"; did you mean {close[0]}?" if close else ""))
@@ -38,7 +38,7 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def _check_output(option: str, path: str | None) -> None:
-    """A file that cannot be written is refused before minutes of measuring, not behind them."""
+    """Refuses a file that cannot be written before the measurement, not after it."""
     if not path:
         return
     target = Path(path).absolute()
@@ -47,7 +47,7 @@ def _check_output(option: str, path: str | None) -> None:
         raise ConfigError(f"{option} {path} cannot be written")
 
 
-# vLLM's other names of an option.
+# vLLM's names for the same option.
 _OTHER_NAMES = dict.fromkeys(
     ("--structured-outputs-config.backend", "--guided-decoding-backend"), "--structured-outputs-backend"
 )
@@ -66,7 +66,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="", metavar="MODEL",
         help="HF directory or .gguf file; default: the embedded SmolLM2-135M-Instruct",
-    )  # fmt: skip
+    )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser, options: type, title: str) -> N
 
 
 def _add(group: argparse._ArgumentGroup, declared: Field[Any], kind: type) -> None:
-    """Options that are not given stay absent, so that the declaration's default is the only one."""
+    """Options that are not given stay absent, so the default has one place: the declaration."""
     flag = f"--{declared.name.replace('_', '-')}"
     default = declared.default
     shown = "" if default in (None, "") or kind is bool else f" (default: {default})"

@@ -1,6 +1,6 @@
-"""Sampling on the command line: a few of SamplingParams' fields, the same for every command that generates.
+"""Sampling options of the command line: some fields of SamplingParams, the same for every command that generates.
 
-`--seed` is not among them: the engine's option of that name seeds every request that brings no seed of its own.
+`--seed` is not here: it is an engine option, which seeds every request without a seed of its own.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import argparse
 from typing import Any
 
 _FIELDS: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "longest answer, in tokens"),
-    "temperature": (float, "0: always the likeliest token"),
+    "max_tokens": (int, "maximum length of an answer, in tokens"),
+    "temperature": (float, "sampling temperature; 0: greedy"),
     "top_p": (float, "sample from the likeliest tokens that together have this probability"),
-    "top_k": (int, "sample from that many likeliest tokens; 0: from all"),
-    "min_p": (float, "leave out tokens less likely than this share of the likeliest"),
-    "repetition_penalty": (float, "above 1: avoid tokens that were there before"),
+    "top_k": (int, "sample from this number of likeliest tokens; 0: from all"),
+    "min_p": (float, "drop tokens less likely than this fraction of the likeliest"),
+    "repetition_penalty": (float, "above 1: penalise tokens that occurred before"),
 }
 
 

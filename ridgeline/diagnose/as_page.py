@@ -1,4 +1,4 @@
-"""A diagnosis as one HTML file: the same tree as the text, with plots of steps and parts. Nothing from anywhere else."""
+"""A diagnosis as one self-contained HTML file: the same tree as the text, with plots of steps and parts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ridgeline.diagnose.as_text import overhead
 def diagnosis_page(
     tree: Mapping[str, Any], title: str, facts: Mapping[str, Any], outcomes: Sequence[Outcome] = (),
     points: Sequence[Mapping[str, Any]] = (),
-) -> str:  # fmt: skip
+) -> str:
     """`facts`: workload and machine. `points`: steps, with `start`, `seconds`, `phase` and `rows`; where they are known also
     `flops`, `bytes` and `device`."""
     verdict = tree["verdict"]
     body = [
         f"<h1>{escaped(title)}</h1>",
         f'<p><b>Bound by {escaped(verdict["term"])}.</b> {escaped(verdict["why"])}; '
-        f"{verdict['headroom']:.1f} times as fast if every op were at its roof and nothing else took time.</p>",
+        f"headroom: {verdict['headroom']:.1f}× if every op ran at its roof with no overhead.</p>",
         "<h2>What to change</h2>", html_table(_remedies(tree["remedies"])),
         "<h2>Application</h2>", html_table(_application(tree["application"])),
-    ]  # fmt: skip
+    ]
     if outcomes:
         answered = [outcome for outcome in outcomes if outcome.ok and outcome.events]
         body.append(plot_grid([latency_plot(answered), gap_plot(answered)]))
@@ -39,7 +39,7 @@ def diagnosis_page(
         rows = [
             {"pattern": each["pattern"], "of the time": f"{each['share']:.0%}", "seen": each["evidence"]}
             for each in tree["patterns"]
-        ]  # fmt: skip
+        ]
         body += ["<h2>Patterns in the trace</h2>", html_table(rows)]
     body += ["<h2>Where the busy time goes</h2>", html_table(_split(verdict["parts"]))]
     known = [{"what": name, "value": str(value)} for name, value in facts.items() if value not in (None, "", {})]
@@ -51,7 +51,7 @@ def _remedies(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {"change": each["what"], "predicted gain": f"{each['gain']:.2f}×" if each["gain"] else "unknown",
          "from": f"{each['from']}: {each['why']}", "check": each["trade_off"]}
         for each in found
-    ]  # fmt: skip
+    ]
 
 
 def _application(found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _phases(found: Mapping[str, Any]) -> list[dict[str, Any]]:
          "P99 ms": row["p99_ms"], "rows": row["rows"], "gaps": f"{row['gap_share']:.0%}",
          "at the roof": f"{row['at_roof']:.0%}" if row.get("at_roof") else None}
         for phase, row in found["phases"].items()
-    ]  # fmt: skip
+    ]
 
 
 def _slowest(found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def _slowest(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"slowest 1 %": f"step {row['step']}", "ms": row["ms"], "× median": row["times_median"], "phase": row["phase"],
          "tokens": row["tokens"], "cause": row["cause"]}
         for row in found["slowest"]["steps"]
-    ]  # fmt: skip
+    ]
 
 
 def _parts(ops: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def _parts(ops: Mapping[str, Any]) -> list[dict[str, Any]]:
          "at the roof": f"{row['at_roof']:.0%}" if "at_roof" in row else None, "GB/s": row.get("gb_s"),
          "GFLOP/s": row.get("gflop_s"), "bound": row.get("bound")}
         for row in ops["parts"]
-    ]  # fmt: skip
+    ]
 
 
 def _profiler(tree: Mapping[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _split(parts: Mapping[str, float]) -> list[dict[str, Any]]:
     return [
         {"part": name, "seconds": seconds, "share": f"{seconds / whole:.0%}"}
         for name, seconds in sorted(parts.items(), key=lambda item: -item[1]) if seconds
-    ]  # fmt: skip
+    ]
 
 
 def _timeline(points: Sequence[Mapping[str, Any]]) -> str:
@@ -115,7 +115,7 @@ def _timeline(points: Sequence[Mapping[str, Any]]) -> str:
                [f"{point['tokens']:.0f} tokens in {point['rows']:.0f} rows: {point['seconds'] * 1e3:.2f} ms"
                 for point in points if point["phase"] == phase])
         for phase in phases
-    ]  # fmt: skip
+    ]
     heights = [height for each in series for _, height in each.points]
     return plot("Every step", series, axis("seconds", [point["start"] for point in points]), axis("ms", heights, log=True))
 

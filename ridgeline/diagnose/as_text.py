@@ -1,4 +1,4 @@
-"""A diagnosis as text, in the order in which one asks: application, steps, ops, patterns, verdict, remedies."""
+"""A diagnosis as text, from the whole to the parts: application, steps, ops, patterns, verdict, remedies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def text(tree: Mapping[str, Any]) -> str:
         ("ops and kernels", _ops(tree.get("ops"), tree.get("profiler"))),
         ("patterns in the trace", _patterns(tree.get("patterns"))),
         ("verdict", _verdict(tree["verdict"]) if "verdict" in tree else ""),
-        ("what to change, by predicted gain", remedies(tree["remedies"], tree.get("model_of_time"), "ops" in tree)),
+        ("what to change, largest predicted gain first", remedies(tree["remedies"], tree.get("model_of_time"), "ops" in tree)),
     ]
     return "\n\n".join(f"── {title} ──\n{body}" for title, body in sections if body)
 
 
 def _ms(spread: Mapping[str, float]) -> str:
     known = [f"{name.upper()} {spread[name]:.1f}" for name in ("p50", "p90", "p99", "max") if spread.get(name) is not None]
-    return (" / ".join(known) + " ms") if known else "nobody was measured"
+    return (" / ".join(known) + " ms") if known else "no requests"
 
 
 def _application(found: Mapping[str, Any]) -> str:
@@ -41,7 +41,7 @@ def _application(found: Mapping[str, Any]) -> str:
         elif span is not None:
             low, high = found["request_goodput_range"]
             lines.append(f"SLO {found['slo']}: between {span[0]:.0%} and {span[1]:.0%} met it (from histograms), goodput "
-                         f"{low:.2f} to {high:.2f} requests/s")  # fmt: skip
+                         f"{low:.2f} to {high:.2f} requests/s")
     if found.get("preemptions"):
         lines.append(f"{found['preemptions']} preemptions")
     return "\n".join(lines)
@@ -50,30 +50,30 @@ def _application(found: Mapping[str, Any]) -> str:
 def _steps(found: Mapping[str, Any]) -> str:
     whole = found["seconds"] or 1.0
     lines = [
-        f"{found['count']} steps, {found['seconds']:.2f} s: on the device {found['device'] / whole:.0%}, gaps in which it had "
-        f"nothing to do {found['host'] / whole:.0%}"
+        f"{found['count']} steps, {found['seconds']:.2f} s: device busy {found['device'] / whole:.0%}, device idle "
+        f"{found['host'] / whole:.0%}"
     ]
     if found.get("lost"):
-        lines.append(f"for {found['lost'] / whole:.0%} of the time other programs had the processor")
+        lines.append(f"other programs used the CPU for {found['lost'] / whole:.0%} of the time")
     rows = [
         {"phase": phase, "steps": row["steps"], "of the time": f"{row['share']:.0%}", "median ms": row["median_ms"],
          "P99 ms": row["p99_ms"], "rows": row["rows"], "gaps": f"{row['gap_share']:.0%}",
          "at the roof": f"{row['at_roof']:.0%}" if row.get("at_roof") else ""}
         for phase, row in found["phases"].items()
-    ]  # fmt: skip
+    ]
     lines.append(table.as_markdown(rows))
     slow = found["slowest"]
     if slow["count"]:
         causes = ", ".join(f"{cause} {count}" for cause, count in slow["causes"].items())
-        lines.append(f"the slowest {slow['count']} (1 %), {slow['share_of_time']:.0%} of the time: {causes or 'no cause known'}")
+        lines.append(f"slowest {slow['count']} steps (1 %), {slow['share_of_time']:.0%} of the time: {causes or 'cause unknown'}")
         lines += [
             f"  step {row['step']}: {row['ms']:.1f} ms, {row['times_median']:.1f}× the median, {row['phase']}, "
             f"{row['tokens']} tokens in {row['rows']} rows: {row['cause']}"
             for row in slow["steps"][:5]
         ]
-    if found.get("slow_by_cause"):                       # of a server, which sees more causes than its steps tell
+    if found.get("slow_by_cause"):                       # a server counts more causes than its step times show
         counted = ", ".join(f"{cause} {count}" for cause, count in found["slow_by_cause"].items())
-        lines.append(f"over three times the median, as the engine counted: {counted}")
+        lines.append(f"steps over three times the median, counted by the engine: {counted}")
     return "\n".join(lines)
 
 
@@ -86,7 +86,7 @@ def _ops(found: Mapping[str, Any] | None, profiler: Mapping[str, Any] | None) ->
          "at the roof": f"{row['at_roof']:.0%}" if "at_roof" in row else "", "GB/s": row.get("gb_s"),
          "GFLOP/s": row.get("gflop_s"), "bound": row.get("bound", "")}
         for row in found["parts"][:_PARTS]
-    ]  # fmt: skip
+    ]
     span = found["seconds"] or 1.0
     gaps = ", ".join(f"{name} {seconds / span:.0%}" for name, seconds in found["gaps"].items() if seconds >= 0.005 * span)
     lines = [
@@ -101,20 +101,20 @@ def _ops(found: Mapping[str, Any] | None, profiler: Mapping[str, Any] | None) ->
 
 def overhead(share: float) -> str:
     if share <= 0:
-        return "the profiler itself costs less than what differs from run to run"
-    return f"the profiler itself costs {share:.0%} of a step, which is taken off the gaps"
+        return "the profiler's own cost is within the noise"
+    return f"the profiler's own cost, {share:.0%} of a step, is subtracted from the gaps"
 
 
 def _patterns(found: list[dict[str, Any]] | None) -> str:
     if found is None:
         return ""
-    return "\n".join(f"{each['pattern']} ({each['share']:.0%}): {each['evidence']}" for each in found) or "none of those known"
+    return "\n".join(f"{each['pattern']} ({each['share']:.0%}): {each['evidence']}" for each in found) or "none found"
 
 
 def _verdict(found: Mapping[str, Any]) -> str:
     return (
         f"bound by {found['term']}: {found['why']}\n"
-        f"{found['headroom']:.1f} times as fast if every op were at its roof and nothing else took time"
+        f"headroom: {found['headroom']:.1f}× if every op ran at its roof with no overhead"
     )
 
 
@@ -124,8 +124,8 @@ def remedies(found: list[dict[str, Any]], model: Mapping[str, Any] | None = None
         gain = f"{each['gain']:.2f}×" if each["gain"] else "gain unknown"
         lines.append(f"{number}. {each['what']}: {gain} ({each['from']}: {each['why']}); check: {each['trade_off']}")
     if model:
-        lines.append(f"(the model of time is off by {model['error']:+.0%} on the workload as it is)")
+        lines.append(f"(error of the time model on the unchanged workload: {model['error']:+.0%})")
     if not lines and not profiled:
-        return ("nothing that shows from outside; its kernels do: start the server with --admin-socket PATH and diagnose it with "
-                "the same option")  # fmt: skip
-    return "\n".join(lines) or "nothing that is known here"
+        return ("nothing found from outside. To profile kernels as well, start the server with --admin-socket PATH and give "
+                "diagnose the same option")
+    return "\n".join(lines) or "nothing found"

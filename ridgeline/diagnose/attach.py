@@ -1,9 +1,9 @@
-"""A running server diagnosed from outside: what its counters say over some seconds, and its own roofline at their end.
+"""Diagnoses a running server from outside, from its counters over some seconds and its own roofline.
 
-Reads `GET /metrics` before and after and `GET /roofline` in between and at the end; sends no requests of its own. Latencies
-come from histograms, so percentiles lie between the bounds of a bucket, and whether a request met all objectives at once
-is known only within limits. Kernels cannot be seen from here: an operator with the server's admin socket has its engine
-profile some steps of its own (`take_profile`).
+Reads `GET /metrics` before and after, and `GET /roofline` in between and at the end; sends no generation requests. Latencies
+come from histograms, so percentiles are interpolated within a bucket, and the share of requests that met all objectives at
+once is known only as a range. Kernels are not visible from outside: with the admin socket, the engine profiles some of its
+steps (`take_profile`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ridgeline.roofline.slow import StepTimes
 from ridgeline.roofline.trace import read_trace
 from ridgeline.roofline.verdict import Change, Verdict
 
-LONGEST_SECONDS = 120.0              # so much of its steps a server remembers
-_LOOK_SECONDS = 2.0                  # between two looks: the server hands out its newest 512 steps
+LONGEST_SECONDS = 120.0              # a server keeps its steps for this long
+_LOOK_SECONDS = 2.0                  # between two reads: the server returns its newest 512 steps
 _TIMEOUT = 10.0
 _REMEMBERED = 512                    # steps in one answer
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
@@ -45,7 +45,7 @@ class Attached:
     verdict: Verdict
 
     def take_profile(self, document: Mapping[str, Any], costs: Mapping[str, PartFacts], overhead: float) -> float:
-        """What the engine's own profiler saw of some steps, for the same tree; returns the seconds that it took of them."""
+        """Adds the engine's own profile of some steps to the tree; returns the seconds that the profiler cost."""
         machine, batch = self.tree["machine"], self.tree["batch"]
         trace = read_trace(document)
         steps = trace.steps
@@ -54,13 +54,13 @@ class Attached:
             [trace], costs, spent, flops_s=machine["flops_s"] or 0.0,
             read_bytes_s=machine["read_bytes_s"] or 0.0, preemptions=self.tree["application"]["preemptions"],
             recomputed=self.tree["utilisation"].get("wasted", {}).get("recomputation", 0.0), rows=batch.get("running", 0),
-        )  # fmt: skip
+        )
         findings = find_patterns(facts)
         self.tree |= {
             "ops": drill.ops_section(facts), "patterns": drill.patterns_section(findings),
             "profiler": {"steps": len(steps), "overhead": overhead},
             "remedies": drill.remedies_section(ranked(self.verdict, findings)),
-        }  # fmt: skip
+        }
         return spent
 
 
@@ -94,7 +94,7 @@ def attach(
         "remedies": drill.remedies_section(ranked(verdict)),
         "machine": {name: document["machine"].get(name) for name in ("device", "read_bytes_s", "flops_s")},
         "utilisation": document["utilisation"], "batch": document["batch"], "seconds": gone,
-    }  # fmt: skip
+    }
     return Attached(tree, points, document["model"], verdict)
 
 
@@ -105,10 +105,10 @@ def _get(url: str, path: str, key: str) -> bytes:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            raise ConfigError(f"{url} wants an API key: give --api-key") from None
+            raise ConfigError(f"{url} requires an API key: give --api-key") from None
         if error.code == 404:
-            raise ConfigError(f"{url} has no {path.split('?')[0]}: it is no server of Ridgeline; `ridgeline bench serve` "
-                              "measures any") from None  # fmt: skip
+            raise ConfigError(f"{url} has no {path.split('?')[0]}, so it is not a Ridgeline server; `ridgeline bench serve` "
+                              "measures any server") from None
         raise ConfigError(f"{url}{path} answers {error.code}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"no server answers at {url}: {getattr(error, 'reason', error)}") from None
@@ -118,7 +118,7 @@ def _get(url: str, path: str, key: str) -> bytes:
 
 
 def read_samples(text: str) -> Samples:
-    """Of Prometheus's text format; labels that every sample has are left out."""
+    """Parses Prometheus's text format; drops the labels that every sample has."""
     found: Samples = {}
     for line in text.splitlines():
         if not line.startswith("#") and (match := _SAMPLE.match(line)):
@@ -129,11 +129,11 @@ def read_samples(text: str) -> Samples:
 
 
 def histogram(samples: Samples, name: str) -> list[tuple[float, float]]:
-    """(upper bound, how many at or below it), in order."""
+    """(upper bound, count at or below it), in order."""
     bounds = [
         (float(dict(labels)["le"]), count) for (each, labels), count in samples.items()
         if each == f"{name}_bucket" and "le" in dict(labels)
-    ]  # fmt: skip
+    ]
     return sorted(bounds)
 
 
@@ -164,7 +164,7 @@ def part_below(buckets: Sequence[tuple[float, float]], limit: float) -> float | 
 _HISTOGRAMS = {
     "ttft": "vllm:time_to_first_token_seconds", "tpot": "vllm:request_time_per_output_token_seconds",
     "itl": "vllm:inter_token_latency_seconds", "e2el": "vllm:e2e_request_latency_seconds",
-}  # fmt: skip
+}
 
 
 def application(grown: Samples, seconds: float, slo: Slo | None) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def application(grown: Samples, seconds: float, slo: Slo | None) -> dict[str, An
         "input_throughput": count("vllm:prompt_tokens_total") / seconds,
         **{f"{name}_ms": spread(name) for name in _HISTOGRAMS},
         "preemptions": int(count("vllm:num_preemptions_total")), "slo": str(slo) if slo else None,
-    }  # fmt: skip
+    }
     if slo is not None:
         met = [part_below(histogram(grown, _HISTOGRAMS[name]), limit) for name, limit in slo.limits]
         known = [each for each in met if each is not None]
@@ -208,7 +208,7 @@ def _points(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def all_steps(looks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Every step once. Two looks that have seen the same one place it a little apart, by how long the answers took."""
+    """Every step once. Two reads report the same step at slightly different times, because the answers took time."""
     kept: list[dict[str, Any]] = []
     for look in looks:
         known = {(point["seconds"], point["device"], point["tokens"]) for point in kept[-_REMEMBERED:]}
@@ -221,13 +221,13 @@ def _steps_section(points: Sequence[Mapping[str, Any]], grown: Samples, document
         StepTimes(point["start"] + point["seconds"], point["seconds"], point["device"], point["phase"], int(point["tokens"]),
                   int(point["rows"]), prompt_tokens=int(point["tokens"] > point["rows"]))
         for point in points
-    ]  # fmt: skip
+    ]
     found = drill.steps_section(steps)
     slow = {
         dict(labels)["cause"]: int(value) for (name, labels), value in grown.items()
         if name == "ridgeline:slow_steps_total" and value
-    }  # fmt: skip
-    found["slow_by_cause"] = slow                        # as the engine itself counted: over three times the median
+    }
+    found["slow_by_cause"] = slow                        # counted by the engine: over three times the median
     for phase, used in document["phases"].items():
         if phase in found["phases"]:
             found["phases"][phase] |= {name: used[name] for name in ("mfu", "hfu", "mbu")}

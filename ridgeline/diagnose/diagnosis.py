@@ -1,9 +1,9 @@
-"""A workload diagnosed in this process: run, profiled, run again, judged. `ridgeline diagnose MODEL` and `bench loop`.
+"""Diagnoses a workload in this process: run, profile, run again, judge. For `ridgeline diagnose MODEL` and `bench loop`.
 
     warm-up → as it is → the same steps under the profiler → as it is
 
-The steps are the same in all three (requests are there from the start, answers have fixed lengths), so the profiler's own
-cost is the median of their ratios. Figures are those of the first run; the profile only divides them.
+All three runs have the same steps (all requests arrive at the start, answers have fixed lengths), so the profiler's own cost
+is the median of their ratios. Figures come from the first run; the profile only splits them into parts.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Run:
     outcomes: list[Outcome]
     log: StepLog
     seconds: float
-    processor: float                 # seconds that this process computed
+    processor: float                 # CPU seconds of this process
 
 
 @dataclass(slots=True)
 class Diagnosed:
-    """What came of it: the tree to show, the trace, and the requests for a page's plots."""
+    """The result: the tree to show, the trace, and the requests for a page's plots."""
 
     tree: dict[str, Any]
     trace: dict[str, Any]
@@ -62,7 +62,7 @@ class Diagnosed:
 
 
 def run_load(engine: Engine, load: Load, peaks: MachinePeaks, salt: str) -> Run:
-    """Every step watched, nothing profiled."""
+    """Runs the load with every step timed and nothing profiled."""
     with StepLog(engine.core, engine.model.weight_reads) as log:
         log.use(peaks)
         start, on_processor = time.perf_counter(), time.process_time()
@@ -73,21 +73,21 @@ def run_load(engine: Engine, load: Load, peaks: MachinePeaks, salt: str) -> Run:
 
 
 def warm_up(engine: Engine, load: Load) -> None:
-    """A GPU compiles and records what this load's own steps need: it goes through all of it. A CPU only wakes up."""
+    """On a GPU the whole load, which compiles the kernels and captures the graphs of its steps; on a CPU a small one."""
     first = load if engine.config.device == "cuda" else WARM_UP
     drive(engine.core, first.asked(engine.config.model.vocab_size), first.at_once, "warm")
     engine.settle()
 
 
 def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = lambda text: None) -> Diagnosed:
-    """The whole of it, for an engine that nobody else uses."""
+    """The whole diagnosis; the engine must have no other requests."""
     config = engine.config
     peaks = machine_peaks(config.device)
     progress("warming up")
     warm_up(engine, load)
     progress("running the workload")
     before = run_load(engine, load, peaks, "a")
-    if before.log.beaten:                                # they were measured on a busier machine; the best of both is kept
+    if before.log.beaten:                                # steps beat the peaks, which were measured on a busier machine
         progress("measuring the machine again")
         peaks = machine_peaks(config.device, again=True)
         before = run_load(engine, load, peaks, "a2")
@@ -100,7 +100,7 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     trace = read_trace(document)
     overhead = profiler_overhead(before.log, profiled, after.log)
     spent, kept = profiler_seconds(before.log, profiled, overhead), [step.kept for step in profiled.times]
-    document[KNOWN] = {"profiler_s": spent, "kept": kept}        # for whoever reads the trace later
+    document[KNOWN] = {"profiler_s": spent, "kept": kept}        # for a later `diagnose --from-trace`
     kv_usage = _kv_usage(engine, before.log)
     steps = len(profiled.times)
     model = StepCosts(before.log.shape, engine.model.weight_reads)
@@ -112,11 +112,11 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         flops_s=rates[1], read_bytes_s=rates[0], preemptions=preemptions,
         recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log),
         lost=1 - kept_part(before.log),
-    )  # fmt: skip
+    )
     findings = find_patterns(facts)
     window = with_seen_launches(whole_window(before), facts)
     verdict = judge(window, setting_of(engine, before, kv_usage, preemptions))
-    recorded = facts.kernels / max(1, facts.steps) * peaks.launch_s      # one kernel behind the other, without the host
+    recorded = facts.kernels / max(1, facts.steps) * peaks.launch_s      # in a CUDA graph: kernel after kernel, without the host
     speeds = speeds_of(before.log, profiled, costs, trace, rates, config.depth > 0, recorded)
     progress("planning what could be changed")
     what_if = WhatIf(config, load, speeds, engine.model.weight_reads)
@@ -138,23 +138,23 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         },
         "machine": {"read_bytes_s": rates[0], "flops_s": rates[1], "device": peaks.device, "load": os.getloadavg()[0]},
         "runs_s": [before.seconds, after.seconds], "processor_s": [before.processor, after.processor],
-    }  # fmt: skip
+    }
     return Diagnosed(tree, document, before.outcomes, step_points(before.log, model))
 
 
 def workload_of(engine: Engine, load: Load) -> dict[str, Any]:
-    """For the record. Where on this machine the model lies is nobody's business."""
+    """For the record. The model's path on this machine stays out of it."""
     config = engine.config
     name = config.model_path.name
     return {"model": name, "dtype": config.dtype, "device": config.device, **dataclasses.asdict(load),
-            "options": config.options.flat() | {"model": name}, "quality": quality_of(config)}  # fmt: skip
+            "options": config.options.flat() | {"model": name}, "quality": quality_of(config)}
 
 
 # ── the profile ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def profiled_run(engine: Engine, load: Load, salt: str) -> tuple[StepLog, dict[str, Any]]:
-    """The first steps of the load under the profiler; the rest is called off."""
+    """Profiles the first steps of the load and aborts the rest."""
     asked = load.asked(engine.config.model.vocab_size)
     with StepLog(engine.core, engine.model.weight_reads) as log, StepProfiler(engine.core) as profiler:
         drive(engine.core, asked, load.at_once, salt, profiler.step, PROFILED_STEPS)
@@ -162,7 +162,7 @@ def profiled_run(engine: Engine, load: Load, salt: str) -> tuple[StepLog, dict[s
 
 
 def profiler_overhead(before: StepLog, profiled: StepLog, after: StepLog) -> float:
-    """How much longer the same step took, the median."""
+    """Median of how much longer the same step took under the profiler."""
     pairs = zip(profiled.times, before.times, after.times, strict=False)
     ratios = [2 * own_seconds(step) / (own_seconds(one) + own_seconds(other)) for step, one, other in pairs]
     return statistics.median(ratios) - 1 if ratios else 0.0
@@ -186,8 +186,8 @@ def profiler_seconds(plain: StepLog, profiled: StepLog, overhead: float) -> floa
 def speeds_of(
     plain: StepLog, profiled: StepLog, costs: ManyCosts, trace: Trace, rates: tuple[float, float], overlap: bool,
     recorded: float = 0.0,
-) -> Speeds:  # fmt: skip
-    """Own times of the profiled steps, which marks around ops do not lengthen; times of the same steps as they were."""
+) -> Speeds:
+    """The parts' own times from the profiled run, which its marks do not lengthen; the step times from the plain run."""
     steps = len(profiled.times)
     own = {part: np.zeros(steps) for part in PARTS}
     for work, seconds in zip(trace.work, own_times(trace.work), strict=True):
@@ -209,15 +209,15 @@ def step_points(log: StepLog, model: StepCosts) -> list[dict[str, Any]]:
         {"start": step.at - step.seconds, "seconds": step.seconds, "device": step.device, "phase": step.phase,
          "tokens": step.tokens, "rows": step.rows, "flops": float(flops), "bytes": float(moves)}
         for step, flops, moves in zip(log.times, matrix, moved, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 # ── the verdict ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def whole_window(run: Run) -> Window:
-    """The run as the verdict sees it: time that other programs had is no fault of the engine's, and where steps were faster
-    than the peaks allow, which were measured beside those programs, the steps are the roof."""
+    """The run as the verdict sees it, without the time that other programs had the CPU. Where steps were faster than the
+    measured peaks allow (other programs slowed the measurement down), the steps themselves are the roof."""
     total = PhaseSums()
     for phase in PHASES:
         total.add(np.array(run.log.sums[phase].values()))
@@ -228,11 +228,11 @@ def whole_window(run: Run) -> Window:
     return replace(
         window, on_compute=window.on_compute / faster, on_weights=window.on_weights / faster, on_kv=window.on_kv / faster,
         on_activations=window.on_activations / faster,
-    )  # fmt: skip
+    )
 
 
 def with_seen_launches(window: Window, facts: Facts) -> Window:
-    """On a GPU the gaps between kernels of a step are seen in the trace; what launching should take is only predicted."""
+    """On a GPU the trace shows the gaps between a step's kernels; without a trace, launch time is only predicted."""
     if facts.device != "cuda" or not facts.seconds:
         return window
     return replace(window, launch=max(window.launch, window.roof + facts.launch / facts.seconds * window.busy))
@@ -246,11 +246,11 @@ def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int) -> S
         weight_bytes=run.log.weight_bytes, kv_bytes=run.log.shape.kv_bytes, graphs=config.graphs, overlap=config.depth > 0,
         prefix_caching=config.prefix_caching, ranks=config.options.parallel.tensor_parallel_size,
         decoding=decodes > 0.5 * sum(step.seconds for step in run.log.times),
-    )  # fmt: skip
+    )
 
 
 def made_already(engine: Engine) -> set[str]:
-    """Keys of changes that nobody need recommend to this engine."""
+    """Keys of changes that this engine's settings already include."""
     config = engine.config
     made = {"graphs": config.graphs, "overlap": config.depth > 0, "kernels": config.options.model.kernels == "auto"}
     return {key for key, is_made in made.items() if is_made}
@@ -261,7 +261,7 @@ def _mean_rows(log: StepLog) -> float:
 
 
 def _kv_usage(engine: Engine, log: StepLog) -> float:
-    """Of the KV blocks, what sequences held in a step on average, from the lengths of its rows."""
+    """Mean share of the KV blocks that sequences held in a step, from the lengths of its rows."""
     size, blocks = engine.config.groups[0].block_size, max(1, engine.config.num_blocks - 1)
     held: Sequence[int] = [int((-(-lengths // size)).sum()) for lengths in log.rows.lengths] or [0]
     return min(1.0, statistics.fmean(held) / blocks)

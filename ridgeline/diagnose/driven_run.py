@@ -1,7 +1,7 @@
-"""A workload driven through an engine's core with every step watched: times, causes of slow ones, and what each computed.
+"""Drives a workload through an engine's core and logs every step: its times, its rows, and causes of slow steps.
 
-The same loop drives an engine that computes and one that only plans (what_if.py), so that both see the same requests in the
-same order: all at once, or so many at a time, the next one sent when an answer ends.
+The same loop drives an engine that computes and one that only plans (what_if.py), so both see the same requests in the same
+order: all at once, or a fixed number at a time, the next one sent when an answer ends.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ridgeline.roofline.slow import StepTimes
 from ridgeline.roofline.steps import PHASES, StepRecorder
 from ridgeline.sampling_params import SamplingParams
 
-_MANY_FAULTS = 4096                  # page faults: 16 MiB that the system gave this process
+_MANY_FAULTS = 4096                  # page faults that count as one allocation: 16 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of one size, some tokens of which all prompts have in common; or answers between two lengths."""
+    """Requests with prompts of one length, optionally with a common prefix, and answers of one length or of a range."""
 
     prompts: int = 8
     tokens_in: int = 128
     tokens_out: int = 64
     shared: int = 0                  # of tokens_in, those that every prompt begins with
-    shortest: int = 0                # answers have from so many tokens on to tokens_out; 0: all the same
-    concurrency: int = 0             # requests under way at once; 0: all of them
+    shortest: int = 0                # answers vary from this length to tokens_out; 0: all equal
+    concurrency: int = 0             # requests in flight at once; 0: all of them
     seed: int = 1
 
     def asked(self, vocab: int) -> Asked:
@@ -57,7 +57,7 @@ class Load:
 
 
 class StepLog(StepRecorder):
-    """The engine's recorder, which also keeps every step by itself."""
+    """The engine's recorder, which also keeps every single step."""
 
     def __init__(self, core: EngineCore, reads: Callable[[int], tuple[int, int]] | None) -> None:
         super().__init__(core.recorder.shape, core.recorder.dtype, reads)
@@ -85,14 +85,14 @@ class StepLog(StepRecorder):
             self._collecting += time.monotonic() - self._clock_began
 
     def _now(self) -> tuple[float, ...]:
-        """Counters that only grow: prompts, preemptions, kernels compiled, graphs, allocations, seconds on a processor."""
+        """Counters that only grow: prompt tokens, preemptions, compiled kernels, captured graphs, allocations, CPU time, time."""
         counters = self._core.scheduler.counters
         if self._on_gpu:
             allocated = torch.cuda.memory_stats().get("num_device_alloc", 0)
         else:
             allocated = resource.getrusage(resource.RUSAGE_SELF).ru_minflt // _MANY_FAULTS
         return (counters.prompt_tokens, counters.preemptions, HAPPENED["kernel_compile"], HAPPENED["graph_recording"],
-                allocated, time.thread_time(), time.monotonic())  # fmt: skip
+                allocated, time.thread_time(), time.monotonic())
 
     def took(self, result: StepResult, waiting: int, goes_on: bool) -> None:
         plan, since = self._plans[0], self._since
@@ -107,13 +107,13 @@ class StepLog(StepRecorder):
             now[-1] - self._start, seconds, result.device_seconds, phase_of(plan), tokens, rows, self.between,
             self._collecting, int(prompts), int(preemptions), int(compiled), int(recorded), int(allocated),
             0.0 if self._on_gpu else max(0.0, min(wall, seconds) - on_processor),
-        ))  # fmt: skip
+        ))
         self.rows.add(plan, result)
         self._marks, self._collecting, self.between = now, 0.0, 0.0
 
 
 def phase_of(plan: StepPlan) -> str:
-    """As the recorder has it: rows with one token decode, the others compute prompts."""
+    """As the recorder defines it: rows with one token decode, the others prefill."""
     if plan.total_tokens == len(plan.rows):
         return PHASES[1]
     return PHASES[2 if int(plan.num_tokens.min()) == 1 else 0]
@@ -122,10 +122,10 @@ def phase_of(plan: StepPlan) -> str:
 def drive(
     core: EngineCore, asked: Asked, at_once: int, salt: str = "", step: Callable[[], list[Any]] | None = None,
     most_steps: int | None = None, **params: Any,
-) -> list[Outcome]:  # fmt: skip
-    """Answer all requests, `at_once` of them under way; `step` is the core's own unless somebody stands between.
+) -> list[Outcome]:
+    """Answer all requests, `at_once` of them in flight. `step` replaces the core's own step, for a profiler around it.
 
-    With `most_steps` the rest is called off.
+    After `most_steps` the remaining requests are aborted.
     """
     step = step or core.step
     log = core.recorder if isinstance(core.recorder, StepLog) else None
@@ -168,6 +168,6 @@ def drive(
     for request_id, outcome in outcomes.items():
         if not outcome.ended:
             core.abort(request_id)
-    while core.has_work:                                 # what is in flight comes back before anybody else begins
+    while core.has_work:                                 # steps in flight finish before the next run begins
         core.step()
     return list(outcomes.values())

@@ -1,10 +1,10 @@
-"""`ridgeline bench loop`: the loop that performance work is, done on settings that have something wrong with them.
+"""`ridgeline bench loop`: tests the diagnosis on deliberately bad settings, by applying its first recommendation.
 
-    baseline → diagnosis → the first change it recommends that is an option → the same workload again
+    baseline → diagnosis → the first recommended change that is an engine option → the same workload again
 
-For each scenario the predicted gain stands beside the achieved one. Both engines are held at once and take turns, so that
-whatever else the machine does is unfair to neither; the gain is the median of the pairs' ratios, by the clock and by the
-seconds that this process computed. No scenario knows what its diagnosis will say.
+Each scenario reports the predicted and the achieved gain. Both engines stay loaded and take turns, so other load on the
+machine affects both alike; the gain is the median of the pairs' ratios, by wall-clock and by CPU time. Scenarios do not name
+an expected diagnosis.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ridgeline.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class Scenario:
     name: str
-    what: str                        # is wrong with it, in words
+    what: str                        # the fault, in words
     load: Load
     options: dict[str, Any]
 
@@ -46,8 +46,8 @@ SCENARIOS = (
              Load(24, 16, 96, shortest=4, concurrency=8), {"max_num_seqs": 8, "batching": "static", "max_model_len": 256}),
     Scenario("too few blocks", "sixteen rows, KV blocks for two of them",
              Load(16, 96, 64), {"num_gpu_blocks_override": 25, "max_num_seqs": 16, "max_model_len": 256}),
-)  # fmt: skip
-# The same faults in the sizes of a GPU, and one that only a GPU has.
+)
+# The same faults in GPU sizes, and one that only a GPU has.
 GPU_SCENARIOS = (
     Scenario("kernel by kernel", "one request, every kernel launched by the host", Load(1, 256, 32),
              {"enforce_eager": True, "max_model_len": 512}),
@@ -56,25 +56,26 @@ GPU_SCENARIOS = (
              Load(16, 2048, 16, shared=1792), {"enable_prefix_caching": False, "max_model_len": 2176}),
     Scenario("too few blocks", "sixty-four rows, KV blocks for sixteen of them",
              Load(64, 512, 96), {"num_gpu_blocks_override": 16 * 38 + 1, "max_num_seqs": 64, "max_model_len": 640}),
-)  # fmt: skip
-# Two engines lie on the GPU beside each other.
+)
+# Two engines share the GPU.
 _HALF = {"gpu_memory_utilization": 0.42}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = dict.fromkeys(each.name for each in (*SCENARIOS, *GPU_SCENARIOS))
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead: a public model by its shapes, with dummy weights")
-    parser.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
+    parser.add_argument("--shape", choices=sorted(SHAPES),
+                        help="use a public model's shapes with dummy weights, instead of MODEL")
+    parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
     parser.add_argument("--scenario", nargs="+", choices=list(names), help="default: all of them")
-    parser.add_argument("--repeats", type=int, default=5, help="timed pairs of runs; the median counts (default: 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed pairs of runs, reported as a median (default: 5)")
     parser.add_argument("--out", help="also write the record to this file")
 
 
 def run(args: argparse.Namespace) -> None:
     check_runs(args.repeats, warm_ups=1)
     if args.shape and args.model:
-        raise ConfigError("--shape is a model of its own: leave MODEL out")
+        raise ConfigError("--shape names a model: leave MODEL out")
     on_gpu = device_kind({}) == "cuda"
     options: dict[str, Any] = dict(_HALF) if on_gpu else {}
     model = args.model
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     known = GPU_SCENARIOS if on_gpu else SCENARIOS
     chosen = [each for each in known if not args.scenario or each.name in args.scenario]
     if not chosen:
-        raise ConfigError(f"on this machine there are the scenarios {', '.join(each.name for each in known)}")
+        raise ConfigError(f"the scenarios of this machine are {', '.join(each.name for each in known)}")
     found: dict[str, Any] = {}
     for scenario in chosen:
         found[scenario.name] = follow(model, replace(scenario, options=options | scenario.options), args.repeats)
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def quality_of_all(found: dict[str, Any]) -> str:
-    """Of a record with several engines: what any of them had on that may change answers."""
+    """The lossy techniques of all engines in the record."""
     words = [word for each in found.values() for word in each["quality"].split(", ") if word != EXACT]
     return ", ".join(dict.fromkeys(words)) or EXACT
 
@@ -110,8 +111,8 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
         "patterns": found["patterns"], "recommended": found["remedies"], "change": chosen, "quality": quality_of(base.config),
         "model_of_time": found["model_of_time"], "profiler": found["profiler"], "machine": found["machine"],
         "steps": {name: found["steps"][name] for name in ("phases", "slowest")}, "ops": found["ops"],
-    }  # fmt: skip
-    if chosen is None:                                   # a finding, too: no option of the engine is worth changing
+    }
+    if chosen is None:                                   # a valid result: no engine option is worth changing
         base.close()
         return told
     changed = Engine(model, **options | chosen["options"])
@@ -133,7 +134,7 @@ def follow(model: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
         "achieved_gain": percentiles([before.seconds / after.seconds for before, after in pairs]),
         "achieved_gain_processor": percentiles([before.processor / after.processor for before, after in pairs]),
         "before": first, "after": then,
-    }  # fmt: skip
+    }
 
 
 def _figures(runs: list[Run]) -> dict[str, Any]:
@@ -144,18 +145,18 @@ def _figures(runs: list[Run]) -> dict[str, Any]:
         "ttft_p50_ms": percentiles([one["ttft_ms"]["p50"] for one in each]),
         "tpot_p50_ms": percentiles([one["tpot_ms"]["p50"] for one in each if one["tpot_ms"]]),
         "steps": len(runs[-1].log.times),
-    }  # fmt: skip
+    }
 
 
 def table_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
     changed = found["change"] is not None
     return {
         "scenario": name, "bound by": found["verdict"]["term"],
-        "change": found["change"]["what"] if changed else "nothing that is an option",
+        "change": found["change"]["what"] if changed else "none (no engine option)",
         "tok/s before": found["before"]["output_tok_s"] if changed else None,
         "after": found["after"]["output_tok_s"] if changed else None,
         "predicted": f"{found['predicted_gain']:.2f}×" if changed else None,
         "achieved": found["achieved_gain"] if changed else None,
-        "by processor time": found["achieved_gain_processor"] if changed else None,
-        "model of time": f"{found['model_of_time']['error']:+.0%}",
-    }  # fmt: skip
+        "by CPU time": found["achieved_gain_processor"] if changed else None,
+        "time model error": f"{found['model_of_time']['error']:+.0%}",
+    }

@@ -1,13 +1,12 @@
-"""What a change would gain: the engine's own scheduler plans the same requests again with the option changed, and every
-step is priced by the cost model at the speeds that were just measured.
+"""Predicts the gain of a change: the engine's own scheduler plans the same requests with the option changed, and the cost model
+prices every step at the speeds that were just measured.
 
     step = Σ over parts of (calls · their least time + floor · how far from its roof it was) + what is beside the ops
     gain = price of all steps as they are / price of all steps as they would be
 
-How far a part was is measured apart for steps in which reading bound it and for those in which computing did: a decode of
-one row says little of a prompt. Where only one of them was seen, small and large steps tell the time that grows with the
-work from the time that does not. Nothing is computed here, and no kernel is assumed to get better, but in the one change
-that is about kernels.
+A part's distance from its roof is measured separately for memory-bound and for compute-bound steps: a decode of one row says
+little about prefill. If only one kind was seen, small and large steps separate the time that grows with the work from the
+time that does not. No model runs here, and only the change `kernels=auto` assumes better kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _TIMES = (2, 4, 8)                   # rows to try
 
 
 def planned_log(config: ResolvedConfig, load: Load) -> StepLog:
-    """Every step that this load would become."""
+    """The steps that the scheduler would make of this load."""
     core = EngineCore(replace(config, depth=0), PlanOnly())
     with StepLog(core, None) as log:
         drive(core, load.asked(config.model.vocab_size), load.at_once)
@@ -54,17 +53,17 @@ def planned_log(config: ResolvedConfig, load: Load) -> StepLog:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How fast this machine's kernels were, and what a step takes beside them."""
+    """Measured speeds of this machine's kernels, and a step's time outside of them."""
 
     read_bytes_s: float
     flops_s: float
-    least: Mapping[str, float]       # by part: seconds in a step, however little there is to do …
-    reading: Mapping[str, float]     # … and the time beyond, by its floor, where reading binds …
-    computing: Mapping[str, float]   # … and where computing does
-    beside: float                    # seconds of a step on the device that are no part's: launching, small ops
-    host: float                      # seconds of a step in which the device has nothing to do
+    least: Mapping[str, float]       # by part: fixed seconds per step …
+    reading: Mapping[str, float]     # … and the time beyond, as a multiple of the floor, where memory-bound …
+    computing: Mapping[str, float]   # … and where compute-bound
+    beside: float                    # device seconds of a step outside all parts: launching, small ops
+    host: float                      # seconds of a step in which the device is idle
     overlap: bool = False            # is the host hidden behind the device?
-    recorded: float = 0.0            # what would be left of `beside` in a recorded graph
+    recorded: float = 0.0            # what would be left of `beside` in a CUDA graph
 
     def price(self, costs: ManyCosts) -> float:
         """Seconds of all these steps."""
@@ -82,8 +81,8 @@ class Speeds:
 def measured_speeds(
     costs: ManyCosts, own: Mapping[str, np.ndarray], device: Sequence[float], host: Sequence[float],
     read_bytes_s: float, flops_s: float, overlap: bool, recorded: float = 0.0,
-) -> Speeds:  # fmt: skip
-    """`own`: by part, seconds in each step, as they are without a profiler; medians, because others use the machine too."""
+) -> Speeds:
+    """`own`: by part, seconds in each step without the profiler. Medians, because other programs may use the machine."""
     least, reading, computing = dict[str, float](), dict[str, float](), dict[str, float]()
     for part, (reads, computes) in floors(costs, read_bytes_s, flops_s).items():
         seconds = own.get(part)
@@ -105,12 +104,12 @@ def measured_speeds(
     return Speeds(
         read_bytes_s, flops_s, least, reading, computing, beside=max(0.0, float(np.median(beside))),
         host=max(0.0, statistics.median(host)), overlap=overlap, recorded=recorded,
-    )  # fmt: skip
+    )
 
 
 def _line(seconds: np.ndarray, floor: np.ndarray) -> tuple[float, float]:
-    """(time that does not grow with the work, time by floor) through small steps and large ones; of steps of one size,
-    what is beyond twice the floor does not grow."""
+    """(fixed time, time per floor), a line through small and large steps. With steps of one size only, the time beyond twice
+    the floor counts as fixed."""
     small, large = floor <= 2 * floor.min(), floor >= 4 * floor.min()
     low, low_floor = float(np.median(seconds[small])), float(np.median(floor[small]))
     if large.any():
@@ -118,13 +117,13 @@ def _line(seconds: np.ndarray, floor: np.ndarray) -> tuple[float, float]:
         grows = max(0.0, (high - low) / (high_floor - low_floor))
     else:
         grows = min(2.0, low / low_floor)
-    if grows * low_floor > low:                          # a line that begins below nothing: all of it grows
+    if grows * low_floor > low:                          # the fixed time would be negative: all of the time grows
         return 0.0, _weighted_median(seconds / floor, floor)
     return low - grows * low_floor, grows
 
 
 def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
-    """Half of the weight lies on either side: what a few large steps say counts as much as what many small ones do."""
+    """Half of the weight lies on either side, so a few large steps count as much as many small ones."""
     order = np.argsort(values)
     place = np.searchsorted(np.cumsum(weights[order]), 0.5 * weights.sum())
     return float(values[order][min(place, len(values) - 1)])
@@ -135,7 +134,7 @@ def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A change to price: of the engine's options, of the load, or of what its steps cost."""
+    """A change to price: in the engine's options, in the load, or in the cost of steps."""
 
     key: str
     what: str
@@ -147,7 +146,7 @@ class Case:
 
 
 def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case]:
-    """Changes that this engine's setting leaves open."""
+    """Changes that this engine's settings do not include yet."""
     options = config.options
     demand, rows = load.at_once, config.max_num_seqs
     later = "time per output token of each request"
@@ -160,40 +159,40 @@ def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case
         if more > demand:
             yield Case("rows", f"{demand} → {more} requests at once", later, {}, replace(load, concurrency=more))
     if not config.prefix_caching and not config.contiguous:
-        yield Case("prefix", "enable_prefix_caching: compute what prompts begin with once", "none",
-                   {"enable_prefix_caching": True})  # fmt: skip
+        yield Case("prefix", "enable_prefix_caching: compute a common prefix once", "none",
+                   {"enable_prefix_caching": True})
     if options.scheduler.batching == "static":
-        yield Case("continuous", "batching static → continuous: a row is given away when its answer ends", "none",
-                   {"batching": "continuous"})  # fmt: skip
+        yield Case("continuous", "batching static → continuous: a row is reused as soon as its answer ends", "none",
+                   {"batching": "continuous"})
     if config.contiguous:
-        yield Case("paged", "kv_layout contiguous → paged: as many rows as the tokens need", "none", {"kv_layout": "paged"})
+        yield Case("paged", "kv_layout contiguous → paged: rows hold only the blocks they need", "none", {"kv_layout": "paged"})
     if preemptions:
         held = max(1, (config.num_blocks - 1) * options.cache.block_size // (load.tokens_in + load.tokens_out))
         if held < rows:
-            yield Case("admission", f"max_num_seqs {rows} → {held}: as many as the KV cache holds to their end",
-                       "time in the queue", {"max_num_seqs": held})  # fmt: skip
+            yield Case("admission", f"max_num_seqs {rows} → {held}: as many full requests as the KV cache holds",
+                       "time in the queue", {"max_num_seqs": held})
         if options.cache.num_gpu_blocks_override:
-            yield Case("blocks", "as many KV blocks as the memory holds (leave num_gpu_blocks_override out)",
-                       "what else needs the memory", {"num_gpu_blocks_override": None})  # fmt: skip
+            yield Case("blocks", "use all memory for KV blocks (leave num_gpu_blocks_override out)",
+                       "other users of the memory", {"num_gpu_blocks_override": None})
     if options.model.kernels == "reference":
-        yield Case("kernels", f"kernels=auto: every op at {REACHED:.0%} of its roof, if they are good", "none: `bench ops` tells",
-                   {"kernels": "auto"}, speeds=_good_kernels)  # fmt: skip
+        yield Case("kernels", f"kernels=auto: every op at {REACHED:.0%} of its roof, if the kernels are good",
+                   "none; verify with `bench ops`", {"kernels": "auto"}, speeds=_good_kernels)
     if config.device == "cuda":
         if config.depth == 0:
             yield Case("overlap", "async_scheduling: plan a step while the one before it runs",
                        "a stop is noticed one step late", {"async_scheduling": True},
-                       speeds=lambda speeds: replace(speeds, overlap=True))  # fmt: skip
+                       speeds=lambda speeds: replace(speeds, overlap=True))
         if options.execution.enforce_eager:
-            yield Case("graphs", "recorded graphs (leave enforce_eager off)", "memory of the graphs",
+            yield Case("graphs", "CUDA graphs (leave enforce_eager off)", "memory of the graphs",
                        {"enforce_eager": False},
-                       speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))  # fmt: skip
+                       speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))
         if options.cache.kv_cache_dtype == "auto":
             yield Case("kv8", "kv_cache_dtype fp8: half the bytes of the cache", "quality: `ridgeline eval`",
-                       {"kv_cache_dtype": "fp8"}, speeds=_narrow_pages, kv_dtype="fp8")  # fmt: skip
+                       {"kv_cache_dtype": "fp8"}, speeds=_narrow_pages, kv_dtype="fp8")
 
 
 def _narrow_pages(speeds: Speeds) -> Speeds:
-    """Kernels that widen pages on the way are slower by the byte and by the FLOP: as much as planning knows (plan/fit.py)."""
+    """Attention over fp8 KV is slower per byte and per FLOP, because it converts; by the factors of plan/fit.py."""
     known = fitted()
     return replace(
         speeds, reading={**speeds.reading, "attention": speeds.reading.get("attention", 1.0) / known.narrow_kv_read},
@@ -203,11 +202,11 @@ def _narrow_pages(speeds: Speeds) -> Speeds:
 
 def _good_kernels(speeds: Speeds) -> Speeds:
     return replace(speeds, reading={part: min(1 / REACHED, value) for part, value in speeds.reading.items()},
-                   computing={part: min(1 / REACHED, value) for part, value in speeds.computing.items()})  # fmt: skip
+                   computing={part: min(1 / REACHED, value) for part, value in speeds.computing.items()})
 
 
 def emptied(device: DeviceFacts, config: ResolvedConfig) -> DeviceFacts:
-    """The device as it is without this engine: a changed one would stand in its place, not beside it."""
+    """The device without this engine: the changed engine would replace it."""
     own = sum(config.memory.values())
     if device.kind == "cpu":
         return replace(device, memory=device.memory + own)
@@ -216,13 +215,13 @@ def emptied(device: DeviceFacts, config: ResolvedConfig) -> DeviceFacts:
 
 @dataclass(slots=True)
 class WhatIf:
-    """The setting as it is, priced; changes are priced against it."""
+    """The price of the unchanged settings, against which changes are priced."""
 
     config: ResolvedConfig
     load: Load
     speeds: Speeds
-    reads: Callable[[int], tuple[int, int]] | None       # of the weights, as the runner knows
-    seconds: float = 0.0             # predicted, as it is
+    reads: Callable[[int], tuple[int, int]] | None       # of the weights, from the runner
+    seconds: float = 0.0             # predicted, unchanged
 
     def __post_init__(self) -> None:
         self.seconds = self._price(self.config, self.load, self.speeds, "")
@@ -235,7 +234,7 @@ class WhatIf:
         return speeds.price(log.rows.costs(StepCosts(shape, self.reads)))
 
     def gain(self, case: Case) -> float:
-        """Times as fast. Of a load that changes, in tokens per second."""
+        """Speed-up factor; for a changed load, in tokens per second."""
         options = self.config.options.flat() | {name: value for name, value in case.options.items() if value is not None}
         for name, value in case.options.items():
             if value is None:
@@ -245,7 +244,7 @@ class WhatIf:
         return self.seconds / self._price(config, case.load or self.load, case.speeds(self.speeds), case.kv_dtype)
 
     def changes(self, preemptions: int) -> list[Planned]:
-        """Every change once, the smallest step that brings nearly all of its gain."""
+        """Each kind of change once: its smallest variant that brings nearly all of the gain."""
         found: dict[str, list[Planned]] = {}
         for case in cases(self.config, self.load, preemptions):
             try:

@@ -1,9 +1,9 @@
-"""Does it fit? Memory of one device as a ledger, predicted by the engine's own functions (resolve.Memory, kv_spec).
+"""Predicts whether a model fits: the memory of one device as a ledger, by the engine's own functions (resolve.Memory, kv_spec).
 
     usable · gpu_memory_utilization = weights + KV cache + rows + steps + runtime (+ the draft model)
 
-Formats that the engine does not store yet are counted as they would be: so many bytes per weight, per element of K and V.
-The textbook's arithmetic, which forgets all but weights and KV, is here as well (`textbook`).
+Formats that the engine does not support yet are counted by their bytes per weight and per element of K and V. `textbook` is
+the common estimate from weights and KV alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ridgeline.resolve import DeviceFacts, Memory, gpu_sizes, page_bytes
 from ridgeline.sizes import ledger
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
 
-RUNTIME = 760 * 2**20                # of a CUDA context and the libraries: what the engine counts with
+RUNTIME = 760 * 2**20                # CUDA context and libraries, as the engine counts them
 DRAFT = "draft model"
 BLOCK_SIZE = 16
 
@@ -71,13 +71,13 @@ class Capacity:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """On all devices together, where every layer sees everything; windows keep less of a long text."""
+        """On all devices together, for layers with full attention; sliding windows keep less."""
         slots = sum(len(group.layers) for group in self.groups) / max(len(group.layers) for group in self.groups)
         copies = 1 if self.setup.model.latent is not None else self.setup.ranks      # every rank has the whole latent
         return (self.memory.per_block * slots * copies + self.draft_per_block * self.setup.ranks) / BLOCK_SIZE
 
     def blocks(self, batch: int) -> int:
-        """Of the KV cache for so many requests at their longest; block 0 belongs to nobody."""
+        """KV bytes of `batch` requests at their longest; block 0 is not used."""
         return batch * blocks_for(self.groups, self.context, self.budget) + 1
 
     def needed(self, batch: int) -> int:
@@ -107,7 +107,7 @@ class Capacity:
         return bisect_right(range(1, most + 1), self.room, key=lambda tokens: replace(self, context=tokens).needed(1))
 
     def parts(self, batch: int) -> dict[str, int]:
-        """The ledger of an engine for so many requests at their longest."""
+        """The ledger of an engine with `batch` requests at their longest."""
         found = self.memory.parts(self.blocks(batch), batch, self.budget)
         if self.draft:
             found[DRAFT] = self.draft + self.blocks(batch) * self.draft_per_block
@@ -119,7 +119,7 @@ class Capacity:
             raise ConfigError(
                 f"{self.setup.model.name} does not fit on {self.setup.label}: weights, runtime and one request of "
                 f"{self.context} tokens need {(self.memory.room - self.room + self.needed(1)) / gib:.1f} GiB a device, "
-                f"{self.memory.room / gib:.1f} are there; take more devices, narrower weights or a shorter context"
+                f"{self.memory.room / gib:.1f} are available; use more devices, narrower weights or a shorter context"
             )
 
 
@@ -147,7 +147,7 @@ def block_bytes(model: PlannedModel, setup: Setup, groups: list[KVGroupSpec]) ->
 
 @dataclass(frozen=True, slots=True)
 class Textbook:
-    """Weights and KV, and nothing else: every parameter in one format without scales, all memory, all bandwidth."""
+    """The estimate from weights and KV alone: every parameter in one format without scales, all memory, all bandwidth."""
 
     weights: float                   # bytes
     kv_per_request: float
@@ -156,8 +156,8 @@ class Textbook:
 
 
 def textbook(setup: Setup, context: int, parameters: float | None = None) -> Textbook:
-    """`parameters`: a rounded number to count with, 70e9 for "70B"; by default the model's own. Of a mixture of experts
-    one request reads those that its token visits."""
+    """`parameters`: a rounded number, 70e9 for "70B"; by default the model's own. In a mixture of experts one request reads
+    the experts that its token uses."""
     weights = (parameters or setup.model.parameters) * WEIGHT_FORMATS[setup.weights].bits / 8
     kv = setup.model.kv_elements * kv_bytes(setup.kv, setup.dtype, setup.model.kv_scaled, scales=False) * context
     left = setup.ranks * setup.device.memory - weights
@@ -166,7 +166,7 @@ def textbook(setup: Setup, context: int, parameters: float | None = None) -> Tex
 
 
 def possible_ranks(model: PlannedModel, most: int) -> list[int]:
-    """Powers of two among which the model's heads can be divided."""
+    """Powers of two that divide the model's heads."""
     config = model.config
 
     def divides(ranks: int) -> bool:

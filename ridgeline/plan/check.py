@@ -1,4 +1,4 @@
-"""`ridgeline plan --check`: what was predicted beside what a benchmark measured, figure by figure."""
+"""`ridgeline plan --check`: compares predicted with measured figures of benchmark records."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ridgeline.plan.operation import Traffic, operate
 from ridgeline.plan.prediction import Setup, closed_loop, decode_seconds, workload_seconds
 from ridgeline.plan.records import MeasuredRow, Record
 
-BAR = 0.15                           # of TPOT and throughput, on what was not fitted
+BAR = 0.15                           # allowed error of TPOT and throughput that were not fitted
 BARRED = ("TPOT", "output tok/s")
-WIDE = 1.15                          # runs of one figure that differ by as much as the bar allows are noted; no excuse
+WIDE = 1.15                          # runs of one figure that differ by as much as the bar allows are noted in the table
 
 
 _HEAD = ["record", "workload", "figure", "measured", "predicted", "error", ""]
-_SUM = "TPOT and throughput of what was not fitted:"
+_SUM = "TPOT and throughput that were not fitted:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Checked:
 
 
 def check(record: Record, fitted: bool = False) -> list[Checked]:
-    """`fitted`: it is (one of) the records that the constants are from; workloads that fit.py leaves out are not."""
+    """`fitted`: the constants were fitted on this record (except for workloads that fit.py leaves out)."""
     return [figure for row in record.rows for figure in _row(record, row, fitted)]
 
 
@@ -75,14 +75,14 @@ def _row(record: Record, row: MeasuredRow, fitted: bool) -> list[Checked]:
     return found
 
 
-MOST_CACHED = 0.02                   # of the prompts: users whose prompts were in the cache already are not simulated
+MOST_CACHED = 0.02                   # of the prompts: a closed loop with more cached tokens is not simulated
 
 
 def check_serve(name: str, points: Sequence[tuple[str, Mapping[str, Any], int]], setup: Setup) -> list[Checked]:
-    """Points of a record of `bench serve`, by name: with so many users in a closed loop the requests are planned step by step;
-    else (0) it is a server with as many requests in flight as there were on average.
+    """Points of a record of `bench serve`, by name. With a number of users (closed loop) the requests are simulated step by
+    step; with 0 the server has as many requests in flight as it had on average.
 
-    That is a rate times the time of a request (Little's law); lengths and the hit rate are the measured ones.
+    That average is the rate times the time of a request (Little's law); lengths and the hit rate are the measured ones.
     """
     found = []
     for workload, figures, users in points:
@@ -106,7 +106,7 @@ def check_serve(name: str, points: Sequence[tuple[str, Mapping[str, Any], int]],
 
 
 def worst(found: Sequence[Checked]) -> float:
-    """Of the figures that have a bar: TPOT and throughput of what was not fitted."""
+    """The largest error of the figures with a limit: TPOT and throughput that were not fitted."""
     return max((abs(each.error) for each in found if each.barred), default=0.0)
 
 
@@ -117,7 +117,7 @@ def text(found: Sequence[Checked], markdown: bool = False) -> str:
         numbers = [f"{value * scale:,.2f}" for value in (each.measured, each.predicted)]
         rows.append([
             each.record, each.workload, each.figure + unit, *numbers, f"{each.error:+.1%}", each.note,
-        ])  # fmt: skip
+        ])
     if markdown:
         rows.insert(1, ["---"] * 3 + ["---:"] * 3 + ["---"])
         lines = ["| " + " | ".join(row) + " |" for row in rows]
@@ -126,17 +126,17 @@ def text(found: Sequence[Checked], markdown: bool = False) -> str:
         lines = ["  ".join(
             cell.rjust(width) if column in (3, 4, 5) else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip() for row in rows]  # fmt: skip
+        ).rstrip() for row in rows]
     barred = [each for each in found if each.barred]
     if barred:
         inside = sum(abs(each.error) <= BAR for each in barred)
         lines += ["", f"{_SUM} {inside} of {len(barred)} within {BAR:.0%}, the worst "
-                      f"off by {worst(found):.1%}"]  # fmt: skip
+                      f"off by {worst(found):.1%}"]
     return "\n".join(lines)
 
 
 def put_into(page: str, found: Sequence[Checked]) -> str:
-    """A page with this table in the place of the one that it has, up to the line that sums it up."""
+    """The page with its table, up to the summary line, replaced by this one."""
     lines = page.splitlines()
     head = "| " + " | ".join(_HEAD) + " |"
     first = next((place for place, line in enumerate(lines) if line == head), None)

@@ -1,10 +1,10 @@
-"""Mixtures of experts, as far as planning goes: how many weights there are, how many a token visits, what a step reads.
+"""The cost of a mixture of experts, for planning: weights in total, weights per token, weights read per step.
 
-    every token computes with `used` of the layer's `count` experts, and with the shared ones
-    a step of b tokens reads the experts that any of them visits: count · (1 − (1 − used/count)^b), if they choose evenly
+    every token uses `used` of the layer's `count` experts, and the shared ones
+    a step of b tokens reads every expert that any token uses: count · (1 − (1 − used/count)^b), if routing is even
 
-The cost model counts a dense decoder whose MLP is one expert; here that MLP becomes the mixture's. The engine does not run
-such models yet.
+The cost model counts a dense decoder whose MLP is one expert; here that MLP is replaced by the mixture. The engine does not
+run such models yet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Experts:
     dense_width: int = 0             # … of this width
 
     def visited(self, tokens: float) -> float:
-        """Experts of a layer that some token of a step visits, if they choose independently and evenly."""
+        """Experts of a layer that some token of a step uses, if routing is independent and even."""
         return self.count * (1 - (1 - self.used / self.count) ** tokens)
 
     @property
@@ -57,7 +57,7 @@ class Experts:
         beside = self.shared / self.width
         dense = self.dense_width / self.width
         factor = (visits * (self.used + beside) + plain * dense) / max(1, visits + plain)
-        # What fills a recorded shape up chooses nothing.
+        # Padding to a graph's shape is not routed.
         visited, at_last = self.visited(counts.full.queries), self.visited(min(last, counts.last.queries))
         read = mixed * (visited + beside) + behind * (at_last + beside) + self.dense_layers * dense
         ops = dict(cost.ops)
@@ -66,7 +66,7 @@ class Experts:
             ops[name] = OpCost(
                 op.calls, round(op.flops * factor), round(op.weights * read / max(1, op.calls)), op.kv_read, op.kv_written,
                 round(op.activations * factor),
-            )  # fmt: skip
+            )
         router = shape.hidden * self.count
         ops["gate_up"] += OpCost(mixed + behind, 2 * visits * router, round((mixed + behind) * router * shape.activation_bytes))
         return StepCost(ops, cost.collectives, cost.collective_bytes)

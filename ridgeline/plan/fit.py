@@ -1,10 +1,9 @@
 """`ridgeline plan --fit`: the constants of prediction.py from the records of one model on one device.
 
-Fitted are what a decode step of the uniform workloads takes, what first tokens take, where a record has them the kernels' times
-by part, and with a record of `bench ops` the kernel of attention by itself: what a decode takes is the difference of two runs,
-and where prompts are most of both it is known badly. All figures count alike, by their relative errors, and parts less. A
-constant that the records hardly touch stays near what it is expected to be (`_EXPECTED`); so the fit has one answer.
-Levenberg–Marquardt on logarithms, in numpy.
+Fits decode steps of the uniform workloads, first tokens, kernel times by part where a record has them, and with a record of
+`bench ops` the attention kernel alone (a decode step is the difference of two runs, which is inexact where prompts take most of
+both). All figures have the same weight, by relative error; parts have less. A constant that the records hardly determine
+stays near its expected value (`_EXPECTED`), so the fit is unique. Levenberg–Marquardt on logarithms, in numpy.
 """
 
 from __future__ import annotations
@@ -26,23 +25,22 @@ from ridgeline.plan.workload_steps import Steps, count_rows, decode_rows, gather
 from ridgeline.sizes.graph_shapes import decode_sizes
 from ridgeline.sizes.hardware import Device, data_sheet
 
-# What each constant is expected to be, and how far it may be off: a standard deviation of its logarithm. The times of a
-# kernel and the overlap are what single matrices of Llama-3.1-8B on the H200 say, small ones beside large ones: with one
-# row a + bytes / rate with a = 2.5 µs, with 128 rows about 4.5 µs above the roofline with p = 4. Cards of 4.8 TB/s by their data
-# sheet were measured to read 4.38 to 4.44.
+# The expected value of each constant, and the standard deviation of its logarithm. Kernel times and the overlap come from single
+# matrices of Llama-3.1-8B on the H200: with one row a + bytes / rate with a = 2.5 µs, with 128 rows about 4.5 µs above the
+# roofline with p = 4. Cards of 4.8 TB/s by their data sheet read 4.38 to 4.44 as measured.
 _EXPECTED: dict[str, tuple[float, float]] = {
     "linear_read": (0.87, 0.03), "linear_compute": (0.65, 0.2), "overlap": (4.0, 0.3), "kernel_one_s": (2.5e-6, 0.15),
     "kernel_many_s": (4.5e-6, 0.15), "attention_call_s": (6e-6, 0.5), "attention_read": (0.8, 0.15),
     "attention_compute": (0.6, 0.4), "layer_one_s": (2e-6, 0.7), "layer_many_s": (6e-6, 0.7), "step_s": (20e-6, 0.7),
     "power_drop": (0.1, 0.5), "power_s": (0.3, 0.3),
-    "idle_s": (0.1e-3, 0.5),         # beside taking a request in and planning it, which are counted apart
-    # How much longer a new request takes in an engine at work than in `bench host`, by itself: a little, where nothing stops it.
+    "idle_s": (0.1e-3, 0.5),         # without adding and scheduling requests, which are counted separately
+    # How much longer a new request takes in a running engine than in `bench host`.
     "host": (1.0, 0.3),
-}  # fmt: skip
+}
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
-_ERROR = 0.02                        # of a measured figure, all alike: cards of the same kind differ by so much and more
+_ERROR = 0.02                        # of every measured figure: cards of one kind differ by at least this much
 OPS_HEADS = (32, 8, 128)             # heads, KV heads and their size in `bench ops`: Llama-3.1-8B's
-_PART_ERROR = 0.05                   # of a part's, of which there is one trace: that slows things down a little
+_PART_ERROR = 0.05                   # of a part's time, which comes from one trace; tracing slows steps down a little
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,8 @@ class Observation:
 
 
 def observations(record: Record) -> list[Observation]:
-    """What of a record is fitted: workloads whose requests are alike. Of those that share a prefix the whole time, most of which
-    is the host's where the model is small; so of those that are mostly prompts, whose TPOT is hardly known."""
+    """The fitted figures of a record: of workloads with requests of equal lengths. With a shared prefix, and with mostly prompts
+    (whose TPOT is inexact), the total time is fitted."""
     found: list[Observation] = []
     setup = record.setup
     for row in record.rows:
@@ -95,7 +93,7 @@ def _tpot(whole: Steps, first: Steps, count: int) -> Callable[[Setup], float]:
 
 
 def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
-    """Kernels of a decode step by part: products, attention, and all others in layers and behind them."""
+    """Kernel times of a decode step by part: matrix products, attention, and all others."""
     measured = {
         "linears and head": row.parts.get("linears and head", 0.0), "attention": row.parts.get("attention", 0.0),
         "the rest": sum(seconds for part, seconds in row.parts.items() if part not in ("linears and head", "attention")),
@@ -121,7 +119,7 @@ def _parts(setup: Setup, row: MeasuredRow) -> list[Observation]:
         found.append(Observation(
             f"{row.workload} step", row.step_seconds, lambda setup: float(step_seconds(setup, steps, steady=True)[0]),
             _ERROR,
-        ))  # fmt: skip
+        ))
     return found
 
 
@@ -139,7 +137,7 @@ def kernel_observations(path: str | Path, setup: Setup) -> list[Observation]:
         steps = gather(shape, [count_rows(shape, decode_rows(batch, context - 1))], setup.model)
         found.append(Observation(
             f"kernel of attention, {row['case']}", row["microseconds"]["median"] / 1e6, _attention_of_a_layer(steps), _PART_ERROR
-        ))  # fmt: skip
+        ))
     return found
 
 
@@ -148,18 +146,18 @@ def _attention_of_a_layer(steps: Steps) -> Callable[[Setup], float]:
 
 
 def host_constants(*paths: str | Path) -> dict[str, float]:
-    """What a step and a new request cost the host, from records of `ridgeline bench host`; a later one has the last word.
+    """The host's cost of a step and of a new request, from records of `ridgeline bench host`; a later record wins.
 
-    A step costs so much, and so much for each row: a line through the fewest and the most rows of a record.
+    A step has a fixed cost and a cost per row: a line through the fewest and the most rows of a record.
     """
     found: dict[str, float] = {}
     for path in paths:
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
             if raw["benchmark"] != "host":
-                raise KeyError(f"it is one of `bench {raw['benchmark']}`")
+                raise KeyError(f"it is a record of `bench {raw['benchmark']}`")
             if "model" in raw["workload"] and raw["workload"]["device"] == "cpu":
-                raise ValueError("its steps compute on the host itself; `--shape` wants a GPU, or leave it out")
+                raise ValueError("its steps compute on the host; `bench host --shape` needs a GPU: leave --shape out")
             found |= _step_constants(raw["figures"]) | _admission_constants(raw["figures"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not a record of `ridgeline bench host` ({type(error).__name__}: {error})") from None
@@ -178,7 +176,7 @@ def _step_constants(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def _admission_constants(figures: dict[str, Any]) -> dict[str, float]:
-    """To take a request in and to plan it cost so much, and so much for each token of its prompt; one that is cached less."""
+    """Adding and scheduling a request: a fixed cost, and a cost per prompt token, which is lower for a cached token."""
     if "admitting_2048" not in figures:
         return {}
     short, long, cached = (figures[name] for name in ("admitting_64", "admitting_2048", "admitting_2048_cached"))
@@ -192,44 +190,44 @@ def _admission_constants(figures: dict[str, Any]) -> dict[str, float]:
     return {
         "host_add_s": add, "host_add_token_s": add_token, "host_request_s": request, "host_token_s": token,
         "host_cached_s": max(0.0, (cached["plan_ms"]["median"] / 1e3 - request) / 2048),
-    }  # fmt: skip
+    }
 
 
 def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
-    """How much of a wide kernel's speed attention keeps over narrow pages, from a record of `ridgeline bench ops`.
+    """Speed of attention over an fp8 KV cache relative to a 16-bit one, from a record of `ridgeline bench ops`.
 
-    The same rows over both kinds of pages: decodes, rotated and written in the same kernel, read; prompts compute. `call_s` is
-    what a call takes before either; calls that are little else say nothing, of the others the geometric mean counts.
+    Compares the same rows over both: decodes (fused with rotation and KV write) are memory-bound, prompts compute-bound. `call_s`
+    is the fixed time of a call; calls that are little more are skipped, of the others the geometric mean counts.
     """
     rows = {row["case"]: row for row in _attention_rows(path)}
     found = {}
     for name, kind, rate in (("narrow_kv_read", "rows-", "gb_s"), ("narrow_kv_compute", "prefill-", "tflop_s")):
         pairs = [(rows[f"fp8-{case}"], row) for case, row in rows.items() if case.startswith(kind) and f"fp8-{case}" in rows
-                 and row["microseconds"]["median"] / 1e6 > 4 * call_s]  # fmt: skip
+                 and row["microseconds"]["median"] / 1e6 > 4 * call_s]
         if pairs:
             found[name] = math.exp(np.mean([math.log(_speed(narrow, rate, call_s) / _speed(wide, rate, call_s))
-                                            for narrow, wide in pairs]))  # fmt: skip
+                                            for narrow, wide in pairs]))
     if len(found) < 2:
-        raise ConfigError(f"{path} has no attention over wide and over narrow pages: `ridgeline bench ops --op decode_attention "
-                          "paged_attention` on a GPU has")  # fmt: skip
+        raise ConfigError(f"{path} has no attention over both 16-bit and fp8 KV: make one with `ridgeline bench ops --op "
+                          "decode_attention paged_attention` on a GPU")
     return found
 
 
 def _card(path: str | Path) -> Device | None:
-    """The card of a record of `ridgeline bench ops`, if it says what that reads and multiplies."""
+    """The card of a record of `ridgeline bench ops`, if the record has its peak rates."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         device, peaks = data_sheet(raw["machine"]["gpu"]["name"]), raw["workload"]["peaks"]
         return device and of_card(device, peaks["read_bytes_s"] / 1e12, peaks["flops_s"]["bfloat16"] / 1e12)
     except (OSError, ValueError, KeyError, TypeError):
-        return None                                      # _attention_rows says what is wrong with it, if anything is
+        return None                                      # _attention_rows reports what is wrong
 
 
 def _attention_rows(path: str | Path) -> list[dict[str, Any]]:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         if raw["benchmark"] != "ops":
-            raise KeyError(f"it is one of `bench {raw['benchmark']}`")
+            raise KeyError(f"it is a record of `bench {raw['benchmark']}`")
         ops = ("decode_attention", "paged_attention")
         rows = [row for row in raw["figures"]["rows"] if row["op"] in ops and row["implementation"] == "triton"]
         return [row for row in rows if not row["error"]]
@@ -238,7 +236,7 @@ def _attention_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 def launch_constants(path: str | Path) -> dict[str, float]:
-    """What launching a kernel costs the host, from the peaks in a record of `ridgeline bench ops`; nothing where it has none."""
+    """The host's time to launch a kernel, from the peaks in a record of `ridgeline bench ops`; empty if it has none."""
     try:
         seconds = json.loads(Path(path).read_text(encoding="utf-8"))["workload"]["peaks"]["host_launch_s"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -255,14 +253,14 @@ def _speed(row: dict[str, Any], rate: str, call_s: float) -> float:
 def fit(
     records: Sequence[Record], host: dict[str, float] | None = None, ops: str | Path | None = None
 ) -> tuple[Constants, list[dict[str, Any]]]:
-    """The constants, and every fitted figure with its error. `host` is measured apart; fitted is only how fast a host it was.
+    """The constants, and every fitted figure with its error. `host` is measured separately; only the host's speed is fitted.
     `ops`: a record of `bench ops`."""
     seen = [(record.setup, each, record.name) for record in records for each in observations(record)]
     if ops is not None and records:
         setup = replace(records[0].setup, device=_card(ops) or records[0].setup.device)
         seen += [(setup, each, Path(ops).stem) for each in kernel_observations(ops, setup)]
     if len(seen) < 3:
-        raise ConfigError("these records have too few workloads to fit: there must be first tokens and decodes")
+        raise ConfigError("these records have too few workloads to fit: first tokens and decodes are needed")
     names = list(_EXPECTED)
     expected = np.log([_EXPECTED[name][0] for name in names])
     widths = np.array([_EXPECTED[name][1] for name in names])
@@ -276,7 +274,7 @@ def fit(
     def residuals(logs: np.ndarray) -> np.ndarray:
         made = constants(logs)
         off = [math.log(each.predict(replace(setup, constants=made)) / each.measured) / each.error
-               for setup, each, _ in seen]  # fmt: skip
+               for setup, each, _ in seen]
         return np.concatenate([off, (logs - expected) / widths])
 
     best = constants(_least_squares(residuals, expected))
@@ -285,7 +283,7 @@ def fit(
          "predicted": (predicted := each.predict(replace(setup, constants=best))),
          "error": predicted / each.measured - 1}
         for setup, each, name in seen
-    ]  # fmt: skip
+    ]
     return best, errors
 
 
@@ -317,5 +315,5 @@ def write_fit(path: str | Path, constants: Constants, errors: list[dict[str, Any
         "constants": {name: float(f"{value:.6g}") for name, value in constants.values().items()},
         "errors": [each | {name: float(f"{each[name]:.5g}") for name in ("measured", "predicted", "error")}
                    for each in errors],
-    }  # fmt: skip
+    }
     Path(path).write_text(json.dumps(content, indent=1) + "\n")

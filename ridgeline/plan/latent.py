@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek), as far as planning goes: one compressed vector per token and layer in the cache.
+"""The cost of multi-head latent attention (MLA, DeepSeek), for planning: one compressed vector per token and layer in the cache.
 
     cache     kv_rank + rope elements a token and layer, whatever the number of heads; every rank keeps all of it
     decodes   compute against the latent itself: 2 (2 · kv_rank + rope) FLOPs per head, query and key
-    prompts   widen K and V first (part of the products) and then pay 2 (nope + rope + value)
+    prompts   expand K and V first (part of the matrix products) and then need 2 (nope + rope + value)
 
-The cost model counts a dense decoder whose heads are `value` wide; here its K, V and attention become the latent's. What a
-chunk of a long prompt computes to widen the chunks before it is not counted. The engine does not run such models yet.
+The cost model counts a dense decoder whose heads are `value` wide; here its K, V and attention are replaced by the latent's. The
+expansion of earlier chunks of a long prompt is not counted. The engine does not run such models yet.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Latent:
         products = OpCost(
             kernels * layers, 2 * layers * tokens * elements, round(layers * elements * shape.weight_bytes), 0, 0,
             layers * tokens * between * size,
-        )  # fmt: skip
+        )
         near = 2 * (2 * self.kv_rank + self.rope) + _SOFTMAX
         wide = 2 * (self.nope + self.rope + self.value) + _SOFTMAX
         few, many = counts.few_pairs, counts.full.pairs - counts.few_pairs
@@ -66,10 +66,10 @@ class Latent:
         attention = OpCost(
             layers - 1 + bool(counts.last_tokens), heads * pairs, 0, round(keys * self.width * shape.kv_bytes), 0,
             behind * heads * (self.nope + self.rope + self.value) * size,
-        )  # fmt: skip
+        )
         turned = cost.ops["rotary_write"]
         write = OpCost(turned.calls, turned.flops, 0, 0, round(layers * tokens * self.width * shape.kv_bytes),
-                       2 * layers * tokens * (heads + 1) * self.rope * size)  # fmt: skip
+                       2 * layers * tokens * (heads + 1) * self.rope * size)
         return StepCost(
             {**cost.ops, "qkv": products, "attention": attention, "rotary_write": write}, cost.collectives, cost.collective_bytes
         )
@@ -88,4 +88,4 @@ def read_latent(raw: Mapping[str, Any], name: str) -> Latent | None:
     return Latent(
         sizes["kv_lora_rank"], sizes["qk_rope_head_dim"], sizes["qk_nope_head_dim"], sizes["v_head_dim"],
         query_rank=raw.get("q_lora_rank") or 0,
-    )  # fmt: skip
+    )

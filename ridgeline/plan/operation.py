@@ -1,11 +1,11 @@
-"""A deployment at work: requests of one size keep coming, so many are in flight, and prompts join the decodes' steps.
+"""Predicts a deployment under steady load: requests of one size, a fixed batch, prompts computed in the decodes' steps.
 
     step  = a decode of the batch at its mean context + per finished request the extra time of one prompt in such a step
     TPOT  = step / tokens per request and step          (1, or with drafts (1 − αᵏ⁺¹)/(1 − α))
-    TTFT  = half a step + the steps that compute the prompt, beside the running decodes and the other prompts of the step
+    TTFT  = half a step + the steps that compute the prompt, together with running decodes and the step's other prompts
     tok/s = batch · tokens per request and step / step
 
-From it: the table over batch sizes, what limits the batch, the best number of ranks, and how many devices a rate needs.
+From it: the table over batch sizes, the limits of the batch, the best number of ranks, and the devices that a rate needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ridgeline.roofline.step_cost import expected_tokens
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What requests are like."""
+    """The lengths and the cache hit rate of requests."""
 
     tokens_in: int
     tokens_out: int
@@ -32,8 +32,8 @@ class Traffic:
 
     def __post_init__(self) -> None:
         if self.tokens_in < 1 or self.tokens_out < 1 or not 0 <= self.hit_rate < 1:
-            raise ConfigError(f"requests need a token in and out at least, and a hit rate from 0 to below 1: got "
-                              f"{self.tokens_in} in, {self.tokens_out} out, {self.hit_rate:g}")  # fmt: skip
+            raise ConfigError(f"requests need at least one token in and out, and a hit rate from 0 to below 1; got "
+                              f"{self.tokens_in} in, {self.tokens_out} out, {self.hit_rate:g}")
 
     @property
     def context(self) -> int:
@@ -53,7 +53,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A setup with so many requests in flight."""
+    """A setup at one batch size."""
 
     setup: Setup
     batch: int
@@ -93,7 +93,7 @@ def operate(setup: Setup, batch: int, traffic: Traffic, budget: int = STEP_TOKEN
     return Point(
         setup, batch, ttft=ttft, tpot=step / tokens, prefill=alone, tok_s=batch * tokens / step,
         requests_s=batch * tokens / step / traffic.tokens_out,
-    )  # fmt: skip
+    )
 
 
 def batches(largest: int) -> list[int]:
@@ -112,8 +112,8 @@ SATURATED = 0.9                      # of the throughput at the largest batch
 
 
 def compute_limited_batch(setup: Setup) -> int:
-    """Rows from which the linears compute for longer than they read: ridge · bytes per weight / 2. An expert sees only its
-    part of the rows."""
+    """Rows from which the linears are compute-bound: ridge · bytes per weight / 2. An expert gets only its share of the
+    rows."""
     device = setup.device
     rate = device.rate(compute_format(device, setup.weights, setup.dtype)) * (2 if setup.sparse and device.sparse else 1)
     rows = rate / device.bandwidth * weight_bytes(setup.weights, setup.sparse) / 2
@@ -123,12 +123,12 @@ def compute_limited_batch(setup: Setup) -> int:
 
 
 def saturation_batch(points: Sequence[Point]) -> int:
-    """The smallest batch with nearly the throughput of the largest: beyond it only latency grows."""
+    """The smallest batch with nearly the throughput of the largest: beyond it mostly latency grows."""
     enough = SATURATED * max(point.tok_s for point in points)
     return next(point.batch for point in points if point.tok_s >= enough)
 
 
-MOST_LOAD = 0.8                      # of what replicas can: requests that come by chance need room, else they queue
+MOST_LOAD = 0.8                      # of the replicas' capacity: random arrivals need room, or requests queue
 
 
 # ── how many ────────────────────────────────────────────────────────────────────────────────────────────────────────

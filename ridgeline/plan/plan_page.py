@@ -37,14 +37,14 @@ def page(told: dict[str, Any]) -> str:
         ("Throughput against quality", _plot(
             [point for point in points if point["quality"] is not None], lambda point: point["quality"], _QUALITY[unit],
             "best_quality", False)),
-    ]  # fmt: skip
+    ]
     body = "".join(f"<h2>{name}</h2>\n{drawn}\n" for name, drawn in plots)
     best = [point for point in points if point["best_latency"] or point["best_quality"]]
     return (
         f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<meta name=viewport content='width=device-width'>\n"
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n"
         f"<p>Requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out. A dot is a setup: devices, formats, "
-        f"batch. On the line are those that no other beats in both.</p>\n{body}{_table(best, unit)}\n"
+        f"batch. The line is the Pareto front: no other setup is better in both.</p>\n{body}{_table(best, unit)}\n"
         f"<h2>The whole plan</h2>\n<pre>{html.escape(text(told))}</pre>\n</html>\n"
     )
 
@@ -106,5 +106,5 @@ def _table(points: Sequence[dict[str, Any]], unit: str) -> str:
         for point in sorted(points, key=lambda each: each["tpot"])
     ]
     priced = bool(points) and points[0]["dollars_per_million"] is not None
-    head = f"<tr><th>on the lines<th>batch<th>TTFT ms<th>TPOT ms<th>tok/s per device<th>{unit}" + ("<th>$/M" if priced else "")
+    head = f"<tr><th>Pareto-optimal<th>batch<th>TTFT ms<th>TPOT ms<th>tok/s per device<th>{unit}" + ("<th>$/M" if priced else "")
     return f"<table>{head}{''.join(rows)}</table>"

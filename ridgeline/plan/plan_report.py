@@ -1,4 +1,4 @@
-"""A plan as plain data, and as text for people. The same numbers in both; `plan_page.py` draws them."""
+"""A plan as plain data and as text, with the same numbers; `plan_page.py` plots them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ridgeline.sizes.ledger import GIB
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a plan is to say."""
+    """The input of a plan."""
 
     setup: Setup
     traffic: Traffic
@@ -40,7 +40,7 @@ class Question:
     price: float | None = None       # dollars per device and hour
     slo: Slo | None = None
     rate: float | None = None        # requests/s
-    parameters: float | None = None  # rounded, for the textbook's arithmetic
+    parameters: float | None = None  # rounded, for the textbook estimate
     hit_rate: float = 0.5            # of the technique "prefix hits" …
     drafts: int = 4                  # … and of "drafts"
     acceptance: float = 0.7
@@ -67,7 +67,7 @@ def answer(question: Question) -> dict[str, Any]:
         "longest_context": capacity.longest_context(), "compute_limited_batch": compute_limited_batch(setup),
         "textbook": {"weights": book.weights, "kv_per_request": book.kv_per_request, "batch": book.batch,
                      "tok_s": book.tok_s, "parameters": question.parameters or setup.model.parameters},
-    }  # fmt: skip
+    }
     if capacity.fits:
         points = table(setup, traffic, largest)
         told["batches"] = [_point(point, question.price) for point in points]
@@ -84,7 +84,7 @@ def answer(question: Question) -> dict[str, Any]:
             setup, traffic, hit_rate=question.hit_rate, drafts=question.drafts, acceptance=question.acceptance,
             draft_model=setup.draft_model, utilization=question.utilization,
         )
-    ]  # fmt: skip
+    ]
     if question.slo is not None:
         point = best_point(setup, traffic, question.slo, question.utilization)
         told["within_slo"] = _point(point, question.price) if point is not None else None
@@ -108,12 +108,12 @@ def objectives(question: Question) -> dict[str, Any]:
         found[objective.name] = {
             "what": objective.what, "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out,
             "hit_rate": traffic.hit_rate, "best": _point(point, question.price) if point else None,
-        }  # fmt: skip
+        }
     return found
 
 
 def fronts(question: Question) -> dict[str, Any]:
-    """Every candidate, and which of them nothing beats: in latency, and in quality."""
+    """Every candidate, and which are Pareto-optimal in latency and in quality."""
     points = candidates(question.setup, question.traffic, question.most_ranks, True, question.utilization)
     losses: dict[int, float | None] = {
         id(point): -quality(point.setup) if question.kl is None else measured_loss(point.setup, question.kl)
@@ -131,7 +131,7 @@ def fronts(question: Question) -> dict[str, Any]:
             }
             for point in points
         ],
-    }  # fmt: skip
+    }
 
 
 def _point(point: Point, price: float | None) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _point(point: Point, price: float | None) -> dict[str, Any]:
         "batch": point.batch, "ttft": point.ttft, "tpot": point.tpot, "prefill": point.prefill, "tok_s": point.tok_s,
         "tok_s_device": point.tok_s_device, "requests_s": point.requests_s, "lossy": point.setup.lossy,
         "dollars_per_million": point.dollars_per_million(price) if price is not None else None,
-    }  # fmt: skip
+    }
 
 
 def _answer(found: Answer, price: float | None) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def text(told: dict[str, Any]) -> str:
         f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"
         + (f", {told['hit_rate']:.0%} of the prompt cached" if told["hit_rate"] else ""),
         *_uneven(told),
-        *([f"{told['not_run']}: planned, as kernels like ours would run it; this engine does not yet"] * bool(told["not_run"])),
+        *([f"{told['not_run']}: only planned; this engine does not run it yet"] * bool(told["not_run"])),
         "",
         *_memory(told),
         "",
@@ -185,7 +185,7 @@ def text(told: dict[str, Any]) -> str:
     lines += [*_ranks(told["by_ranks"]), "", *_techniques(told["techniques"])]
     if "within_slo" in told:
         within = told["within_slo"]
-        most = "one request alone is too slow for the SLO, or does not fit" if within is None else (
+        most = "SLO not met: even one request alone is too slow, or does not fit" if within is None else (
             f"within the SLO: {within['requests_s']:.2f} requests/s with {_one_line(within)}"
         )
         lines += ["", most]
@@ -205,8 +205,8 @@ def _uneven(told: dict[str, Any]) -> list[str]:
     if ranks >= heads or heads % ranks == 0:
         return []
     even = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-    return [f"{heads} KV heads do not divide evenly among {ranks}: a rank has up to {-(-heads // ranks)} of them, and the others "
-            f"wait for it, so it is slower than planned; {even} do"]  # fmt: skip
+    return [f"{heads} KV heads do not divide evenly among {ranks} ranks: one has up to {-(-heads // ranks)}, the others wait "
+            f"for it, and speed is below the plan; {even} ranks divide them evenly"]
 
 
 def _requests(count: int) -> str:
@@ -220,7 +220,7 @@ def _rate(tok_s: float) -> str:
 
 def _active(told: dict[str, Any]) -> str:
     active = told["active_parameters"]
-    return f" ({active / 1e9:.2f} G of them for a token)" if active != told["parameters"] else ""
+    return f" ({active / 1e9:.2f} G active per token)" if active != told["parameters"] else ""
 
 
 def _memory(told: dict[str, Any]) -> list[str]:
@@ -233,8 +233,8 @@ def _memory(told: dict[str, Any]) -> list[str]:
     lines.append(f"  {'left':<12}{(told['usable'] - sum(told['ledger'].values())) / GIB:>9.2f}")
     book, context = told["textbook"], told["tokens_in"] + told["tokens_out"]
     lines += [
-        f"KV {told['kv_bytes_per_token'] / 1024:,.1f} KiB a token; {_requests(told['largest_batch'])} of {context:,} tokens "
-        f"fit, or one of {told['longest_context']:,}",
+        f"KV {told['kv_bytes_per_token'] / 1024:,.1f} KiB per token; room for {_requests(told['largest_batch'])} of {context:,} "
+        f"tokens, or one of {told['longest_context']:,}",
         f"batch limited by memory at {told['largest_batch']:,}, by compute (ridge) at {told['compute_limited_batch']:,}"
         + (f"; 90 % of the throughput at {told['saturation_batch']:,}" if "saturation_batch" in told else ""),
         f"textbook (weights and KV alone, {book['parameters'] / 1e9:.4g} G parameters): {_rate(book['tok_s'])} tok/s at batch 1 "
@@ -266,12 +266,12 @@ def _step(parts: dict[str, dict[str, float]]) -> list[str]:
 
 def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
-        return ["it fits on none of the numbers of devices that were looked at"]
+        return ["it does not fit on any number of devices considered"]
     lines = [f"{'ranks':>6}{'TPOT ms at 1':>14}{'largest batch':>15}{'tok/s':>11}{'per device':>12}"]
     for row in rows:
         one, many = row["one"], row["many"]
         lines.append(f"{row['ranks']:>6}{one['tpot'] * 1e3:>14.2f}{many['batch']:>15,}{_rate(many['tok_s']):>11}"
-                     f"{_rate(many['tok_s_device']):>12}")  # fmt: skip
+                     f"{_rate(many['tok_s_device']):>12}")
     fastest = min(rows, key=lambda row: row["one"]["tpot"])["ranks"]
     cheapest = max(rows, key=lambda row: row["many"]["tok_s_device"])["ranks"]
     return [*lines, f"best tensor parallelism: {fastest} for latency, {cheapest} for throughput per device"]
@@ -279,33 +279,33 @@ def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _techniques(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
-        return ["no technique alone makes it fit"]
+        return ["no single technique makes it fit"]
     lines = [f"{'technique':<20}{'TTFT':>7}{'TPOT':>7}{'tok/s':>7}{'batch':>8}  exact  in this engine"]
     for row in rows:
         factors = "".join(f"{'fits':>7}" if row[name] is None else f"{row[name]:>6.2f}×" for name in ("ttft", "tpot", "tok_s"))
         lines.append(f"{row['technique']:<20}{factors}{row['largest_batch']:>8,}  {'yes' if row['exact'] else 'no':<5}  "
-                     f"{'yes' if row['here'] else 'not yet'}")  # fmt: skip
+                     f"{'yes' if row['here'] else 'not yet'}")
     return lines
 
 
 def _deployments(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
-        return ["no number of devices meets the SLO: even one request alone takes longer; narrower formats or a faster "
-                "device would"]
+        return ["no number of devices meets the SLO: even one request alone takes longer; try narrower formats or a faster "
+                "device"]
     lines = []
     for row in rows:
         point, price = row["point"], row["dollars_per_hour"]
         devices = f"{row['devices']} device{'s' if row['devices'] > 1 else ''}"
         lines.append(f"{row['rate']:g} requests/s need {devices}: {row['replicas']} × {point['label']}, at most "
                      f"{_requests(point['batch'])} each, TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms; "
-                     f"loaded with {row['load']:.0%} of what they can, at most {MOST_LOAD:.0%}"
-                     + (f", ${price:,.2f} an hour" if price is not None else ""))  # fmt: skip
+                     f"load {row['load']:.0%} of capacity (limit {MOST_LOAD:.0%})"
+                     + (f", ${price:,.2f} an hour" if price is not None else ""))
     return lines
 
 
 def _one_line(point: dict[str, Any] | None) -> str:
     if point is None:
-        return "nothing meets it"
+        return "no setup meets it"
     cost = f", ${point['dollars_per_million']:.3f} per million tokens" if point["dollars_per_million"] is not None else ""
     return (f"{point['label']}, batch {point['batch']}: {_rate(point['tok_s_device'])} tok/s per device, "
-            f"TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms{cost}")  # fmt: skip
+            f"TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms{cost}")

@@ -1,10 +1,10 @@
-"""Number formats of weights and of the KV cache: bytes per element with their scales, and what products run in.
+"""Number formats of weights and of the KV cache: bytes per element with their scales, and the format of matrix products.
 
-Weights in a narrow format are stored and read in it. Products run in it only where the chip's matrix units know it and the
-activations have it too (fp8, int8); int4 weights are widened on the way (W4A16), so they save bytes and no FLOPs.
+Weights in a narrow format are stored and read in it. Matrix products run in it only if the chip supports it and the activations
+have it too (fp8, int8); int4 weights are converted on the way (W4A16), so they save bytes but no FLOPs.
 
-How much a format loses is told by its signal-to-noise ratio on normally distributed numbers, in decibels: computed, the
-same for every model, and only a hint. What a model really loses is for `ridgeline eval` to measure.
+A format's loss is given as its signal-to-noise ratio on normally distributed numbers, in decibels: the same for every model, and
+only a hint. `ridgeline eval` measures a model's real loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WEIGHT_FORMATS = {
         Format("int4", 4, (16 + 4) / GROUP, computes=False),     # a scale and a zero for every group
         Format("fp4", 4, 8 / 16),                        # a scale of 8 bits for 16 numbers
     )
-}  # fmt: skip
+}
 KV_FORMATS = ("auto", "fp8", "int8", "int4")
 
 
@@ -62,7 +62,7 @@ def kv_bytes(format: str, dtype: str, head_dim: int, scales: bool = True) -> flo
 
 
 def compute_format(device: Device, weights: str, dtype: str) -> str:
-    """What products run in: the weights' own format where it is native, otherwise the activations', or the chip's wide one."""
+    """The format of matrix products: the weights' own if native, otherwise the activations', or the chip's wide one."""
     found = WEIGHT_FORMATS[weights]
     if found.computes and weights in device.flops:
         return weights
@@ -93,7 +93,7 @@ def _float_step(mantissa: int, lowest_exponent: int) -> Callable[[np.ndarray], n
 
 
 def _integer(bits: int, group: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Symmetric, scaled to the largest of a group: of so many normal numbers that is about √(2 ln 2n)."""
+    """Symmetric, scaled to the largest of a group: of n normal numbers that is about √(2 ln 2n)."""
     most = math.sqrt(2 * math.log(2 * group))
 
     def rounded(values: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bfloat16": _float_step(7, -126), "float16": _float_step(10, -14), "float32": _float_step(23, -126),
     "fp8": _float_step(3, -12),                          # e4m3, scaled so that the largest of a row fills the range
     "int8": _integer(8, 4096), "int4": _integer(4, GROUP), "fp4": _fp4,
-}  # fmt: skip
+}
 
 
 def signal_to_noise(format: str) -> float:

@@ -1,14 +1,14 @@
-"""Seconds of a step: what has to be read and computed, at the share of the data sheet that our kernels reach.
+"""Predicts the seconds of a step: bytes and FLOPs at the shares of the data sheet that our kernels reach.
 
-    product     (read^p + compute^p)^(1/p) + calls · kernel        read = bytes / (bandwidth · linear_read) …
-    attention   read + compute + calls · its own time: decodes read, prompts and shared prefixes compute, one after the other
-    layer       norms, rotation, activation: a time that grows with the rows, and their bytes beyond those that caches hold
+    GEMM        (read^p + compute^p)^(1/p) + calls · kernel        read = bytes / (bandwidth · linear_read) …
+    attention   read + compute + calls · its own time: decodes read, prefill and shared prefixes compute, one after the other
+    layer       norms, rotation, activation: a time that grows with the rows, and the bytes that do not fit in caches
     all-reduce  latency + 2 (n − 1)/n · bytes / link
-    clock       a device that has computed for a while is slower than one that begins: its power is limited (`paces`)
-    step        the sum, and what the sampler and copies take; beside it the host plans and launches the next one, again ^p
+    clock       the power limit lowers the clock of a device that has computed for a while (`paces`)
+    step        the sum, sampling and copies; the host schedules and launches the next step in parallel, again ^p
 
-p says how well two things overlap: ∞ would be the roofline's maximum, 1 a sum. The constants are fitted on
-Llama-3.1-8B in bf16 on one H200 (`fit.py`, `fitted.json`); other chips are assumed to reach the same shares of theirs.
+p says how well two things overlap: ∞ is the roofline's maximum, 1 a sum. The constants are fitted on Llama-3.1-8B in bf16 on
+one H200 (`fit.py`, `fitted.json`); other chips are assumed to reach the same shares of their data sheets.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from ridgeline.sizes.hardware import Device
 from ridgeline.techniques import turned_off
 
 FITTED = Path(__file__).with_name("fitted.json")
-MANY_ROWS = 128                      # from here on the time per layer grows no more, but for its bytes
+MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
-MOST_ROWS = GPU_ROWS                 # requests that run at once
-# An assumption, until this engine has such kernels: those that widen weights on the way read them a fifth more slowly.
+MOST_ROWS = GPU_ROWS                 # concurrent requests
+# An assumption until this engine has such kernels: kernels that convert narrow weights read a fifth more slowly.
 NARROW_READ = 0.78
 
 
@@ -53,36 +53,36 @@ NARROW_READ = 0.78
 class Constants:
     """Shares of the data sheet, and seconds."""
 
-    linear_read: float               # of the bandwidth, by products that wait for their weights
-    linear_compute: float            # of the matrix rate, by products with many rows
+    linear_read: float               # of the bandwidth, by memory-bound GEMMs
+    linear_compute: float            # of the matrix rate, by GEMMs with many rows
     overlap: float                   # p above
-    kernel_one_s: float              # least time of a product's kernel with one row …
+    kernel_one_s: float              # fixed time of a GEMM kernel with one row …
     kernel_many_s: float             # … and with MANY_ROWS
     attention_call_s: float          # … of attention in a layer
     attention_read: float
     attention_compute: float
     layer_one_s: float               # everything else in a layer, with one row …
     layer_many_s: float              # … and with MANY_ROWS
-    step_s: float                    # sampling, copies, and what of the host nothing hides
-    idle_s: float = 0.0              # before the first step of an idle engine and behind its last: nothing hides the host
-    launch_s: float = 6.6e-6         # of a kernel by the host, where none are recorded: measured by `bench ops`, not fitted
-    host_s: float = 0.0              # what the host needs to plan a step and to take in the one before it …
-    host_row_s: float = 0.0          # … and for each row of it; hidden behind the device while that takes much longer
-    host_add_s: float = 0.0          # … to take in a request …
-    host_add_token_s: float = 0.0    # … for each token of its prompt; where all are there from the start, nothing hides that
-    host_request_s: float = 0.0      # … to plan its first step …
-    host_token_s: float = 0.0        # … for each token of its prompt, which is looked up and given a place …
-    host_cached_s: float = 0.0       # … or, cached, only looked up
-    narrow_kv_read: float = 1.0      # of attention_read, where pages are narrower than 16 bits and are widened on the way …
-    narrow_kv_compute: float = 1.0   # … and of attention_compute: of two kernels of `bench ops`, not of any end-to-end record
-    power_drop: float = 0.0          # of the matrix rate, what a device loses once it has computed for long: power is limited …
-    power_s: float = 0.3             # … and the time in which it does
+    step_s: float                    # sampling, copies, and host time that is not hidden
+    idle_s: float = 0.0              # before the first step of an idle engine and after its last, where host time is not hidden
+    launch_s: float = 6.6e-6         # of a kernel by the host without CUDA graphs: measured by `bench ops`, not fitted
+    host_s: float = 0.0              # host time to schedule a step and to process the one before it …
+    host_row_s: float = 0.0          # … and for each of its rows; hidden while the device takes much longer
+    host_add_s: float = 0.0          # … to add a request …
+    host_add_token_s: float = 0.0    # … for each token of its prompt; not hidden if all requests are there from the start
+    host_request_s: float = 0.0      # … to schedule its first step …
+    host_token_s: float = 0.0        # … for each token of its prompt: cache lookup and a slot …
+    host_cached_s: float = 0.0       # … or, if cached, only the lookup
+    narrow_kv_read: float = 1.0      # factor on attention_read with a KV cache of less than 16 bits …
+    narrow_kv_compute: float = 1.0   # … and on attention_compute: from kernels in `bench ops`, not from an end-to-end record
+    power_drop: float = 0.0          # share of the matrix rate that the power limit takes after long computation …
+    power_s: float = 0.3             # … and the time constant of that
 
     def values(self) -> dict[str, float]:
         return {field.name: getattr(self, field.name) for field in fields(Constants)}
 
 
-# A CPU's peaks are measured, so there is nothing to take off but what the interpreter costs: a few microseconds an op.
+# A CPU's peaks are measured, so only the interpreter's cost is added: a few microseconds per op.
 CPU = Constants(0.9, 0.8, 1.5, 10e-6, 10e-6, 20e-6, 0.8, 0.3, 60e-6, 200e-6, 500e-6, launch_s=0.0)
 
 
@@ -116,7 +116,7 @@ class Setup:
             raise ConfigError(f"derate must be above 0 and at most 1, got {self.derate}")
         if not 0 <= self.acceptance <= 1 or self.drafts < 0:
             raise ConfigError(f"speculation needs an acceptance between 0 and 1, got {self.acceptance}, and no negative "
-                              f"number of drafts, got {self.drafts}")  # fmt: skip
+                              f"number of drafts, got {self.drafts}")
         if self.weights not in WEIGHT_FORMATS:
             raise ConfigError(f"weights in {self.weights}: known are {', '.join(WEIGHT_FORMATS)}")
 
@@ -136,7 +136,7 @@ class Setup:
 
     @property
     def graphs(self) -> bool:
-        """Are decode steps recorded? The engine's own list of techniques says with what that works."""
+        """Do decode steps use CUDA graphs? The engine's own list of techniques says with what they work."""
         options = _ENGINE_DEFAULTS | {"tensor_parallel_size": self.ranks}
         return self.device.kind == "cuda" and "recorded graphs" not in turned_off(options, self.device.kind)
 
@@ -162,9 +162,9 @@ _ENGINE_DEFAULTS = {declared.name: declared.default for declared, _, _ in declar
 
 
 def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> dict[str, np.ndarray]:
-    """Seconds of every step, by part. Their sum is the step, but where launching takes longer than computing.
+    """Seconds of every step, by part. Their sum is the step's time, unless launching takes longer than computing.
 
-    `pace`: of the matrix rate, what each step has; all of it where the device was idle before.
+    `pace`: the share of the matrix rate that each step has; 1 if the device was idle before.
     """
     constants, device = setup.used, setup.device
     p = constants.overlap
@@ -201,9 +201,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
 
 
 def paces(setup: Setup, steps: Steps, steady: bool = False) -> np.ndarray:
-    """Of the matrix rate, what is left to each of these steps in a row, the first on a device that was idle. The power that it
-    draws follows what it computed lately; as it nears the limit, the clock goes down. `steady`: each as if it were one of many
-    like it."""
+    """The share of the matrix rate left to each of these consecutive steps, the first on an idle device. Power follows recent
+    computation, and the clock falls as power nears its limit. `steady`: each step as one of many like it."""
     used = setup.used
     if not used.power_drop:
         return np.ones(len(steps))
@@ -238,15 +237,15 @@ def _admission(used: Constants, steps: Steps) -> np.ndarray:
 
 
 def idle_seconds(setup: Setup, steps: Steps) -> float:
-    """Before the first step of a workload that is all there from the start, and behind its last: the device has nothing to do
-    while all requests are taken in and the first of them are planned."""
+    """Idle device time before the first step of a workload, while all requests are added and the first are scheduled, and after
+    its last step."""
     used = setup.used
     adding = used.host_add_s * steps.admitted.sum() + used.host_add_token_s * steps.admitted_tokens.sum()
     return float(used.idle_s + adding + _admission(used, steps)[0])
 
 
 def _both(read: np.ndarray, compute: np.ndarray, p: float) -> np.ndarray:
-    """Two things at a time that overlap, but not wholly: reading and computing, the device and the host."""
+    """The time of two things that overlap partly: reading and computing, or device and host."""
     longer = np.maximum(np.maximum(read, compute), 1e-30)
     return np.asarray(longer * ((read / longer) ** p + (compute / longer) ** p) ** (1 / p))
 
@@ -283,7 +282,7 @@ def decode_seconds(setup: Setup, batch: int, context: int) -> float:
 
 
 def proposal_seconds(setup: Setup, batch: int, context: int) -> float:
-    """What proposing takes: the draft model decodes token after token, on the same devices."""
+    """Time of proposing drafts: the draft model decodes token after token on the same devices."""
     if setup.draft_model is None or not setup.drafts:
         return 0.0
     drafter = replace(setup, model=setup.draft_model, drafts=0, draft_model=None, weights=setup.dtype, sparse=False)
@@ -292,14 +291,14 @@ def proposal_seconds(setup: Setup, batch: int, context: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many users, each of whom asks again when the answer is there."""
+    """A closed loop: each user sends the next request when the answer has arrived."""
 
     seconds: float                   # until the last answer
     tpot: float                      # the mean of all answers
 
 
 def closed_loop(setup: Setup, asked: Lengths, users: int, budget: int = STEP_TOKENS) -> ClosedLoop:
-    """Like requests that wait for one of `users` rows; what a server's front end does is beside, in another process."""
+    """Requests of equal lengths that wait for one of `users` rows; the front end's work runs in another process."""
     shape = setup.shape
     counts, spans = workload_spans(shape, asked, budget, users, graphs=setup.graphs)
     ends = np.cumsum(step_seconds(setup, gather(shape, counts, setup.model)))
@@ -310,7 +309,7 @@ def closed_loop(setup: Setup, asked: Lengths, users: int, budget: int = STEP_TOK
 def workload_seconds(
     setup: Setup, asked: Lengths, budget: int = STEP_TOKENS, max_rows: int = MOST_ROWS, shared: int = 0,
     level: int | None = None,
-) -> float:  # fmt: skip
+) -> float:
     shape = setup.shape
     counts = workload_counts(shape, asked, budget, max_rows, shared, setup.graphs, level)
     steps = gather(shape, counts, setup.model)

@@ -1,7 +1,7 @@
-"""Public models by name: what their config.json says, as far as size and speed depend on it. Facts, no weights.
+"""Public models by name: the fields of their config.json that size and speed depend on.
 
-Mixtures of experts (`experts.py`) and latent attention (`latent.py`) have more than our dense decoder can say: they are
-planned, as that decoder with the part exchanged; the engine itself does not run such models yet.
+Mixtures of experts (`experts.py`) and latent attention (`latent.py`) are planned as a dense decoder with that part replaced; the
+engine itself does not run such models yet.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PlannedModel:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token has to do with: of a mixture, the experts that it visits."""
+        """Parameters that one token uses; in a mixture, only its experts."""
         if self.experts is None:
             return self.parameters
         layers, (_, each) = self.config.num_layers, self._matrices
@@ -104,7 +104,7 @@ class PlannedModel:
 
 
 def _config(architecture: str, kind: str, sizes: tuple[int, ...], vocab: int, context: int, **more: Any
-            ) -> dict[str, Any]:  # fmt: skip
+            ) -> dict[str, Any]:
     """`sizes`: hidden, intermediate, layers, heads, KV heads."""
     hidden, intermediate, layers, heads, kv_heads = sizes
     return {
@@ -112,7 +112,7 @@ def _config(architecture: str, kind: str, sizes: tuple[int, ...], vocab: int, co
         "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "max_position_embeddings": context, "rms_norm_eps": 1e-6,
         "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 0, **more,
-    }  # fmt: skip
+    }
 
 
 def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
@@ -133,13 +133,13 @@ def _qwen3(*sizes: int, tied: bool = False) -> dict[str, Any]:
 
 def _qwen3_moe(*sizes: int, expert: int) -> dict[str, Any]:
     return _config("Qwen3Moe", "qwen3_moe", sizes, 151936, 40960, head_dim=128, num_experts=128, num_experts_per_tok=8,
-                   moe_intermediate_size=expert)  # fmt: skip
+                   moe_intermediate_size=expert)
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     return _config("GptOss", "gpt_oss", (2880, 2880, layers, 64, 8), 201088, 131072, head_dim=64, num_local_experts=experts,
-                   num_experts_per_tok=4, sliding_window=128, layer_types=kinds, attention_bias=True)  # fmt: skip
+                   num_experts_per_tok=4, sliding_window=128, layer_types=kinds, attention_bias=True)
 
 
 def _deepseek(version: str, sizes: tuple[int, ...], vocab: int, **more: Any) -> dict[str, Any]:
@@ -155,18 +155,18 @@ def _gemma2(*sizes: int, head_dim: int, scalar: int) -> dict[str, Any]:
     return _config(
         "Gemma2", "gemma2", sizes, 256000, 8192, head_dim=head_dim, query_pre_attn_scalar=scalar, sliding_window=4096,
         tie_word_embeddings=True, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
-    )  # fmt: skip
+    )
 
 
 def _gemma3(*sizes: int, head_dim: int, scalar: int, window: int = 1024, context: int = 131072) -> dict[str, Any]:
     return _config(
         "Gemma3", "gemma3_text", sizes, 262208 if context > 40000 else 262144, context, head_dim=head_dim,
         query_pre_attn_scalar=scalar, sliding_window=window, sliding_window_pattern=6, tie_word_embeddings=True,
-    )  # fmt: skip
+    )
 
 
 _DEEPSEEK_V3 = _deepseek("V3", (7168, 18432, 61, 128, 128), 129280, n_routed_experts=256, n_shared_experts=1,
-                         num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3)  # fmt: skip
+                         num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3)
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, head_dim=128, tie_word_embeddings=True),
@@ -209,12 +209,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-3-27b": _gemma3(5376, 21504, 62, 32, 16, head_dim=128, scalar=168),
     "phi-4-14b": _config("Phi3", "phi3", (5120, 17920, 40, 40, 10), 100352, 16384),
     "smollm2-135m": _config("Llama", "llama", (576, 1536, 30, 9, 3), 49152, 8192, tie_word_embeddings=True),
-}  # fmt: skip
+}
 # Architectures that are planned and not run, as the dense ones that they are but for experts and latent.
 _AS_DENSE = {
     "MixtralForCausalLM": "Mistral", "Qwen2MoeForCausalLM": "Qwen2", "Qwen3MoeForCausalLM": "Qwen3",
     "GptOssForCausalLM": "Mistral", "DeepseekV2ForCausalLM": "Llama", "DeepseekV3ForCausalLM": "Llama",
-}  # fmt: skip
+}
 
 
 def find_model(name: str) -> PlannedModel:
@@ -255,7 +255,7 @@ def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
     architecture = (raw.get("architectures") or [""])[0]
     if architecture not in _AS_DENSE:
         raise ModelError(f"{where}: architecture {architecture!r} is not described; of mixtures and latent attention known are "
-                         f"{', '.join(_AS_DENSE)}")  # fmt: skip
+                         f"{', '.join(_AS_DENSE)}")
     # How positions are stretched changes no size, and the families differ in what they take there.
     raw |= {"architectures": [f"{_AS_DENSE[architecture]}ForCausalLM"], "rope_scaling": None, "rope_parameters": None}
     if experts is not None:
@@ -268,8 +268,8 @@ def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
 
 
 def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:
-    """Is this the name that a server has for the model? `known_as`: the one that its operator gave it. Names of the table may
-    have words around them (Meta-Llama-3.1-8B-Instruct-FP8); of those that fit, the longest counts."""
+    """Does a server's model name mean this model? `known_as`: the name that its operator gave it. Names of the table may have
+    words around them (Meta-Llama-3.1-8B-Instruct-FP8); the longest match counts."""
     if known_as:
         return served == known_as
     fits = [name for name in CONFIGS if _plain(name) in _plain(served)]

@@ -1,7 +1,7 @@
-"""What a benchmark record says that planning can be checked against: workloads, their measured figures, and the setup.
+"""Reads benchmark records that predictions can be checked against: workloads, measured figures, and the setup.
 
-Knows the records of `ridgeline bench offline`, of a GPU (`--preset`) and of a CPU, and of `bench idle`. Lengths of the
-requests follow from the record where all are alike; a caller brings those of the other presets.
+Reads records of `ridgeline bench offline`, on a GPU (`--preset`) and on a CPU, and of `bench idle`. If all requests have equal
+lengths, these follow from the record; for other presets the caller passes them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,32 @@ from ridgeline.plan.public_models import CONFIGS, find_model
 from ridgeline.plan.workload_steps import Lengths
 from ridgeline.sizes.hardware import NO_LINK, Device, data_sheet
 
-# What a card reads and multiplies as `bench offline` measures its peaks, TB/s and TFLOP/s: the one that constants speak of.
+# Measured peaks of the card that the constants refer to, TB/s and TFLOP/s.
 TYPICAL_PEAKS = {"H200": (4.38, 793.0)}
 
 
+HISTORY = "history"                  # records of older commits and other cards: history/COMMIT/NAME.json
+
+
+def record_id(path: str | Path) -> str:
+    """What identifies a record of this repository: its file name, with its commit if it is one of the history."""
+    parts = Path(path).parts
+    return "/".join(parts[-3:] if parts[-3:-2] == (HISTORY,) else parts[-1:])
+
+
+def record_order(path: str | Path) -> tuple[bool, str]:
+    """Sorts the newest records before those of the history."""
+    return HISTORY in Path(path).parts, str(path)
+
+
+def record_name(path: str | Path) -> str:
+    """For tables: llama-3.1-8b, or llama-3.1-8b@COMMIT."""
+    name, parts = Path(path).stem.removeprefix("offline-"), Path(path).parts
+    return f"{name}@{parts[-2]}" if parts[-3:-2] == (HISTORY,) else name
+
+
 class NotPredicted(ConfigError):
-    """A record of something that the cost model does not describe: no fault of the record."""
+    """A valid record of a setting that the cost model does not cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +59,14 @@ class MeasuredRow:
     tpot_seconds: float | None = None
     output_tok_s: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)     # seconds of kernels in a decode step, by part …
-    parts_context: int = 0                   # … with so many tokens in the cache of each request …
-    step_seconds: float | None = None        # … and the whole of that step, untraced
+    parts_context: int = 0                   # … at this context length …
+    step_seconds: float | None = None        # … and the whole step, untraced
     spread: Mapping[str, float] = field(default_factory=dict)    # by figure, its highest run over its lowest
-    level: int | None = None                 # rows that ran at once, where not all of them did, the longest answers first
+    level: int | None = None                 # batch limit of a levelled run, longest answers first; None: no limit
 
     @property
     def is_mostly_prompts(self) -> bool:
-        """TPOT is the difference of two runs. Where prompts take most of both, 1 % of either is several of it."""
+        """TPOT is the difference of two runs: if prompts take most of both, 1 % of either is several per cent of TPOT."""
         return bool(self.first_seconds and self.seconds and self.first_seconds > self.seconds / 2)
 
 
@@ -75,7 +95,7 @@ def read_record(path: str | Path, lengths: Mapping[str, Lengths]) -> Record:
 
 
 def of_card(device: Device, read_tb_s: float, tflop_s: float) -> Device:
-    """The device as one card is: those of a kind differ by some percent, and a record knows what its own reads and multiplies."""
+    """The device with the record's own measured peaks: cards of one kind differ by some per cent."""
     if device.name not in TYPICAL_PEAKS:
         return device
     read, computed = (own / usual for own, usual in zip((read_tb_s, tflop_s), TYPICAL_PEAKS[device.name], strict=True))
@@ -87,7 +107,7 @@ def _setup(raw: dict[str, Any]) -> Setup:
     """The model and the device of a record made on a GPU."""
     workload, options = raw["workload"], raw["workload"]["options"]
     if options.get("deterministic"):
-        raise NotPredicted(f"{workload['model']} ran in deterministic mode, whose kernels are others: it is not predicted")
+        raise NotPredicted(f"{workload['model']} ran in deterministic mode, which has other kernels and is not predicted")
     device = data_sheet(raw["machine"]["gpu"]["name"])
     if device is None:
         raise ConfigError(f"the record's {raw['machine']['gpu']['name']} is not in the table of devices")
@@ -98,7 +118,7 @@ def _setup(raw: dict[str, Any]) -> Setup:
         model=find_model(_model_name(workload["model"])), device=device, dtype=workload["dtype"],
         weights=workload["dtype"], ranks=options.get("tensor_parallel_size", 1),
         kv="fp8" if options.get("kv_cache_dtype", "auto") == "fp8" else "auto",
-    )  # fmt: skip
+    )
 
 
 def _gpu(raw: dict[str, Any], lengths: Mapping[str, Lengths]) -> Record:
@@ -119,7 +139,7 @@ def _idle(raw: dict[str, Any]) -> Record:
             parts={part: micros / 1e6 for part, micros in found["us_per_step_by_part"].items()},
         )
         for batch, found in ((int(name.removeprefix("batch_")), found) for name, found in raw["figures"].items())
-    ]  # fmt: skip
+    ]
     return Record(raw["workload"]["model"], _setup(raw), rows)
 
 
@@ -145,7 +165,7 @@ def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> 
         {part: micros / 1e6 for part, micros in idle.get("us_per_step_by_part", {}).items()}, asked[0][0] + 10,
         spread={name: row["p90"][name] / row["p10"][name] for name in row.get("p90", {}) if row["p10"].get(name)},
         level=level,
-    )  # fmt: skip
+    )
 
 
 _CPU_SIZES = {"latency": (1, 128, 128), "batch8": (8, 128, 128), "batch32": (32, 128, 128), "prefill": (1, 512, 1)}
@@ -180,9 +200,9 @@ def _cpu(raw: dict[str, Any]) -> Record:
         rows.append(MeasuredRow(
             name, [(tokens_in, tokens_out)] * count, 0, None, first, tpot, output,
             spread={mine: found[theirs]["p90"] / found[theirs]["p10"] for mine, theirs in spread.items() if theirs in found},
-        ))  # fmt: skip
+        ))
     if not rows:
-        raise ConfigError("the record has no workload that is known: latency, batch8, batch32, prefill, or one by its sizes")
+        raise ConfigError("the record has no known workload: latency, batch8, batch32, prefill, or one named by its sizes")
     rate = max(
         2 * model.linear_parameters * sum(tokens_in for tokens_in, _ in row.asked) / row.first_seconds
         for row in rows if row.first_seconds

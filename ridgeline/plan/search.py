@@ -1,4 +1,4 @@
-"""What each technique would change, every setup worth looking at, and the best of them for an objective."""
+"""The effect of each technique, all candidate setups, and the best of them for an objective."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Effect:
 def effects(
     setup: Setup, traffic: Traffic, *, hit_rate: float = 0.5, drafts: int = 4, acceptance: float = 0.7,
     draft_model: PlannedModel | None = None, utilization: float = 0.9,
-) -> list[Effect]:  # fmt: skip
+) -> list[Effect]:
     """Every technique that is not on already."""
     known = {technique.name: technique.exact for technique in TECHNIQUES}
     hits = replace(traffic, hit_rate=hit_rate)
@@ -48,7 +48,7 @@ def effects(
         ("int8 KV", "int8 KV", False, replace(setup, kv="int8"), traffic),
         (f"prefix hits {hit_rate:.0%}", "prefix caching", True, setup, hits),
         (f"{drafts} drafts, α = {acceptance:g}", "speculation", True, speculative, traffic),
-    ]  # fmt: skip
+    ]
     before = _ends(setup, traffic, utilization)
     found = []
     for name, technique, exact, new, requests in changed:
@@ -64,7 +64,7 @@ def effects(
         found.append(Effect(
             name, technique in known, exact, before[0].tpot / one.tpot, many.tok_s / before[1].tok_s,
             before[0].ttft / one.ttft, many.batch, new, requests,
-        ))  # fmt: skip
+        ))
     return found
 
 
@@ -98,7 +98,7 @@ OBJECTIVES = {
         Objective("quality-first", Traffic(1024, 256), Slo(1.0, 0.1), False, lambda point: point.tpot,
                   "the least time per token without any lossy technique"),
     )
-}  # fmt: skip
+}
 
 
 def quality(setup: Setup) -> float:

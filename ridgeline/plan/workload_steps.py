@@ -1,8 +1,8 @@
-"""The steps that a workload becomes, and what each of them has to read and to compute: numbers of the cost model, as arrays.
+"""Simulates the steps of a workload, and counts what each has to read and compute, as arrays.
 
-A workload is (tokens in, tokens out) of each request, all there from the start. It is planned as our scheduler plans:
-decodes first, then prompts under the token budget; decode steps are filled up to a recorded shape. Counting is done once;
-`prediction.py` turns the counts into seconds, for any device, at once for all steps.
+A workload is (tokens in, tokens out) of each request, all there from the start. Steps are planned as our scheduler does: decodes
+first, then prompts under the token budget; decode steps are padded to a CUDA graph's shape. `prediction.py` turns the counts
+into seconds, for any device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ridgeline.sizes.op_costs import Attended
 Lengths = Sequence[tuple[int, int]]          # tokens in and out, of every request
 PRODUCTS = (*LINEARS, "head")
 _SMALL = ("embedding", "norms", "rotary_write", "activation", "sample")
-# In the time that a multiprocessor takes for one of attention's exponentials (16 a cycle) its matrix units could do so many
-# FLOPs (989 TFLOP/s are 4,270 a cycle and multiprocessor): with narrow heads softmax takes longer than the products.
+# FLOPs that an SM's matrix units could do in the time of one of attention's exponentials (16 per cycle; 989 TFLOP/s are 4,270 per
+# cycle and SM): with narrow heads softmax takes longer than the matrix products.
 _EXPONENTIAL_FLOPS = 267
 
 
@@ -49,7 +49,7 @@ class Steps:
     attention_flops: np.ndarray      # exponentials among them, at what they cost
     attention_calls: np.ndarray
     small_bytes: np.ndarray          # of norms, rotation, activation, embedding and sampling
-    launches: np.ndarray             # kernels, where none are recorded
+    launches: np.ndarray             # kernels, without CUDA graphs
     admitted: np.ndarray             # requests that begin …
     admitted_tokens: np.ndarray      # … the tokens of their prompts …
     cached_tokens: np.ndarray        # … and those of them that the prefix cache has
@@ -62,7 +62,7 @@ class Steps:
 
 
 def count_rows(shape: DecoderShape, rows: Sequence[Row], shared: int = 0, padded_to: int = 0) -> StepCounts:
-    """As diagnose.cost.step_counts, for a thousand rows at once. `padded_to`: tokens of the recorded shape."""
+    """Like roofline.step_cost.step_counts, vectorised over rows. `padded_to`: tokens of the CUDA graph's shape."""
     new = np.fromiter((row.new for row in rows), np.int64, len(rows))
     kv = np.fromiter((row.kv for row in rows), np.int64, len(rows))
     logits = np.fromiter((row.logits for row in rows), np.int64, len(rows))
@@ -75,7 +75,7 @@ def count_rows(shape: DecoderShape, rows: Sequence[Row], shared: int = 0, padded
         _attended(new, kv, shape.window, shape.block_size) if shape.window_layers else Attended(),
         _attended(logits[goes_on], kv[goes_on], shape.window if shape.last_windowed else None, shape.block_size),
         shared, _attended(new[few := new <= FEW_QUERIES], kv[few], None, shape.block_size).pairs,
-    )  # fmt: skip
+    )
 
 
 def _attended(new: np.ndarray, kv: np.ndarray, window: int | None, block_size: int) -> Attended:
@@ -124,11 +124,11 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
         collectives=np.array([cost.collectives for cost in costs], float),
         collective_bytes=np.array([cost.collective_bytes for cost in costs], float),
         ranks=shape.ranks,
-    )  # fmt: skip
+    )
 
 
 def decode_rows(batch: int, context: int, drafts: int = 0) -> list[Row]:
-    """A step of that many requests, each with so many tokens in its cache; verifying drafts, all of them have logits."""
+    """A decode step of `batch` requests with this context; with drafts to verify, every token has logits."""
     return [Row(1 + drafts, context + 1 + drafts, 1 + drafts)] * batch
 
 

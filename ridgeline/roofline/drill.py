@@ -1,13 +1,13 @@
-"""A diagnosis as one tree of plain numbers, from the application down: what JSON, text and page all show.
+"""Builds a diagnosis as one tree of plain numbers, from the application down, for JSON, text and page.
 
     application   TTFT, TPOT and goodput against the SLO
-    steps         where the time goes, phase by phase; gaps; the slowest hundredth and why
-    ops           what the profiler saw, each part against its roof; the share of matrix products
-    patterns      what the trace looks like
-    verdict       the term that binds
+    steps         where the time goes, phase by phase; gaps; the slowest 1 % and their causes
+    ops           the profiled parts, each against its roof; the share of matrix products
+    patterns      known patterns found in the trace
+    verdict       the bottleneck
     remedies      what to change, ranked by predicted gain
 
-Whoever measured hands in the pieces. Nothing here measures, and nothing knows torch.
+Callers pass the measurements in. This module measures nothing and does not import torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ridgeline.roofline.verdict import Verdict
 
 
 def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | None = None) -> dict[str, Any]:
-    """Where the time goes, from every step that was watched; predicted times from the recorder's sums."""
+    """Where the time goes, from every logged step; predicted times come from the recorder's sums."""
     whole = sum(step.seconds for step in steps)
     found: dict[str, Any] = {
         "count": len(steps), "seconds": whole, "device": sum(min(step.device, step.seconds) for step in steps),
         "host": sum(step.host for step in steps), "collecting": sum(step.collecting for step in steps),
         "lost": sum(step.lost for step in steps),
         "phases": {}, "slowest": slowest(steps),
-    }  # fmt: skip
+    }
     for phase in PHASES:
         own = sorted(step.seconds for step in steps if step.phase == phase)
         if not own:
@@ -42,10 +42,10 @@ def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | No
             "median_ms": own[len(own) // 2] * 1e3, "p99_ms": own[min(len(own) - 1, int(0.99 * len(own)))] * 1e3,
             "tokens": sum(step.tokens for step in mine), "rows": sum(step.rows for step in mine) / len(mine),
             "gap_share": sum(step.host for step in mine) / sum(own) if sum(own) else 0.0,
-        }  # fmt: skip
+        }
         predicted = (sums or {}).get(phase)
         device = sum(min(step.device, step.seconds) * step.kept for step in mine)
-        if predicted is not None and device:             # against the time in which it had a processor
+        if predicted is not None and device:             # relative to the time in which it had a CPU
             roof = predicted.on_compute + predicted.on_weights + predicted.on_kv + predicted.on_activations
             row["at_roof"] = roof / device
         found["phases"][phase] = row
@@ -53,19 +53,19 @@ def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | No
 
 
 def ops_section(facts: Facts) -> dict[str, Any]:
-    """Every part that the profiler saw, the longest first, and how the rest of the traced time is divided."""
+    """Every profiled part, the longest first, and how the rest of the traced time is divided."""
     rows = []
     for name, part in sorted(facts.parts.items(), key=lambda item: -item[1].seconds):
         row: dict[str, Any] = {
             "part": name, "calls_per_step": part.calls / facts.steps, "ms_per_step": part.seconds * 1e3 / facts.steps,
             "share": facts.share(part.seconds),
-        }  # fmt: skip
+        }
         if part.floor and part.seconds:
             row |= {
                 "floor_ms_per_step": part.floor * 1e3 / facts.steps, "at_roof": part.floor / part.seconds,
                 "gb_s": part.bytes / part.seconds / 1e9, "gflop_s": part.flops / part.seconds / 1e9,
                 "bound": "compute" if part.computes > part.floor / 2 else "memory",
-            }  # fmt: skip
+            }
         rows.append(row)
     return {
         "device": facts.device, "steps": facts.steps, "seconds": facts.seconds, "busy": facts.busy,
@@ -73,14 +73,14 @@ def ops_section(facts: Facts) -> dict[str, Any]:
         "median_kernel_us": facts.kernel_seconds * 1e6, "parts": rows,
         "gaps": {"launch": facts.launch, "waiting": facts.waiting, "allocation": facts.allocation,
                  **{f"host: {name}": seconds for name, seconds in facts.host.items()}},
-    }  # fmt: skip
+    }
 
 
 def verdict_section(verdict: Verdict) -> dict[str, Any]:
     return {
         "term": verdict.term, "share": verdict.share, "headroom": verdict.headroom, "why": verdict.why,
         "parts": dict(verdict.parts),
-    }  # fmt: skip
+    }
 
 
 def patterns_section(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def patterns_section(findings: Sequence[Finding]) -> list[dict[str, Any]]:
         {"pattern": each.pattern, "term": each.term, "share": each.share, "evidence": each.evidence,
          "remedies": [advice.what for advice in each.advice]}
         for each in findings
-    ]  # fmt: skip
+    ]
 
 
 def remedies_section(remedies: Sequence[Recommended]) -> list[dict[str, Any]]:
@@ -96,4 +96,4 @@ def remedies_section(remedies: Sequence[Recommended]) -> list[dict[str, Any]]:
         {"what": each.what, "gain": each.gain if each.gain != 1.0 else None, "from": each.source, "why": each.why,
          "trade_off": each.trade_off, "options": dict(each.options)}
         for each in remedies
-    ]  # fmt: skip
+    ]

@@ -1,15 +1,15 @@
-"""What a trace comes to: the numbers that patterns are looked for in.
+"""Summarises a trace as the numbers that patterns look at.
 
-The time from the first work to the last is divided once, so that nothing is blamed on two causes:
+The time from the first kernel to the last is divided once, so that no time has two causes:
 
     seconds = busy + gaps        busy: by part of the step, own times; a collective's only where nothing else ran
-    gaps    = allocation         the driver was asked for memory meanwhile
-            + waiting            inside a step, behind a call that blocked until the device had run dry
-            + host               between the last work of a step and the first of the next, by what the host did
+    gaps    = allocation         during an allocation from the driver
+            + waiting            inside a step, after a call that blocked until the device had finished
+            + host               between the last kernel of a step and the first of the next, by what the host did
             + launch             inside a step, between two kernels
 
-A CPU may have been somebody else's for part of a step: then only the rest of it is divided, and what was lost stands
-beside. With several ranks these are the mean of them; how they differ step by step is kept beside.
+If other programs had the CPU for part of a step, only the rest is divided, and the lost time is kept separately. With several
+ranks these are means over the ranks; their step times are kept as well.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Facts:
     recomputed: float = 0.0          # part of the tokens
     kv_usage: float = 0.0
     rows: float = 0.0                # sequences in a step
-    lost: float = 0.0                # part of the time in which other programs had the processor; not in `seconds`
+    lost: float = 0.0                # share of the time in which other programs had the CPU; not in `seconds`
 
     @property
     def gaps(self) -> float:
@@ -83,7 +83,7 @@ class Facts:
 
     @property
     def matrix_share(self) -> float:
-        """Of the busy time, that matrix products take: linears, head and attention."""
+        """The share of matrix products in the busy time: linears, head and attention."""
         products = sum(self.parts[name].seconds for name in ("linears and head", "attention") if name in self.parts)
         return products / self.busy if self.busy else 0.0
 
@@ -106,10 +106,10 @@ class _Gaps:
 def facts_of(
     traces: Sequence[Trace], costs: Mapping[str, PartFacts] | None = None, profiler: float = 0.0,
     kept: Sequence[float] = (), **known: Any,
-) -> Facts:  # fmt: skip
-    """`costs`: by part, what the cost model says of the traced steps (floor, FLOPs, bytes). `profiler`: seconds that
-    profiling itself took, all of it between ops, where the marks are. `kept`: the part of each step in which the process
-    had a processor. `known`: further fields."""
+) -> Facts:
+    """`costs`: by part, the cost model's floor, FLOPs and bytes of the traced steps. `profiler`: seconds that profiling took,
+    all of it between ops, where its marks are. `kept`: the share of each step in which the process had a CPU. `known`:
+    further fields."""
     traces = [trace for trace in traces if trace.work]
     if not traces:
         return Facts("", 0.0, 0, 0.0, {}, **known)
@@ -137,7 +137,7 @@ def facts_of(
         taken=most("taken"), taken_bytes=most("taken_bytes"), memory_usual=most("memory_usual"),
         memory_peak=most("memory_peak"), collectives=mean("collectives"),
         rank_steps=[one.rank_steps[0] for one in each] if count > 1 else (), **known,
-    )  # fmt: skip
+    )
 
 
 def _part_of_step(kept: Sequence[float], step: int) -> float:
@@ -173,7 +173,7 @@ def _of_rank(trace: Trace, kept: Sequence[float]) -> Facts:
         memory_usual=statistics.median(totals), memory_peak=max(totals),
         collectives=sum(each.end - each.start for each in work if each.is_collective) * MICRO,
         rank_steps=[_by_step(work, len(trace.steps))],
-    )  # fmt: skip
+    )
 
 
 def _exposed(collectives: Sequence[Work], others: Sequence[Work]) -> dict[int, float]:
@@ -198,7 +198,7 @@ def _exposed(collectives: Sequence[Work], others: Sequence[Work]) -> dict[int, f
 
 
 def _gaps(trace: Trace, kept: Sequence[float]) -> _Gaps:
-    """Every moment in which the device had nothing to do, by cause."""
+    """Idle time of the device, by cause."""
     found, reached, step = _Gaps(), trace.work[0].start, trace.work[0].step
     allocations, waits, phases = (_Calls(calls) for calls in (trace.allocations, trace.waits, trace.phases))
     for each in trace.work:
@@ -219,7 +219,7 @@ def _gaps(trace: Trace, kept: Sequence[float]) -> _Gaps:
 
 
 class _Calls:
-    """Finds those that touch an interval without looking at all of them."""
+    """Finds the spans that touch an interval, by bisection."""
 
     def __init__(self, calls: Sequence[Span]) -> None:
         self._calls = calls
@@ -240,7 +240,7 @@ def _blame(host: dict[str, float], inside: Sequence[Span], gap: Span, part: floa
     """Divide a gap between steps by what the host was doing; phases may lie in each other, the innermost counts."""
     edges = sorted({gap.start, gap.end} | {
         min(max(edge, gap.start), gap.end) for phase in inside for edge in (phase.start, phase.end)
-    })  # fmt: skip
+    })
     for low, high in pairwise(edges):
         around = [phase for phase in inside if phase.start <= low and phase.end >= high]
         name = min(around, key=lambda phase: phase.end - phase.start).name if around else "elsewhere"

@@ -1,10 +1,10 @@
-"""The roofline of a running engine: what its recorded steps come to over the last seconds.
+"""The live roofline of a running engine over the last seconds.
 
-The engine's process and the front end each keep one. It is fed with sums that only grow (roofline/steps), and keeps one
-sample a second of them; the difference of two samples is a window, and a window has its utilisations and a verdict.
+The engine's process and the front end each keep one. It takes sums that only grow (roofline/steps) and keeps one sample of them
+per second; the difference of two samples is a window, which has utilisations and a verdict.
 
     MFU   FLOPs of useful tokens / (busy time × the measured matrix rate)
-    HFU   the same with what was computed for nothing: padding, recomputation after preemptions, rejected drafts
+    HFU   the same including wasted work: padding, recomputation after preemptions, rejected drafts
     MBU   bytes of weights and KV / (busy time × the measured bandwidth)
 """
 
@@ -32,7 +32,7 @@ Sums = Mapping[str, Sequence[float]]             # by phase, in the order of SUM
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does at best, as far as utilisation asks."""
+    """A device's peak rates, for utilisation."""
 
     read_bytes_s: float = 0.0        # 0: not known
     flops_s: float = 0.0
@@ -69,7 +69,7 @@ class Utilisation:
             moved / (busy * rates.read_bytes_s) if rates.read_bytes_s else 0.0,
             sums.flops / (moved + sums.activations) if moved else 0.0,
             *(part / done if done else 0.0 for part in (sums.padding_flops, sums.recomputed_flops, sums.rejected_flops)),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Live:
 
     @property
     def split(self) -> dict[str, float]:
-        """The busy time as the iron law divides it, in parts of 1."""
+        """The busy time by part of the verdict, in shares of 1."""
         busy, window = self.window.busy, self.window
         if not busy:
             return {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
@@ -98,7 +98,7 @@ class Live:
         shown = (
             f"roofline: {total.sampled_s:.0f} tok/s, {total.tokens_s - total.sampled_s:.0f} prompt tok/s, "
             f"{total.rows:.1f} rows, {self.window.waiting:.1f} waiting; MFU {total.mfu:.1%}, MBU {total.mbu:.1%}; "
-            f"bound by {verdict.term} ({verdict.share:.0%}), {verdict.headroom:.1f}x to the roof"
+            f"bound by {verdict.term} ({verdict.share:.0%}), headroom {verdict.headroom:.1f}x"
         )
         return f"{shown}; next: {verdict.next}" if verdict.next else shown
 
@@ -155,7 +155,7 @@ class LiveRoofline:
             found.append([
                 at, sums.sampled / seconds, sums.tokens / seconds, used.mfu, used.mbu, min(1.0, sums.seconds / seconds),
                 min(1.0, sums.on_compute / busy), min(1.0, memory / busy), sums.queued / busy, used.rows,
-            ])  # fmt: skip
+            ])
         return found
 
 
@@ -164,7 +164,7 @@ def _busy(sample: _Sample) -> float:
 
 
 class LiveView:
-    """What a front end knows of its engine's roofline: the newest report, the last steps, and the windows."""
+    """The front end's copy of its engine's roofline: the newest report, the last steps, and the windows."""
 
     def __init__(self) -> None:
         self.live = LiveRoofline()
@@ -194,7 +194,7 @@ def window_of(seconds: float, sums: PhaseSums, io: float = 0.0, communication: f
         on_kv=sums.on_kv, on_activations=sums.on_activations, io=io, communication=communication, launch=sums.launch,
         waiting=sums.queued / busy if busy else 0.0, running=sums.rows / sums.steps if sums.steps else 0.0,
         steps=int(sums.steps),
-    )  # fmt: skip
+    )
 
 
 def _together(phases: Mapping[str, PhaseSums]) -> PhaseSums:
@@ -211,4 +211,4 @@ def _judged(seconds: float, phases: dict[str, PhaseSums], rates: Rates, setting:
         seconds, Utilisation.of(total, rates),
         {phase: Utilisation.of(sums, rates) for phase, sums in phases.items() if sums.steps}, window,
         judge(window, setting),
-    )  # fmt: skip
+    )

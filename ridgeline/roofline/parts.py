@@ -1,5 +1,4 @@
-"""Parts of a step as a trace shows them, in the cost model's numbers: what they had to compute and to move, and at what
-least time. Arrays over steps; numpy and nothing else."""
+"""Maps the parts of a step in a trace to the cost model's ops: their FLOPs, bytes and floors, as arrays over steps."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ COLUMNS = {part: [OPS.index(name) for name in names] for part, names in COSTS_OF
 
 @dataclass(slots=True)
 class StepRows:
-    """What steps computed, as the cost model asks: arrays over all rows of all steps."""
+    """The rows of steps as the cost model needs them: arrays over all rows of all steps."""
 
     counts: list[int] = field(default_factory=list)      # rows of each step
     new: list[np.ndarray] = field(default_factory=list)
@@ -44,11 +43,11 @@ class StepRows:
             counts, np.concatenate(self.new), np.concatenate(self.lengths).astype(np.int32),
             wants & np.int8(Want.TOKEN), np.array(self.shared),
             every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0,
-        )  # fmt: skip
+        )
 
 
 def floors(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By part and step, seconds at the roof: of the ops that reading binds, and of those that computing does."""
+    """By part and step, seconds at the roof: of memory-bound ops, and of compute-bound ones."""
     computing, reading = costs["flops"] / flops_s, costs.bytes / read_bytes_s
     computes = computing > reading
     on_compute, on_reading = np.where(computes, computing, 0.0), np.where(computes, 0.0, reading)
@@ -58,8 +57,8 @@ def floors(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, t
 def part_costs(
     costs: ManyCosts, read_bytes_s: float, flops_s: float, seen: Mapping[str, np.ndarray] | None = None
 ) -> dict[str, PartFacts]:
-    """By part, what all these steps come to; how long they took is for a trace to say. `seen`: by part, the steps in which
-    it has kernels of its own: where it is inside another part's kernel, that one moves nothing for it."""
+    """By part, the sums over all these steps, without times, which a trace gives. `seen`: by part, the steps in which it has
+    kernels of its own; a part fused into another part's kernel moves nothing itself."""
     found = {}
     roofs = floors(costs, read_bytes_s, flops_s)
     for part, columns in COLUMNS.items():
@@ -68,12 +67,12 @@ def part_costs(
         found[part] = PartFacts(
             0.0, int(costs["calls"][counted][:, columns].sum()), reads + computes,
             float(costs["flops"][counted][:, columns].sum()), float(costs.bytes[counted][:, columns].sum()), computes,
-        )  # fmt: skip
+        )
     return found
 
 
 def steps_with(work: Sequence[Work], steps: int) -> dict[str, np.ndarray]:
-    """By part, in which steps a trace has work of it."""
+    """By part, the steps in which a trace has kernels of it."""
     found = {part: np.zeros(steps, bool) for part in PARTS}
     for each in work:
         if each.part in found and 0 <= each.step < steps:

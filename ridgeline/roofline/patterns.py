@@ -1,8 +1,7 @@
-"""What shapes of a trace mean, and what helps: one table. A pattern is seen in facts, never in a model's name.
+"""Known patterns of inefficiency in a trace, with their remedies: one table. Patterns look at facts, never at a model's name.
 
-A pattern says how much of the time it stands for, in a sentence with its figures, and its remedies say how much of that
-they would save: from the divided time of the trace and the cost model's floors. What is only likely saves nothing here
-that could be counted, and says so with a gain of 1. Thresholds are parts of the traced time.
+A pattern reports its share of the time in a sentence with figures. A remedy's saving comes from the trace's times and the
+cost model's floors; an unknown saving is a gain of 1. Thresholds are shares of the traced time.
 """
 
 from __future__ import annotations
@@ -14,35 +13,35 @@ from dataclasses import dataclass
 from ridgeline.roofline.facts import Facts, PartFacts
 
 WORTH = 0.1                          # of the time: less is not worth a change
-SHORT = 25e-6                        # a kernel that takes no longer than issuing a few of them
+SHORT = 25e-6                        # a kernel that takes no longer than a few launches
 MANY = 30                            # kernels in a step
-FAST = 0.55                          # of the bandwidth: a reader that cannot read much faster …
-SLOW = 0.3                           # … and of the matrix rate: a product that hardly computes
-BELOW = 0.5                          # of its roof: an op that has something wrong with it
-REACHED = 0.75                       # of its roof: what a good kernel gets
-BESIDE = 0.45                        # of the busy time: matrix products should be more than this
-UNEVEN = 1.15                        # a rank's work, by the mean of the ranks
-STRAGGLES = 1.5                      # a step on one rank, by the median of its steps
-SPIKE, SPIKE_BYTES = 1.3, 2**28      # memory: by what is usual, and beyond it
-WAITS = 1.5                          # blocking calls in a step; one brings the step's tokens
+FAST = 0.55                          # of the bandwidth: above, an op is memory-bound …
+SLOW = 0.3                           # … if it also stays below this share of the matrix rate
+BELOW = 0.5                          # of its roof: an op below has a problem
+REACHED = 0.75                       # of its roof: what a good kernel reaches
+BESIDE = 0.45                        # of the busy time: matrix products should take more than this
+UNEVEN = 1.15                        # a rank's work over the mean of the ranks
+STRAGGLES = 1.5                      # a step's time on one rank over the median of its steps
+SPIKE, SPIKE_BYTES = 1.3, 2**28      # peak memory over the usual, as a factor and in bytes
+WAITS = 1.5                          # blocking calls per step; one of them fetches the step's tokens
 _TEXT_WORK = ("tokenize", "tokenise", "detokenize", "detokenise", "text", "stream", "template")
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
     what: str
-    saves: Callable[[Facts], float]  # seconds of the trace; 0: the facts cannot say
+    saves: Callable[[Facts], float]  # seconds of the trace; 0: unknown
     trade_off: str                   # to check before it is kept
-    key: str = ""                    # remedies with the same one are the same change
-    device: str = ""                 # the kind it is for; empty: any
+    key: str = ""                    # remedies with one key are the same change
+    device: str = ""                 # device kind; empty: any
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
     name: str
-    term: str                        # of the verdict that it belongs to
-    seen: Callable[[Facts], str]     # what was seen, with figures; empty: not seen
-    costs: Callable[[Facts], float]  # seconds of the trace that it stands for
+    term: str                        # of the verdict
+    seen: Callable[[Facts], str]     # the evidence, with figures; empty: not found
+    costs: Callable[[Facts], float]  # seconds of the trace
     remedies: tuple[Remedy, ...]
 
 
@@ -64,7 +63,7 @@ class Finding:
 
 
 def find_patterns(facts: Facts) -> list[Finding]:
-    """Every pattern that the facts show, what costs most first."""
+    """Every pattern in the facts, the most costly first."""
     found = []
     for pattern in PATTERNS:
         evidence = pattern.seen(facts) if facts.seconds else ""
@@ -73,7 +72,7 @@ def find_patterns(facts: Facts) -> list[Finding]:
                 (Advice(each.what, gain(facts, each.saves(facts)), each.trade_off, each.key)
                  for each in pattern.remedies if each.device in ("", facts.device)),
                 key=lambda one: -one.gain,
-            )  # fmt: skip
+            )
             found.append(Finding(pattern.name, pattern.term, facts.share(pattern.costs(facts)), evidence, tuple(advice)))
     return sorted(found, key=lambda finding: -finding.share)
 
@@ -91,7 +90,7 @@ def _short_kernels(facts: Facts) -> str:
         return ""
     what = "kernels" if facts.device == "cuda" else "ops"
     return (f"{per_step:.0f} {what} a step, the median one {facts.kernel_seconds * 1e6:.0f} µs; gaps between them are "
-            f"{facts.share(facts.launch):.0%} of the time")  # fmt: skip
+            f"{facts.share(facts.launch):.0%} of the time")
 
 
 def _products(facts: Facts) -> PartFacts | None:
@@ -106,7 +105,7 @@ def _reads_without_computing(facts: Facts) -> str:
     read, computed = part.bytes / part.seconds / facts.read_bytes_s, part.flops / part.seconds / facts.flops_s
     if read < FAST or computed > SLOW:
         return ""
-    return f"products run at {read:.0%} of the bandwidth and {computed:.1%} of the matrix rate: they wait for weights"
+    return f"matrix products run at {read:.0%} of the bandwidth and {computed:.1%} of the matrix rate: they wait for weights"
 
 
 def _attention_below(facts: Facts) -> str:
@@ -121,7 +120,7 @@ def _products_below(facts: Facts) -> str:
     part = _products(facts)
     if part is None or not part.floor or part.floor / part.seconds >= BELOW:
         return ""
-    return f"products take {facts.share(part.seconds):.0%} of the time at {part.floor / part.seconds:.0%} of their roof"
+    return f"matrix products take {facts.share(part.seconds):.0%} of the time at {part.floor / part.seconds:.0%} of their roof"
 
 
 def _little_matrix(facts: Facts) -> str:
@@ -130,7 +129,7 @@ def _little_matrix(facts: Facts) -> str:
         return ""
     name = max(beside, key=lambda part: beside[part])
     return (f"matrix products are {facts.matrix_share:.0%} of the busy time; {name} alone "
-            f"{beside[name] / facts.busy:.0%}")  # fmt: skip
+            f"{beside[name] / facts.busy:.0%}")
 
 
 def _beside(facts: Facts) -> dict[str, float]:
@@ -143,7 +142,7 @@ def _cpu_bound(facts: Facts) -> str:
         return ""
     name = max(facts.host, key=lambda each: facts.host[each])
     return (f"between steps the device waits for the host for {facts.share(facts.between):.0%} of the time, longest in "
-            f"{name} ({facts.share(facts.host[name]):.0%})")  # fmt: skip
+            f"{name} ({facts.share(facts.host[name]):.0%})")
 
 
 def _preempts(facts: Facts) -> str:
@@ -161,7 +160,7 @@ def _uneven_ranks(facts: Facts) -> str:
 
 
 def _straggling(facts: Facts) -> list[tuple[int, int]]:
-    """(rank, step) of those that took much longer than that rank usually does, unless all ranks did."""
+    """(rank, step) where a step took much longer than usual on that rank and not on all ranks."""
     found = []
     for rank, steps in enumerate(facts.rank_steps):
         usual = statistics.median(steps)
@@ -187,23 +186,23 @@ def _straggle_seconds(facts: Facts) -> float:
 def _spikes(facts: Facts) -> str:
     if facts.memory_peak < max(SPIKE * facts.memory_usual, facts.memory_usual + SPIKE_BYTES):
         return ""
-    return f"memory in use rises to {facts.memory_peak / 2**20:,.0f} MiB where {facts.memory_usual / 2**20:,.0f} are usual"
+    return f"memory in use rises to {facts.memory_peak / 2**20:,.0f} MiB; usual are {facts.memory_usual / 2**20:,.0f} MiB"
 
 
 def _allocates(facts: Facts) -> str:
     calls = facts.allocations / max(1, facts.steps - 1)
     if facts.share(facts.allocation) < 0.02 or calls < 0.2:
         return ""
-    return (f"the driver is asked for memory {calls:.1f} times a step, and {facts.share(facts.allocation):.0%} of the time "
-            f"nothing runs meanwhile")  # fmt: skip
+    return (f"{calls:.1f} allocations from the driver per step, during which the device is idle for "
+            f"{facts.share(facts.allocation):.0%} of the time")
 
 
 def _blocks(facts: Facts) -> str:
     calls = facts.waits / facts.steps
     if calls < WAITS or facts.share(facts.waiting) < 0.05:
         return ""
-    return (f"{calls:.1f} calls a step wait until the device has run dry; it then has nothing to do for "
-            f"{facts.share(facts.waiting):.0%} of the time")  # fmt: skip
+    return (f"{calls:.1f} calls per step wait until the device has finished; it is then idle for "
+            f"{facts.share(facts.waiting):.0%} of the time")
 
 
 def _bare_collectives(facts: Facts) -> str:
@@ -211,11 +210,11 @@ def _bare_collectives(facts: Facts) -> str:
     if part is None or facts.share(part.seconds) < WORTH or _uneven_ranks(facts) or _stragglers(facts):
         return ""
     return (f"collectives take {facts.share(facts.collectives):.0%} of the time, "
-            f"{part.seconds / max(facts.collectives, 1e-12):.0%} of it with nothing beside them")  # fmt: skip
+            f"{part.seconds / max(facts.collectives, 1e-12):.0%} of it not overlapped with computation")
 
 
 def _taken(facts: Facts) -> str:
-    return f"other programs had the processor for {facts.lost:.0%} of the time" if facts.lost >= WORTH else ""
+    return f"other programs used the CPU for {facts.lost:.0%} of the time" if facts.lost >= WORTH else ""
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------------
@@ -226,12 +225,12 @@ def _part(name: str, share: float = 1.0) -> Callable[[Facts], float]:
 
 
 def _excess(name: str) -> Callable[[Facts], float]:
-    """What the part takes beyond a good kernel's time."""
+    """The part's time beyond that of a good kernel."""
     return lambda facts: max(0.0, facts.parts[name].seconds - facts.parts[name].floor / REACHED)
 
 
 def _weights_only(share: float) -> Callable[[Facts], float]:
-    """Of the products' time, what waits for memory."""
+    """The memory-bound share of the matrix products' time."""
 
     def saved(facts: Facts) -> float:
         part = facts.parts["linears and head"]
@@ -249,7 +248,7 @@ def _unknown(facts: Facts) -> float:
 
 
 def _most_beside(facts: Facts) -> float:
-    """What is beside the products, beyond a fifth of the time, which it may be."""
+    """Time outside of matrix products and attention beyond the fifth of the busy time that is acceptable."""
     return max(0.0, sum(_beside(facts).values()) - 0.2 * facts.busy)
 
 
@@ -271,47 +270,47 @@ def _slowest_rank(facts: Facts) -> float:
 
 
 def _lost(facts: Facts) -> float:
-    """Seconds that were lost beside those of the facts, as a part of both."""
+    """Seconds lost to other programs."""
     return facts.lost * facts.seconds
 
 
 PATTERNS = (
-    Pattern("the processor is shared", "host", _taken, _lost, (
-        Remedy("keep other programs off these cores, or give the engine others", _lost, "what they are for", "cores", "cpu"),
+    Pattern("the CPU is shared", "host", _taken, _lost, (
+        Remedy("keep other programs off these cores, or use other cores", _lost, "the other programs", "cores", "cpu"),
     )),
     Pattern("many short kernels with gaps", "launch", _short_kernels, _of("launch"), (
-        Remedy("recorded graphs (leave enforce_eager off)", _of("launch", 0.9), "memory of the graphs", "graphs", "cuda"),
+        Remedy("CUDA graphs (leave enforce_eager off)", _of("launch", 0.9), "memory of the graphs", "graphs", "cuda"),
         Remedy("fuse neighbours into fewer, larger kernels", _of("launch", 0.5), "a kernel more to maintain", "fusion"),
-        Remedy("more rows in a step: as many ops for more tokens", _of("launch", 0.5),
+        Remedy("more rows in a step: the same number of ops for more tokens", _of("launch", 0.5),
                "time per output token of each request", "rows"),
     )),
     Pattern("low FLOP/s at high bandwidth", "weight_bandwidth", _reads_without_computing, _weights_only(1.0), (
-        Remedy("more requests in a step: they share each reading of the weights", _weights_only(0.5),
+        Remedy("more requests in a step: they share each read of the weights", _weights_only(0.5),
                "time per output token of each request", "rows"),
-        Remedy("weights of 8 bits", _weights_only(0.5), "quality: `ridgeline eval`", "weights", "cuda"),
-        Remedy("weights of fewer bits", _weights_only(0.4), "quality: `ridgeline eval`", "weights", "cpu"),
+        Remedy("8-bit weights", _weights_only(0.5), "quality: `ridgeline eval`", "weights", "cuda"),
+        Remedy("weights in fewer bits", _weights_only(0.4), "quality: `ridgeline eval`", "weights", "cpu"),
     )),
     Pattern("attention below its bandwidth", "implementation", _attention_below, _excess("attention"), (
-        Remedy("cut the past into shares that keep every multiprocessor busy", _excess("attention"),
+        Remedy("split-KV: cut the context into shares that keep every SM busy", _excess("attention"),
                "partial results to merge", "split", "cuda"),
-        Remedy("a KV layout whose pages are read in one piece; larger blocks", _excess("attention"),
+        Remedy("a KV layout with contiguous pages, or larger blocks", _excess("attention"),
                "memory lost in half-filled blocks", "layout"),
     )),
-    Pattern("products below their roof", "implementation", _products_below, _excess("linears and head"), (
+    Pattern("matrix products below their roof", "implementation", _products_below, _excess("linears and head"), (
         Remedy("the native kernels of this device: kernels=auto, `ridgeline build`", _excess("linears and head"),
                "none, if the laws hold", "kernels"),
-        Remedy("tiles for these rows and shapes: `ridgeline bench ops`", _excess("linears and head"),
+        Remedy("tune tiles for these rows and shapes: `ridgeline bench ops`", _excess("linears and head"),
                "a kernel more to maintain", "tiles"),
     )),
     Pattern("little of the time is matrix products", "implementation", _little_matrix, _most_beside, (
         Remedy("fuse norms, activation and copies into their neighbours", _most_beside, "a kernel more to maintain", "fusion"),
-        Remedy("greedy or simpler sampling, where sampling is what is beside", _part("sampling", 0.5), "variety of answers",
+        Remedy("greedy or simpler sampling, if sampling takes the time", _part("sampling", 0.5), "variety of answers",
                "sampling"),
     )),
     Pattern("CPU-bound stretches", "host", _cpu_bound, _of("between"), (
         Remedy("async_scheduling: plan a step while the one before it runs", _of("between", 0.8),
                "a stop is noticed one step late", "overlap", "cuda"),
-        Remedy("take tokenising and text out of the engine's process, or give them cores", _host_of(_TEXT_WORK, 0.9),
+        Remedy("move tokenising and text out of the engine's process, or onto other cores", _host_of(_TEXT_WORK, 0.9),
                "another process", "tokeniser"),
         Remedy("less to plan: fewer, larger requests, or a cheaper scheduling rule", _host_of(_TEXT_WORK, 0.5, others=True),
                "fairness between requests", "scheduler"),
@@ -319,8 +318,8 @@ PATTERNS = (
     Pattern("preemptions", "queue", _preempts, _recomputed, (
         Remedy("kv_cache_dtype fp8: twice the tokens in the same memory", _recomputed, "quality: `ridgeline eval`",
                "kv8", "cuda"),
-        Remedy("admit fewer: max_num_seqs as many as the KV cache holds", _recomputed, "time in the queue", "admission"),
-        Remedy("more KV blocks: gpu_memory_utilization, kv_cache_memory_bytes", _recomputed, "what else needs the memory",
+        Remedy("admit fewer requests: set max_num_seqs to what the cache holds", _recomputed, "time in the queue", "admission"),
+        Remedy("more KV blocks: gpu_memory_utilization, kv_cache_memory_bytes", _recomputed, "other users of the memory",
                "blocks"),
     )),
     Pattern("imbalance across ranks", "communication", _uneven_ranks, _slowest_rank, (
@@ -342,12 +341,12 @@ PATTERNS = (
     Pattern("blocking synchronisation", "host", _blocks, _of("waiting"), (
         Remedy("read results one step late, into pinned memory, with an event", _of("waiting", 0.9),
                "a stop is noticed one step late", "overlap"),
-        Remedy("keep on the device what only the device reads: no .item(), no copies to the host", _of("waiting", 0.9),
+        Remedy("keep data on the device if only it reads them: no .item(), no copies to the host", _of("waiting", 0.9),
                "none", "on-device"),
     )),
     Pattern("collectives in idle gaps", "communication", _bare_collectives, _part("communication"), (
-        Remedy("overlap collectives with products: reduce in parts", _part("communication", 0.5),
-               "multiprocessors that the collective takes", "overlap-collectives"),
+        Remedy("overlap collectives with GEMMs: reduce in parts", _part("communication", 0.5),
+               "SMs that the collective takes", "overlap-collectives"),
         Remedy("fewer ranks, if the model fits", _part("communication", 0.5), "memory left for the KV cache", "ranks"),
     )),
-)  # fmt: skip
+)

@@ -1,7 +1,7 @@
-"""A machine's peaks as numbers, and the file they are remembered in. Measuring them is runner/start/measure_peaks.py's business.
+"""A machine's peak rates, and the file that caches them. runner/start/measure_peaks.py measures them.
 
-The file belongs to a device, its driver and a version of torch: another of any of these is measured again. Peaks are the
-best that was ever seen, so a measurement beside other programs does no lasting harm.
+The file is for one device, driver and torch version; a change of any of them means a new measurement. Peaks are the best values
+ever measured, so a measurement beside other programs does no lasting harm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.process import platform
 from ridgeline.roofline.step_cost import Peaks
 
-DATA_SHEET = "data sheet"            # `measured` of peaks that nobody measured
+DATA_SHEET = "data sheet"            # value of `measured` for peaks that were not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class MachinePeaks:
     device: str                      # the device's name, as its maker calls it
     read_bytes_s: float
     flops_s: dict[str, float]        # by dtype
-    launch_s: float                  # the least that any operation takes
+    launch_s: float                  # the least time of any kernel
     measured: str                    # when, and with which torch
-    host_launch_s: float = 0.0       # what the host needs to issue one, outside a graph; 0: not known
+    host_launch_s: float = 0.0       # host time to launch a kernel without a CUDA graph; 0: not known
     driver: str = ""
     torch: str = ""
 
@@ -37,14 +37,14 @@ class MachinePeaks:
         return Peaks(self.read_bytes_s, self.rate(dtype))
 
     def best(self, other: MachinePeaks) -> MachinePeaks:
-        """The better of each; dates and names are the other's, which is the newer."""
+        """The better of each rate; date and name are those of `other`, the newer."""
         rates = {dtype: max(self.flops_s.get(dtype, 0.0), rate) for dtype, rate in other.flops_s.items()}
         return MachinePeaks(
             other.device, max(self.read_bytes_s, other.read_bytes_s), self.flops_s | rates,
             min(self.launch_s, other.launch_s), other.measured,
             min(self.host_launch_s, other.host_launch_s) or other.host_launch_s,
             other.driver, other.torch,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +78,5 @@ def remember(key: MachineKey, peaks: MachinePeaks) -> None:
 
 
 def from_data_sheet(device: str, read_bytes_s: float, flops_s: Mapping[str, float]) -> MachinePeaks:
-    """Until there was a moment to measure."""
+    """Peaks from the data sheet, until they are measured."""
     return MachinePeaks(device, read_bytes_s, dict(flops_s), 0.0, DATA_SHEET)

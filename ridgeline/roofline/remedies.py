@@ -1,11 +1,11 @@
-"""What to change, the most promising first: one list out of three sources that may name the same change.
+"""Ranks recommended changes by predicted gain, from three sources that may name the same change.
 
-    planned   the engine's own scheduler went through the workload again with the option changed, and the cost model
-              priced every step at the speeds just measured: the best there is, and it knows when a change gains nothing
-    trace     a pattern was seen, and the divided time of the trace says what it costs
-    roofline  the verdict's own advice for the term that binds
+    planned   the engine's own scheduler planned the workload again with the option changed, and the cost model priced every
+              step at the speeds just measured: the most exact source, and it also finds changes that gain nothing
+    trace     a pattern was found in a trace, and the trace's times say what it costs
+    roofline  the verdict's own advice for its bottleneck
 
-The same change is listed once, with the figure of the first source that knows it.
+A change is listed once, with the figure of the first source that has it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ridgeline.roofline.patterns import Finding
 from ridgeline.roofline.verdict import Verdict
 
 PLANNED, TRACE, ROOFLINE = "planned", "trace", "roofline"
-WORTH = 1.02                         # a gain below is none
-# How the verdict's changes begin, and which change that is.
+WORTH = 1.02                         # smaller gains are not listed
+# The first words of the verdict's changes, and the key of the change.
 _KEYS = (
     ("raise max_num_seqs", "rows"), ("more requests in a step", "rows"), ("send more requests", "rows"),
-    ("prefix caching", "prefix"), ("recorded graphs", "graphs"), ("async_scheduling", "overlap"),
-    ("kv_cache_dtype fp8", "kv8"), ("weights of 8 bits", "weights"), ("weights of 4 bits", "weights4"),
+    ("prefix caching", "prefix"), ("CUDA graphs", "graphs"), ("async_scheduling", "overlap"),
+    ("kv_cache_dtype fp8", "kv8"), ("8-bit weights", "weights"), ("4-bit weights", "weights4"),
     ("fewer ranks", "ranks"), ("overlap collectives", "overlap-collectives"), ("more memory for KV", "blocks"),
     ("fewer and larger kernels", "fusion"),
-)  # fmt: skip
-_POINTER = "`ridgeline diagnose`"    # advice to do what is being done
+)
+_POINTER = "`ridgeline diagnose`"    # advice to run the command that is running
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A change that was planned through."""
+    """A change whose workload was planned again."""
 
     key: str
     what: str
@@ -58,14 +58,14 @@ def key_of(what: str) -> str:
 
 def ranked(
     verdict: Verdict | None, findings: Sequence[Finding] = (), planned: Sequence[Planned] = (), done: Collection[str] = (),
-) -> list[Recommended]:  # fmt: skip
-    """`done`: keys of changes that this setting has made already."""
+) -> list[Recommended]:
+    """`done`: keys of changes that the settings already include."""
     taken = {*done, *(each.key for each in planned)}
     found = [
-        Recommended(each.what, each.gain, PLANNED, each.trade_off, "the workload, planned and priced again", each.key,
+        Recommended(each.what, each.gain, PLANNED, each.trade_off, "workload planned again with this change", each.key,
                     each.options)
         for each in planned
-    ]  # fmt: skip
+    ]
     for finding in findings:
         for advice in finding.advice:
             key = advice.key or advice.what

@@ -1,7 +1,7 @@
-"""The slowest steps and why: what was measured in a step comes before what is only likely. Numbers only.
+"""The slowest steps and their causes; a measured cause comes before a likely one.
 
-The causes of ridgeline/metrics, which a running engine counts, and two that only somebody who watches every step can see:
-memory asked of the driver, and a processor that others had.
+The causes are those of ridgeline/metrics, which a running engine counts, and two that need a log of every step: memory
+allocations from the driver, and CPU time taken by other programs.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class StepTimes:
     tokens: int
     rows: int
     between: float = 0.0             # before the step began
-    collecting: float = 0.0          # garbage
+    collecting: float = 0.0          # garbage collection
     prompt_tokens: int = 0
     preemptions: int = 0
     compiled: int = 0                # kernels
-    recorded: int = 0                # graphs
-    allocated: int = 0               # times that the driver was asked for memory
-    lost: float = 0.0                # in which no processor was given to this process
+    recorded: int = 0                # CUDA graphs captured
+    allocated: int = 0               # allocations from the driver
+    lost: float = 0.0                # seconds without a CPU for this process
 
     @property
     def kept(self) -> float:
-        """The part of its time in which this process had a processor."""
+        """The share of the time in which this process had a CPU."""
         return 1 - min(0.95, self.lost / self.seconds) if self.seconds else 1.0
 
     @property
     def host(self) -> float:
-        """In which the device had nothing to do."""
+        """Seconds in which the device was idle."""
         return max(0.0, self.seconds - self.device)
 
 
@@ -55,7 +55,7 @@ def cause_of(step: StepTimes, median: float) -> str:
     found = watch.cause(Step(
         step.seconds, step.between, step.collecting, step.tokens, step.prompt_tokens, step.preemptions, step.compiled,
         step.recorded,
-    ))  # fmt: skip
+    ))
     if found in ("between_steps", "preemption", "prompt_tokens", "unknown"):
         if step.allocated:
             return ALLOCATION
@@ -65,7 +65,7 @@ def cause_of(step: StepTimes, median: float) -> str:
 
 
 def slowest(steps: Sequence[StepTimes], share: float = SLOWEST) -> dict[str, Any]:
-    """The slowest hundredth, one step at least: what they take, and their causes."""
+    """The slowest 1 % of the steps (at least one): their share of the time, and their causes."""
     if not steps:
         return {"count": 0, "share_of_time": 0.0, "median_ms": 0.0, "causes": {}, "steps": []}
     median = statistics.median(step.seconds for step in steps)
@@ -77,8 +77,8 @@ def slowest(steps: Sequence[StepTimes], share: float = SLOWEST) -> dict[str, Any
             "phase": step.phase, "tokens": step.tokens, "rows": step.rows, "cause": cause_of(step, median),
         }
         for number, step in numbered
-    ]  # fmt: skip
+    ]
     return {
         "count": len(rows), "share_of_time": sum(step.seconds for _, step in numbered) / whole if whole else 0.0,
         "median_ms": median * 1e3, "causes": dict(Counter(row["cause"] for row in rows).most_common()), "steps": rows,
-    }  # fmt: skip
+    }

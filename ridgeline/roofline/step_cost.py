@@ -1,13 +1,12 @@
-"""What one step of a decoder has to compute and to move, counted exactly and split by what it is spent on.
+"""Counts exactly what one step of a decoder has to compute and to move, op by op.
 
     a model's shape and the precision of its tensors (DecoderShape)
     the step: per row, tokens computed now and KV length including them; how many of them have logits
     → FLOPs, and bytes of weights, of KV read and written and of activations, op by op (StepCost)
 
-Every number is the sum of the ops' own declarations in sizes/op_costs.py, called as models/decoder.py calls the ops. The last
-layer goes on only with the tokens that have logits, as there. Plain Python: planning, benchmarks and the running engine
-count with the same functions (the latter many steps at once, in vectorised.py). Nothing here knows how fast a machine is,
-but for `Peaks`, which divides.
+Every number is the sum of the ops' own declarations in sizes/op_costs.py, called as models/decoder.py calls the ops. After its
+attention the last layer computes only the tokens that have logits, as there. Planning, benchmarks and the running engine count
+with the same functions (the engine many steps at once, in vectorised.py). Only `Peaks` knows a machine's speed.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class DecoderShape:
         return replace(
             self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks,
             intermediate=even_shard(self.intermediate, 0, ranks).size, vocab=even_shard(self.vocab, 0, ranks).size,
-        )  # fmt: skip
+        )
 
 
 def kv_element_bytes(kv_dtype: str, head_dim: int) -> float:
@@ -115,7 +114,7 @@ def kv_element_bytes(kv_dtype: str, head_dim: int) -> float:
 def decoder_shape(
     model: ModelConfig, dtype: str, bytes_per_weight: float | None = None, kv_dtype: str | None = None,
     block_size: int = 16, head_bytes: float | None = None,
-) -> DecoderShape:  # fmt: skip
+) -> DecoderShape:
     """A model as the cost model sees it; weights in `dtype` unless said otherwise."""
     size = DTYPE_BYTES[dtype]
     windows = [window for window in model.windows if window is not None]
@@ -128,7 +127,7 @@ def decoder_shape(
         head_bytes=head_bytes, embedding_bytes=size, rotary_dim=model.ropes[0].dim, activation=model.activation,
         softcap=model.attention_softcap, qk_norm=model.qk_norm, post_norms=model.post_norms, qkv_bias=model.qkv_bias,
         output_bias=model.output_bias, mlp_bias=model.mlp_bias, last_windowed=model.windows[-1] is not None,
-    )  # fmt: skip
+    )
 
 
 # ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +135,7 @@ def decoder_shape(
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """All that the cost of a step asks of its rows. Sums only, so that a step of a thousand rows costs no more to judge."""
+    """The sums over a step's rows that its cost depends on."""
 
     tokens: int = 0
     logits: int = 0                  # tokens that have logits
@@ -160,8 +159,8 @@ def step_counts(
     shape: DecoderShape, rows: Rows, logits: Sequence[int] | None = None, shared: int = 0, every_hidden: bool = False
 ) -> StepCounts:
     """`logits`: per row, how many of its last tokens have them; by default one. `shared`: KV positions of a prefix that
-    several rows have and attention reads once, counted for each row but the first. `every_hidden`: somebody reads every
-    token's hidden state, so that the last layer computes them all."""
+    several rows have and attention reads once, counted for each row but the first. `every_hidden`: every token's hidden state
+    is needed, so the last layer computes them all."""
     last_rows = [(count, kv_len) for count, (_, kv_len) in zip(
         (1,) * len(rows) if logits is None else logits, rows, strict=True
     )]
@@ -174,7 +173,7 @@ def step_counts(
         Attended.of(rows, shape.window, shape.block_size) if shape.window_layers else Attended(),
         Attended.of(last_rows, shape.window if shape.last_windowed else None, shape.block_size),
         shared,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ class OpCost:
         return OpCost(
             self.calls + other.calls, self.flops + other.flops, self.weights + other.weights,
             self.kv_read + other.kv_read, self.kv_written + other.kv_written, self.activations + other.activations,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +236,7 @@ class StepCost:
 
     @property
     def matrix_flops(self) -> int:
-        """What the matrix units compute: linears, attention and head. Norms, rotation and sampling are not theirs."""
+        """FLOPs of the matrix units: linears, attention and head, without norms, rotation and sampling."""
         return self.linear_flops + self.attention_flops + self.head_flops
 
 
@@ -258,13 +257,13 @@ def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
             linear_cost(
                 tokens=count, inputs=inputs, outputs=outputs, bias=bias, weight_bytes=weight_bytes, element_bytes=size
             ) for count in (0, 1)
-        )  # fmt: skip
+        )
         return each_token(calls, times, none, one)
 
     def matrix(name: str) -> OpCost:
         calls, times = (layers, layers * tokens) if name == "qkv" else (
             layers - 1 + behind, (layers - 1) * tokens + last
-        )  # fmt: skip
+        )
         return linear(calls, times, *shape.linears[name], shape.weight_bytes)
 
     def each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) -> OpCost:
@@ -343,7 +342,7 @@ def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
         },
         collectives,
         (spoken * shape.hidden + logits * shape.vocab * shape.ranks) * size if shape.ranks > 1 else 0,
-    )  # fmt: skip
+    )
 
 
 # ── the machine, and what follows from both ──────────────────────────────────────────────────────────────────────────
@@ -358,20 +357,20 @@ class Peaks:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte above which computing, not reading, takes longer."""
+        """FLOPs per byte above which an op is compute-bound (the ridge point)."""
         return self.flops_s / self.read_bytes_s
 
     def seconds(self, cost: Cost) -> float:
         return max(cost.bytes / self.read_bytes_s, cost.flops / self.flops_s)
 
     def floor(self, step: StepCost) -> dict[str, float]:
-        """Least seconds by op: every op at its own roof, none beside another."""
+        """Least seconds by op: every op at its own roof, without overlap."""
         return {name: self.seconds(op.cost) for name, op in step.ops.items()}
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Tokens that a verification step of so many drafts yields, each accepted with this probability if those before it
-    are: 1 + α + … + αᵏ = (1 − αᵏ⁺¹) / (1 − α)."""
+    """Expected tokens of a verification step with k drafts, each accepted with probability α if those before it are:
+    1 + α + … + αᵏ = (1 − αᵏ⁺¹) / (1 − α)."""
     if acceptance >= 1.0:
         return float(drafts + 1)
     return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)

@@ -1,8 +1,8 @@
-"""Every step of a running engine, recorded: what it had to compute and move, how long it took, and where time went.
+"""Records every step of a running engine: its FLOPs and bytes, its time, and where the time went.
 
-The engine's loop tells of each step (`planned`, `took`), which notes a few references. `fold` counts what was noted, all
-steps at once, and adds it to sums by phase; whoever reports calls it, some ten times a second. Sums only grow, so that
-the difference of two is a window. Reads plans and results, never changes them; knows neither torch nor the engine.
+The engine's loop calls `planned` and `took` for each step, which only note references. `fold` counts the noted steps all at once
+and adds them to sums by phase; the statistics report calls it some ten times a second. Sums only grow, so the difference of two
+is a window. Reads plans and results without changing them; imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BEATEN = 0.9                        # of the predicted time: a step that needs 
 
 @dataclass(slots=True)
 class PhaseSums:
-    """What all steps of a phase came to. Times in seconds."""
+    """Sums over all steps of a phase. Times in seconds."""
 
     steps: float = 0.0
     seconds: float = 0.0             # from the end of the step before, or from when there was work, to its end
@@ -60,8 +60,8 @@ class PhaseSums:
     on_weights: float = 0.0
     on_kv: float = 0.0
     on_activations: float = 0.0
-    launch: float = 0.0              # predicted, of issuing its kernels
-    replayed: float = 0.0            # steps that were a recorded graph
+    launch: float = 0.0              # predicted, of launching its kernels
+    replayed: float = 0.0            # steps that replayed a CUDA graph
     communication: float = 0.0       # seconds of `device` in which ranks waited for each other, where that is known
 
     def values(self) -> list[float]:
@@ -76,7 +76,7 @@ SUMS = tuple(each.name for each in fields(PhaseSums))
 _AS_NOTED = {
     "padded": _PADDED, "recomputed": _RECOMPUTED, "rejected": _REJECTED, "replayed": _REPLAYED,
     "communication": _COMMUNICATION,
-}  # fmt: skip
+}
 _PLACE = {name: place for place, name in enumerate(SUMS)}
 # One step, for a plot: when it ended, phase, tokens, rows, FLOPs, bytes; seconds in all, on the device, predicted for
 # computing and for memory.
@@ -123,7 +123,7 @@ class StepRecorder:
         self._notes.append((
             now, now - self._since, waiting, result.device_seconds, result.shared, result.padded, result.recomputed,
             result.rejected, result.replayed, result.communication,
-        ))  # fmt: skip
+        ))
         self._since = now if goes_on or self._plans else 0.0
         if len(self._notes) >= REMEMBERED:
             self.fold()
@@ -135,7 +135,7 @@ class StepRecorder:
     # -- now and then --------------------------------------------------------------------------------------------------
 
     def use(self, peaks: MachinePeaks) -> None:
-        """Predict with these from now on. Earlier sums were of other peaks, or none: they begin again."""
+        """Predict with these peaks from now on. Sums start again, because earlier ones used other peaks or none."""
         if peaks != self.peaks:
             self.fold()
             self.peaks = peaks
@@ -143,7 +143,7 @@ class StepRecorder:
             self.points.clear()
 
     def fold(self) -> None:
-        """Count what was noted since the last time, in parts whose arrays no allocator asks the system for."""
+        """Count the steps noted since the last call, in parts small enough that malloc need not ask the system for memory."""
         rows, notes = self._rows, self._notes
         self._rows, self._notes = [], []
         begin = size = 0
@@ -164,7 +164,7 @@ class StepRecorder:
         costs = self._costs.of(
             counts, new, lengths, wants & np.int8(Want.TOKEN), numbers[_SHARED],
             every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0,
-        )  # fmt: skip
+        )
         # Rows with one token decode; the others compute prompts.
         phases = np.where(costs.tokens == counts, _DECODE, _PREFILL)
         if int(costs.tokens.sum()) > len(new):

@@ -1,9 +1,8 @@
-"""A profiler's trace as plain intervals: what the device did, what the host did meanwhile, memory, and steps.
+"""Reads a profiler's trace as plain intervals: device work, host work, memory, and steps.
 
-Reads Chrome traces as torch's profiler writes them, one file for each rank. On a GPU the device's work is its kernels,
-copies and fills; on a CPU it is the ops, which whoever profiles has marked as `op:NAME`, and whatever torch does beside
-them. Steps are marked `step`, what the engine's loop does in one `phase:NAME`. Times are microseconds of the trace's own
-clock. Knows intervals and names, and nothing of what they should have cost.
+Reads Chrome traces as torch's profiler writes them, one file per rank. On a GPU the device's work is its kernels, copies and
+fills; on a CPU it is the ops, which the profiling code marks as `op:NAME`, and torch's own ops outside of them. Steps are marked
+`step`, and the phases of the engine's loop `phase:NAME`. Times are microseconds of the trace's clock.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-STEP, PHASE, OP = "step", "phase:", "op:"                # how whoever profiles marks the host's time
-KNOWN = "ridgeline"                  # what a trace of ours says beside its events: the profiler's cost, who had the processor
+STEP, PHASE, OP = "step", "phase:", "op:"                # marks of the profiling code
+KNOWN = "ridgeline"                  # key of our own fields in a trace: the profiler's cost, the share of CPU time
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 MARKS = ("user_annotation", "cpu_op")
@@ -26,14 +25,14 @@ _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$|^cuMemcpy(Dto|Hto)[HD](_v2)?$")
 PARTS = (
     ("communication", _COLLECTIVE.pattern),
     ("attention", r"attention|attn|flash|fmha|^(decode|merge|older|prefill|prefix|prompt|split_tiles)_kernel"),
-    ("linears and head", r"gemm|gemv"),                  # with a norm or an activation in it, still a product
+    ("linears and head", r"gemm|gemv"),                  # also with a fused norm or activation
     ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
     ("norms", r"norm"),
     ("rotary and kv_write", r"rotary|rope|kv_write|write_kv|reshape_and_cache"),
     ("activation", r"activation|silu|gelu|gated"),
     ("linears and head", r"nvjet|cutlass|cublas|linear|splitk|matmul|xmma|dot_kernel"),
     ("copies", r"memcpy|memset|copy_kernel|fill"),
-)  # fmt: skip
+)
 # The same for our own ops, where they are marked.
 OP_PARTS = {
     "linear": "linears and head", "normed_linear": "linears and head", "block_linear": "linears and head",
@@ -41,18 +40,18 @@ OP_PARTS = {
     "kv_write": "rotary and kv_write", "rotary_write": "rotary and kv_write", "paged_attention": "attention",
     "decode_attention": "attention", "greedy": "sampling", "sample": "sampling", "apply_mask": "sampling",
     "logprobs": "sampling",
-}  # fmt: skip
+}
 # And for torch's, where nothing is marked around them.
 _TORCH_PARTS = (
     ("linears and head", r"aten::(linear|mm|addmm|matmul|bmm)|mkldnn"), ("attention", r"scaled_dot_product"),
     ("embedding", r"aten::embedding"), ("copies", r"aten::(copy_|to|_to_copy|index_copy_|index_select|cat)$"),
-)  # fmt: skip
+)
 # Of the cost model's ops, those that a part of a trace stands for.
 COSTS_OF = {
     "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
     "activation": ("activation",), "linears and head": ("qkv", "output", "gate_up", "down", "head"), "sampling": ("sample",),
     "embedding": ("embedding",),
-}  # fmt: skip
+}
 _HOLDS_OTHERS = ("decode_attention",)                    # ops that may call others: those count, not they
 
 
@@ -99,8 +98,8 @@ class Trace:
     waits: list[Span] = field(default_factory=list)      # calls that block until the device is done
     allocations: list[Span] = field(default_factory=list)        # calls that ask the driver for memory, or give it back
     memory: list[Memory] = field(default_factory=list)
-    profiler: float = 0.0            # seconds that profiling took of these steps, where whoever wrote the trace knows …
-    kept: list[float] = field(default_factory=list)      # … and the part of each step in which the process had a processor
+    profiler: float = 0.0            # seconds that profiling took of these steps, if the trace says so …
+    kept: list[float] = field(default_factory=list)      # … and the share of each step in which the process had a CPU
 
 
 def read_trace(document: Mapping[str, Any]) -> Trace:
@@ -136,13 +135,13 @@ def read_trace(document: Mapping[str, Any]) -> Trace:
 
 
 def _launching(trace: Trace) -> list[Span]:
-    """The steps in which something was launched: in others the loop only took in what was still under way, and whoever counts
-    what steps computed does not know of them. All of them, where phases are not marked."""
+    """The steps in which something was launched. In others the loop only processed results, and the step recorder does not
+    count those. All steps, if phases are not marked."""
     launches = [phase.start for phase in trace.phases if phase.name == "launch"]
     if not launches:
         return trace.steps
     return [step for step in trace.steps
-            if bisect.bisect_left(launches, step.start) < bisect.bisect_right(launches, step.end)]  # fmt: skip
+            if bisect.bisect_left(launches, step.start) < bisect.bisect_right(launches, step.end)]
 
 
 def _kernels(events: Iterable[Mapping[str, Any]], launched: Mapping[int, float], borders: Sequence[float]) -> Iterator[Work]:
@@ -188,7 +187,7 @@ def part_of(name: str) -> str:
 
 
 def own_times(work: Sequence[Work]) -> list[float]:
-    """Of each interval, what lies behind the end of all that began before it: they sum to the time in which any ran."""
+    """Of each interval, the part after the end of all that began before it; the sum is the time in which any ran."""
     found, reached = [], float("-inf")
     for each in work:
         found.append(max(0.0, each.end - max(reached, each.start)))

@@ -1,8 +1,8 @@
-"""step_cost.py for many steps at once: what a running engine can afford to count, a few microseconds a step.
+"""step_cost.py vectorised over many steps, so that a running engine can count them in a few microseconds per step.
 
-A step's cost is an affine function of sums over its rows (tokens, logits, pairs, keys, blocks …). Its coefficients are
-found by asking step_cost.py, one sum at a time; then any number of steps is one small matrix product. Exact: every number is
-an integer below 2⁵³.
+A step's cost is an affine function of sums over its rows (tokens, logits, pairs, keys, blocks …). The coefficients come from
+calling step_cost.py, one sum at a time; then any number of steps is one small matrix product. Exact: every number is an integer
+below 2⁵³.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Sums:
         columns = (
             self.tokens, self.rows, self.logits, self.last_tokens, self.last_rows, *self.full, *self.windowed, *self.last,
             self.shared, self.goes_on, self.has_logits,
-        )  # fmt: skip
+        )
         made = np.empty((_NUM_SUMS, len(self.tokens)))
         for place, column in enumerate(columns):
             made[place] = column
@@ -71,8 +71,8 @@ class ManyCosts:
 
 class StepCosts:
     def __init__(self, shape: DecoderShape, read_bytes: Callable[[int], tuple[int, int]] | None = None) -> None:
-        """`read_bytes(rows)`: what products with so many rows read of all layers' linears and of the head, where the
-        shape does not say, or it depends on the rows."""
+        """`read_bytes(rows)`: bytes that GEMMs with this number of rows read of all layers' linears and of the head, if they
+        do not follow from the shape or depend on the rows."""
         self.shape = shape
         self._read_bytes = read_bytes
         self._known: dict[int, tuple[float, float]] = {}         # rows -> as multiples of what the shape says
@@ -84,10 +84,9 @@ class StepCosts:
     def of(
         self, counts: np.ndarray, new: np.ndarray, kv_len: np.ndarray, logits: np.ndarray, shared: np.ndarray,
         every_hidden: np.ndarray,
-    ) -> ManyCosts:  # fmt: skip
-        """Per step: how many rows it has, KV positions read once for several rows, and whether somebody reads every hidden
-        state. Per row, those of all steps one after another: its tokens, its KV length with these, and how many of the last
-        have logits."""
+    ) -> ManyCosts:
+        """Per step: its number of rows, KV positions read once for several rows, and whether every hidden state is needed. Per
+        row, all steps concatenated: its tokens, its KV length with these, and how many of the last have logits."""
         sums = self._sums(new, kv_len, logits, counts, shared, every_hidden)
         found = self._constant + sums.matrix() @ self._coefficients
         columns = np.split(found, len(TERMS), axis=1)
@@ -106,7 +105,7 @@ class StepCosts:
         weights[:, _HEAD] *= [self._multiples(count)[1] for count in sums.logits.tolist()]
 
     def _multiples(self, rows: int) -> tuple[float, float]:
-        rows = min(max(rows, 1), 256)                    # no scheme changes its mind above that
+        rows = min(max(rows, 1), 256)                    # no scheme changes its kernel above that
         if rows not in self._known:
             assert self._read_bytes is not None
             linears, head = self._read_bytes(rows)
@@ -120,7 +119,7 @@ class StepCosts:
     def _sums(
         self, new: np.ndarray, kv: np.ndarray, logits: np.ndarray, counts: np.ndarray, shared: np.ndarray,
         every_hidden: np.ndarray,
-    ) -> _Sums:  # fmt: skip
+    ) -> _Sums:
         shape = self.shape
         starts = np.cumsum(counts) - counts
 
@@ -147,7 +146,7 @@ class StepCosts:
             total(new), counts, num_logits, goes_on, total((last > 0).astype(np.int64)), attended(new, None),
             attended(new, shape.window) if shape.window_layers else (none, none, none),
             attended(last, shape.window if shape.last_windowed else None), shared, goes_on > 0, num_logits > 0,
-        )  # fmt: skip
+        )
 
     def _coefficient(self, index: int) -> np.ndarray:
         """How much one more of this sum costs."""
@@ -188,7 +187,7 @@ def _counts(vector: Sequence[int]) -> StepCounts:
     return StepCounts(
         tokens, logits, last_tokens, Attended(rows, tokens, *full), Attended(rows, tokens, *windowed),
         Attended(last_rows, last_tokens, *last), shared,
-    )  # fmt: skip
+    )
 
 
 def _outputs(shape: DecoderShape, counts: StepCounts) -> np.ndarray:

@@ -80,7 +80,7 @@ def test_a_ramp_goes_from_its_start_to_its_end(strategy: str, start: float, end:
         return sum(middle - width <= when < middle + width for when in times) / (2 * width)
 
     along = {share: start + (end - start) * share if strategy == "linear" else start * (end / start) ** share
-             for share in (0.1, 0.5, 0.9)}  # fmt: skip
+             for share in (0.1, 0.5, 0.9)}
     for share, wanted in along.items():
         assert rate(share) == pytest.approx(wanted, rel=0.1)
 
@@ -97,7 +97,7 @@ def test_a_trace_is_its_own_times() -> None:
         ((math.inf, 1.0, Ramp(0.0, 5.0), ()), "must be above 0"), ((math.inf, 1.0, Ramp(1.0, 5.0), (1.0,)), "its own times"),
         ((1.0, 1.0, None, (-1.0,)), "must not be negative"),
     ],
-)  # fmt: skip
+)
 def test_impossible_arrivals_are_refused(values: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked(*values)
@@ -129,7 +129,7 @@ def test_lengths_follow_their_distribution() -> None:
     "spec", ["0", "-3", "x", "uniform:5", "uniform:9:3", "normal:5:0", "lognormal:1:2:3", "gauss:1:2", "nan"]
 )
 def test_what_is_no_length_is_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match="is no length; one is 256, uniform"):
+    with pytest.raises(ConfigError, match="is not a length; use 256, uniform"):
         parse_length(spec)
     with pytest.raises(ConfigError, match="has its own width"):
         parse_length("uniform:1:5").widened(0.5)
@@ -178,7 +178,7 @@ def test_conversations_have_turns_and_pauses() -> None:
     source = PromptSource(
         Words(common_words()), Length("fixed", (5.0,)), Length("fixed", (4.0,)), turns=Length("uniform", (2.0, 4.0)),
         think=Length("fixed", (1.5,), 0.0),
-    )  # fmt: skip
+    )
     found = first(source, 50)
     assert {len(conversation.turns) for conversation in found} == {2, 3, 4}
     assert all(turn.think == (1.5 if number else 0.0) for each in found for number, turn in enumerate(each.turns))
@@ -211,9 +211,9 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
         ("{", "line 1"), ("[]", "must be an object"), ("{}", "exactly one of prompt, messages and input_length"),
         ('{"prompt": 3}', "a text or a list of token ids"), ('{"messages": "x"}', "a list of objects"),
         ('{"prompt": "x", "output_tokens": 0}', "above 0"), ('{"prompt": "x", "timestamp": "now"}', "must be a number"),
-        ("", "holds no requests"), ('{"prompt": "x", "timestamp": 1}\n{"prompt": "y"}', "every line has a timestamp or none"),
+        ("", "holds no requests"), ('{"prompt": "x", "timestamp": 1}\n{"prompt": "y"}', "every line needs a timestamp, or none"),
     ],
-)  # fmt: skip
+)
 def test_a_file_with_a_fault_names_it(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text(line + "\n")

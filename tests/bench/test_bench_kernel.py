@@ -34,7 +34,7 @@ FAULTY = {
                             "wrong result (odd"),
     "leaves the last column": (
         RIGHT.replace("out.copy_(", "out[..., :-1].copy_((").replace("weight_offset))", "weight_offset))[..., :-1])"),
-        "memory that nobody wrote",
+        "memory that was never written",
     ),
     "one buffer for all": (RIGHT.replace("out = torch.empty_like(x)", "out = _buffer(x)") + """
 _kept = {}
@@ -82,7 +82,7 @@ def rms_norm(x, weight, eps, *, residual=None):
     "another dtype": (
         RIGHT.replace("torch.empty_like(x)", "torch.empty_like(x, dtype=torch.float32)"), "is torch.float32, not bfloat16",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_a_faulty_candidate_is_found_out(name: str, tmp_path: Path, capsys: pyte
 def test_an_output_that_was_handed_over_is_poisoned(tmp_path: Path) -> None:
     """kv_write returns nothing: what it does not write stays NaN."""
     code, made = bench(tmp_path, "def kv_write(*args, **kwargs):\n    pass\n", "--check-only", op="kv_write")
-    assert code == 1 and "memory that nobody wrote" in made["figures"]["faults"][0]
+    assert code == 1 and "memory that was never written" in made["figures"]["faults"][0]
 
 
 def test_inputs_are_new_each_time(tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_inputs_are_new_each_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\n", "defines no function rms_norm"), ("import nothing_like_it\n", "cannot be imported: ModuleNotFoundError"),
-        (RIGHT + "\ndef supports(site):\n    return False\n", "supports none of the cases"),
-        ("from ridgeline.ops.rms_norm import rms_norm\n", "defines no function rms_norm"),
+        ("x = 1\n", "defines neither a function rms_norm"), ("import nothing_like_it\n", "cannot be imported: ModuleNotFoundError"),
+        (RIGHT + "\ndef supports(site):\n    return False\n", "supports none of the selected cases"),
+        ("from ridgeline.ops.rms_norm import rms_norm\n", "defines neither a function rms_norm"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_candidate(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "candidate.py"
     path.write_text(text)

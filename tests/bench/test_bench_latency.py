@@ -21,7 +21,7 @@ def answered(intended: float, sent: float, first: float, gap: float = 0.01, toke
     return Outcome(
         intended, due=intended, sent=intended + sent, ended=events[-1] + 0.001, events=array("d", events), tokens_in=7,
         tokens_out=tokens,
-    )  # fmt: skip
+    )
 
 
 def test_percentiles_are_those_of_numpy() -> None:
@@ -86,7 +86,7 @@ def test_nothing_answered_gives_figures_all_the_same() -> None:
         (["ttft:500,tpot:50"], {"ttft": 0.5, "tpot": 0.05}), (["ttft:500", "tpot:50"], {"ttft": 0.5, "tpot": 0.05}),
         (["E2E:1e4"], {"e2el": 10.0}), (["itl:2.5"], {"itl": 0.0025}),
     ],
-)  # fmt: skip
+)
 def test_objectives(words: list[str], limits: dict[str, float]) -> None:
     found = parse_slo(words)
     assert found is not None and dict(found.limits) == pytest.approx(limits) and parse_slo([]) is None
@@ -95,7 +95,7 @@ def test_objectives(words: list[str], limits: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("word", ["ttft", "ttft:", "speed:5", "ttft:-1", "ttft:nan", "ttft:inf", "ttft:5,ttft:6", "e2e:5,e2el:6"])
 def test_wrong_objectives_are_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no objective|given twice"):
+    with pytest.raises(ConfigError, match=r"is not an objective|given twice"):
         parse_slo([word])
 
 
@@ -120,7 +120,7 @@ def test_a_growing_queue_shows() -> None:
     late = [*(answered(number / 10, 0.0, 0.1) for number in range(41)), *burst, answered(6.0, 0.0, 0.1)]
     assert latency.backlog_growth(late) == 1.0                           # more than all of them cannot pile up
     thirteen = [*(answered(number / 4, 0.0, 0.05) for number in range(7)),
-                *(answered(2.0 + number / 100, 0.0, 1.5) for number in range(5)), answered(3.0, 0.0, 0.1)]  # fmt: skip
+                *(answered(2.0 + number / 100, 0.0, 1.5) for number in range(5)), answered(3.0, 0.0, 0.1)]
     assert latency.backlog_growth(thirteen) is None                      # all were answered, and so few say nothing
     few = [answered(begin, 0.0, 0.6) for begin in (0.0, 0.5, 1.0, 1.9, 2.3, 2.6, 2.9, 3.4, 3.5, 3.6, 3.9, 4.5)]
     assert latency.backlog_growth(few) is None                           # twelve that came by chance say nothing

@@ -28,7 +28,7 @@ def test_everybody_decodes_in_every_step_of_a_run(tmp_path: Path) -> None:
     engine = Engine(
         str(write_model(tmp_path / "tiny")), load_format="dummy", device="cpu", max_num_seqs=4, max_num_batched_tokens=64,
         max_model_len=512,
-    )  # fmt: skip
+    )
     timed = long_prompt.run(engine, TINY, seed=1)
     assert not engine.core.has_work
     gaps = timed.gaps()

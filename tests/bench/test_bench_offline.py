@@ -32,7 +32,7 @@ def test_every_combination_has_its_row(tmp_path: Path, capsys: pytest.CaptureFix
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(row["workload"], row["max_num_seqs"]) for row in rows] == [
         ("1x12+4", "2"), ("3x12+4", "2"), ("1x12+4", "4"), ("3x12+4", "4"),
-    ]  # fmt: skip
+    ]
     made = json.loads(out.read_text())
     found = made["figures"]["3x12+4, max_num_seqs=4"]["ridgeline"]
     assert set(found["decode_tok_s"]) == {"median", "p10", "p90"}
@@ -53,7 +53,7 @@ def test_presets_take_lists_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     records = sorted(path.name for path in tmp_path.glob("offline-*.json"))
     assert len(rows) == 2 and records == [
         "offline-auto-max_num_seqs=2-device=cpu.json", "offline-auto-max_num_seqs=4-device=cpu.json",
-    ]  # fmt: skip
+    ]
     row = json.loads((tmp_path / records[0]).read_text())["figures"]["rows"]["latency_b1"]
     assert row["p10"]["decode_tok_s"] <= row["median"]["decode_tok_s"] <= row["p90"]["decode_tok_s"]
     assert row["cost"]["usd_per_m_all_tokens"] > 0 and row["watts"] is None
@@ -64,8 +64,8 @@ def test_presets_take_lists_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--repeats", "1"], "--repeats 1 gives no median"), (["--repeats", "0"], "--repeats 0 gives no median"),
         (["--requests", "0"], "must be above 0"), (["--requests", "1", "--workload", "latency"], "leave --workload out"),
-        (["--shape", "qwen3-8b"], "belongs to a --preset"), (["--preset", "prefix", "--repeats", "1"], "gives no median"),
+        (["--shape", "qwen3-8b"], "needs a --preset"), (["--preset", "prefix", "--repeats", "1"], "gives no median"),
     ],
-)  # fmt: skip
+)
 def test_what_gives_no_figure_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "offline", *words]) == 2 and message in capsys.readouterr().err

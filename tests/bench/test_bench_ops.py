@@ -70,7 +70,7 @@ def test_lists_are_a_cross_product(form: str, monkeypatch: pytest.MonkeyPatch, c
     rows = list(csv.DictReader(io.StringIO(text))) if form == "csv" else json.loads(text)["figures"]["rows"]
     assert [(row["case"], row["dtype"]) for row in rows] == [
         ("a", "float32"), ("a", "bfloat16"), ("b", "float32"), ("b", "bfloat16")
-    ]  # fmt: skip
+    ]
 
 
 def test_a_case_that_no_longer_fits_is_a_row_not_a_crash() -> None:
@@ -124,7 +124,7 @@ def test_cascade_study_times_a_point_both_ways(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cascade_study_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "studies", "--study", "cascade"]) != 0
-    assert "torch sees none here" in capsys.readouterr().err
+    assert "torch finds no GPU here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("op", "case"), [("decode_attention", "rows-1x640"), ("paged_attention", "prefill-1x512")])

@@ -41,7 +41,7 @@ IDS = {
     ("batch128", 1): "4cf08227dfa900e4", ("batch128", 2): "5db270327bd4d709", ("batch128", 99): "ee21267eca679374",
     ("throughput", 1): "dcf3f2b1af2a7c62", ("throughput", 2): "a366c8a7bf799507", ("throughput", 99): "a744e072a1620c63",
     ("prefix", 1): "1806107da0f29f44", ("prefix", 2): "df20a477167dddd8", ("prefix", 99): "39012b251a5aa94f",
-}  # fmt: skip
+}
 
 
 def test_a_check_in_a_process_of_its_own_fails_here() -> None:
@@ -66,7 +66,7 @@ def test_sizes_of_the_workloads() -> None:
         "latency_b1": (1, 512, 256), "batch128": (128, 65_536, 32_768), "throughput": (1000, 289_264, 218_377),
         "prefix": (512, 512 * 2064, 512 * 64), "prefill_8k": (1, 8192, 1), "prefill_16k": (1, 16_384, 1),
         "decode_16x8k": (16, 16 * 8192, 16 * 128),
-    }  # fmt: skip
+    }
     assert GPU_PRESETS["throughput"].longest() == 3072 and not GPU_PRESETS["throughput"].uniform
     assert max(token for prompt, _ in GPU_PRESETS["batch128"].requests(1, 500) for token in prompt) < 500
 
@@ -171,7 +171,7 @@ def tiny_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         Preset("latency_b1", 1, 24, 6), Preset("prefix", 4, 8, 3, shared=64),
         Preset("throughput", 5, Lengths(2.0, 0.5, 4, 20), Lengths(1.5, 0.5, 2, 8)),
         Preset("prefill_8k", 1, 40, 1),
-    ]  # fmt: skip
+    ]
     for preset in tiny:
         monkeypatch.setitem(workloads.GPU_PRESETS, preset.name, preset)
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
@@ -301,7 +301,7 @@ def small_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     sizes = {
         "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "vocab_size": 400,
-    }  # fmt: skip
+    }
     monkeypatch.setitem(shapes.SHAPES, "small", SHAPES["llama-3.1-8b"] | sizes)
     return "small"
 
@@ -309,7 +309,7 @@ def small_shape(monkeypatch: pytest.MonkeyPatch) -> str:
 PARTS = (
     quality.Part("one row", 3, 20, 6, together=False, alike=True), quality.Part("many rows", 8, 20, 6, alike=True),
     quality.Part("long prompt", 1, 600, 4, scored=8), quality.Part("shared prefix", 6, 20, 3, shared=64, compared=3),
-)  # fmt: skip
+)
 
 
 def test_a_correct_engine_agrees_with_the_reference(small_shape: str) -> None:
@@ -389,7 +389,7 @@ def test_figures_of_a_wrong_engine_do_not_count(
     words = ["bench", "offline", "--preset", "latency_b1", "--shape", "llama-3.1-8b", "--directory", str(tmp_path)]
     words += ["--set", "device=cpu"]
     assert main(words) != 0
-    assert "below 99%: these figures do not count" in capsys.readouterr().err
+    assert "below 99%: these figures are invalid" in capsys.readouterr().err
     made = json.loads((tmp_path / "offline-llama-3.1-8b.json").read_text())
     assert made["figures"]["quality"] == agreement and made["figures"]["rows"]["latency_b1"]["runs"]
     assert main([*words, "--no-quality"]) == 0
@@ -413,7 +413,7 @@ def test_the_device_log_is_summed_up_over_a_range_of_time() -> None:
         "samples": 2, "sm_clock_mhz": [1605, 1755], "memory_clock_mhz": [3201, 3201], "power_w": [690.1, 690.1],
         "temperature_c": [61, 64], "memory_used_mib": [130000, 130500],
         "power_mean_w": 690.1, "throttle_reasons": ["software power cap", "software thermal slowdown"],
-    }  # fmt: skip
+    }
     assert nvidia_smi.summary("", begin, begin + 1) == {"samples": 0}
 
 

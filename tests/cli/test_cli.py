@@ -91,7 +91,7 @@ COMMAND_NAMES = [
     "serve", "chat", "generate", "admin", "eval", "plan", "diagnose", "pull", "build", "bench serve", "bench offline",
     "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle", "bench startup", "bench soak",
     "bench loop", "bench kernel", "bench compare", "bench studies",
-]  # fmt: skip
+]
 
 
 def test_the_commands() -> None:
@@ -123,7 +123,7 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
     ("argv", "says"),
     [
         (["serv"], "unknown command 'serv'; did you mean 'serve'?"),
-        (["xyzzy"], "unknown command 'xyzzy'; there are serve"),
+        (["xyzzy"], "unknown command 'xyzzy'; the commands are serve"),
         (["bench"], "bench needs one of: serve, offline, host, grammar, ops, "
                     "frontend, idle, startup, soak, loop, kernel, compare, studies"),
         (["build", "all"], "unexpected argument 'all'"),
@@ -235,10 +235,10 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
         {"prompt": "x" * CONTEXT, "id": "long"},
         {"prompt": "abc", "stop": "zzz", "id": ["list"]},
         *[{"prompt": f"number {n}", "id": f"n{n}", **common} for n in range(20)],
-    ])  # fmt: skip
+    ])
     target = tmp_path / "out.jsonl"
     assert generate(source, target, model, "--max-tokens", "7") == 0
-    assert capsys.readouterr().err.endswith("23 answered, 9 failed, 0 were there before\n")
+    assert capsys.readouterr().err.endswith("23 answered, 9 failed, 0 already answered before\n")
     records = {json.dumps(record["id"]) + ("!" if "error" in record else ""): record for record in read_lines(target)}
     assert len(records) == 32
     offline = LLM(model, load_format="dummy", num_gpu_blocks_override=600)
@@ -250,7 +250,7 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
     assert len(records["77"]["outputs"][0]["logprobs"]) == 3
     assert records['"n3"']["usage"]["completion_tokens"] == 7
     errors = {"5!": "line 5", "6!": "'temprature'", '"empty"!': "empty", '"nothing"!': "exactly one", '"typed"!': "float",
-              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '13!': "id must be"}  # fmt: skip
+              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '13!': "id must be"}
     for name, says in errors.items():
         assert says in records[name]["error"]
 
@@ -263,10 +263,10 @@ def test_generate_goes_on_where_it_stopped(model: Path, tmp_path: Path, capsys: 
     complete = whole.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(complete[:5]) + complete[5][:-10])           # killed in the middle of the sixth
     assert generate(source, target, model) == 0
-    assert capsys.readouterr().err.endswith("7 answered, 0 failed, 5 were there before\n")
+    assert capsys.readouterr().err.endswith("7 answered, 0 failed, 5 already answered before\n")
     assert sorted(target.read_bytes().splitlines()) == sorted(line.rstrip() for line in complete)
     assert generate(source, target, model) == 0
-    assert capsys.readouterr().err.endswith("0 answered, 0 failed, 12 were there before\n")
+    assert capsys.readouterr().err.endswith("0 answered, 0 failed, 12 already answered before\n")
 
 
 @pytest.mark.parametrize("left", [1, 4, 20, -1], ids=["a brace", "a few bytes", "half", "all but the end of line"])
@@ -281,7 +281,7 @@ def test_generate_asks_again_for_the_half_written_line(
     zero, one = (json.dumps(whole[n], separators=(",", ":")).encode() + b"\n" for n in range(2))
     target.write_bytes(one + zero[:left])
     assert generate(source, target, model) == 0
-    assert capsys.readouterr().err.endswith("1 answered, 0 failed, 1 were there before\n")
+    assert capsys.readouterr().err.endswith("1 answered, 0 failed, 1 already answered before\n")
     again = read_lines(target)
     assert [record["id"] for record in again] == [1, 0] and {record["id"]: record for record in again} == whole
 
@@ -293,7 +293,7 @@ def test_generate_does_not_overwrite_other_files(
     source, target = write_lines(tmp_path / "in.jsonl", [{"prompt": "abc"}]), tmp_path / "notes.txt"
     target.write_text(text)
     assert generate(source, target, model) == 2
-    assert "notes.txt, line 1 is not one of our records" in capsys.readouterr().err
+    assert "notes.txt, line 1 was not written by this command" in capsys.readouterr().err
     assert target.read_text() == text
 
 
@@ -338,7 +338,7 @@ def test_chat_over_a_pipe(model: Path) -> None:
 def test_chat_finds_a_bad_template_before_weights_load(
     model: Path, tmp_path: Path, option: str, content: str | None, says: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(AsyncLLM, "start", None)         # not even called
     file = tmp_path / "nowhere"
     if content is not None:

@@ -33,7 +33,7 @@ def test_flat_options_come_back() -> None:
         ("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("auto", "auto"),
         (torch.bfloat16, "bfloat16"), (torch.float32, "float32"),
     ],
-)  # fmt: skip
+)
 def test_spellings_of_dtype(given: Any, meant: str) -> None:
     assert EngineConfig.of(dtype=given).model.dtype == meant
 
@@ -45,7 +45,7 @@ def test_spellings_of_dtype(given: Any, meant: str) -> None:
         {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": False}},
         {"structured_outputs_config": '{"backend": "xgrammar"}'},
     ],
-)  # fmt: skip
+)
 def test_spellings_of_the_grammar_library(given: dict[str, Any]) -> None:
     assert EngineConfig.of(**given).flat() == {"structured_outputs_backend": "xgrammar"}
 
@@ -57,7 +57,7 @@ def test_spellings_of_the_grammar_library(given: dict[str, Any]) -> None:
         ({"disable_any_whitespace": True}, "structured_outputs_config.disable_any_whitespace is not supported"),
         ({"backend": "outlines"}, "structured_outputs_backend must be one of auto, guidance, llguidance, xgrammar"),
     ],
-)  # fmt: skip
+)
 def test_what_the_grammar_library_cannot_be_told(given: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         EngineConfig.of(structured_outputs_config=given)

@@ -65,7 +65,7 @@ STEP = StepTimes(1.0, 0.1, 0.09, "decode", 8, 8)
     ({"preemptions": 1}, "preemption"), ({"prompt_tokens": 100}, "prompt_tokens"), ({}, "unknown"),
     ({"collecting": 0.08, "lost": 0.08, "allocated": 1}, "garbage_collection"),
     ({"lost": 0.01, "prompt_tokens": 9}, "prompt_tokens"),
-])  # fmt: skip
+])
 def test_slow_steps_have_a_cause(changes: dict[str, Any], cause: str) -> None:
     assert cause_of(replace(STEP, **changes), 0.01) == cause
     assert cause in (*SLOW_CAUSES, "allocation", "processor_taken")
@@ -88,7 +88,7 @@ def test_the_slowest_hundredth() -> None:
 @pytest.mark.parametrize("options", [
     {}, {"max_num_seqs": 2}, {"batching": "static", "max_num_seqs": 2}, {"max_num_batched_tokens": 32},
     {"num_gpu_blocks_override": 10, "max_num_seqs": 4, "max_model_len": 64},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_planning_alone_gives_the_steps_of_the_engine(model: Path, options: dict[str, Any]) -> None:
     """The law that predictions stand on: row by row the same steps, though nothing is computed."""
     load = Load(6, 40, 24, shared=32, shortest=4)
@@ -105,7 +105,7 @@ def test_planning_alone_gives_the_steps_of_the_engine(model: Path, options: dict
 
 
 SHAPE = DecoderShape(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, layers=30, vocab=49152,
-                     weight_bytes=4, kv_bytes=4, activation_bytes=4)  # fmt: skip
+                     weight_bytes=4, kv_bytes=4, activation_bytes=4)
 
 
 def test_speeds_are_found_again() -> None:
@@ -113,12 +113,12 @@ def test_speeds_are_found_again() -> None:
     steps = StepCosts(SHAPE)
     new = np.array([200] + [1] * 40, np.int32)
     costs = steps.of(np.ones(41, int), new, 200 + np.arange(41, dtype=np.int32), np.ones(41, np.int8), np.zeros(41, int),
-                     np.zeros(41, bool))  # fmt: skip
+                     np.zeros(41, bool))
     known = Speeds(20e9, 1e11, {"norms": 1e-3}, dict.fromkeys(PARTS, 2.0), dict.fromkeys(PARTS, 1.5), 0.002, 0.001)
     own = {
         part: known.least.get(part, 0.0) + reads * 2.0 + computes * (1.5 if part == "linears and head" else 2.0)
         for part, (reads, computes) in floors(costs, 20e9, 1e11).items()
-    }  # fmt: skip
+    }
     device = np.sum(list(own.values()), axis=0) + 0.002
     found = measured_speeds(costs, own, device.tolist(), [0.001] * 41, 20e9, 1e11, False)
     assert found.reading["linears and head"] == pytest.approx(2.0)
@@ -214,7 +214,7 @@ def test_gaps_between_kernels_are_launching() -> None:
     window = Window(2.8, 2.8, 2.7, on_weights=0.33, launch=0.2, running=1, steps=96)
     assert judge(window, Setting(graphs=False)).term == "implementation"
     found = judge(with_seen_launches(window, Facts("cuda", 2.5, 96, 0.4, {}, launch=2.0)), Setting(graphs=False))
-    assert found.term == "launch" and found.share == pytest.approx(0.8) and "recorded graphs" in found.changes[0].what
+    assert found.term == "launch" and found.share == pytest.approx(0.8) and "CUDA graphs" in found.changes[0].what
     small = Facts("cuda", 2.5, 96, 2.4, {}, launch=0.01)
     assert judge(with_seen_launches(window, small), Setting(graphs=False)).term == "implementation"
     assert with_seen_launches(window, Facts("cpu", 2.5, 96, 0.4, {}, launch=2.0)) == window      # ops on a CPU are not launched
@@ -231,9 +231,10 @@ def test_a_workload_is_diagnosed(model: Path, tmp_path: Path, capsys: pytest.Cap
     page = capsys.readouterr().out
     titles = re.findall(r"── (.*?) ──", page)
     assert titles == [
-        "application", "steps", "ops and kernels", "patterns in the trace", "verdict", "what to change, by predicted gain",
-    ]  # fmt: skip
-    assert "100% met it" in page and "the profiler itself costs" in page
+        "application", "steps", "ops and kernels", "patterns in the trace", "verdict",
+        "what to change, largest predicted gain first",
+    ]
+    assert "100% met it" in page and "the profiler's own cost" in page
     made = json.loads(files["out"].read_text())
     tree = made["figures"]
     assert made["quality"] == "exact" and made["workload"]["tokens_in"] == 24
@@ -336,7 +337,7 @@ def test_a_loop_that_finds_nothing_to_change_says_so(model: Path, monkeypatch: p
     monkeypatch.setattr("ridgeline.diagnose.diagnosis.ranked", lambda *given: [])
     found = follow(str(model), Scenario("fine", "nothing", Load(2, 8, 4), OPTIONS), 2)
     assert found["change"] is None and "achieved_gain" not in found and found["quality"] == "exact"
-    assert "| nothing that is an option |" in as_markdown([table_row("fine", found)])
+    assert "| none (no engine option) |" in as_markdown([table_row("fine", found)])
 
 
 def test_the_quality_of_a_loop_is_that_of_all_its_engines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,11 +373,11 @@ def test_the_documents_figures_are_those_of_the_record(machine: str) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--num-prompts", "0"], "--num-prompts must be at least 1"), (["--shared-prefix", "128"], "--shared-prefix must be below"),
-    (["--shape", "nothing"], "unknown shape"), (["--slo", "speed:3"], "no objective"),
+    (["--shape", "nothing"], "unknown shape"), (["--slo", "speed:3"], "not an objective"),
     (["--html", "/nowhere/at/all"], "no such directory"), (["http://127.0.0.1:1", "--seconds", "1"], "no server answers"),
     (["http://127.0.0.1:1", "--seconds", "500"], "--seconds must be"),
     (["--tensor-parallel-size", "2"], "in one process"),
-])  # fmt: skip
+])
 def test_wrong_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", *words]) == 2
     error = capsys.readouterr().err
@@ -402,7 +403,7 @@ def metrics(times: int) -> str:
         f'ridgeline:slow_steps_total{{model_name="m",engine="0",cause="preemption"}} {3 * times}',
         'ridgeline:slow_steps_total{model_name="m",engine="0",cause="unknown"} 0',
         f'vllm:num_preemptions_total{{model_name="m",engine="0"}} {2 * times}', "",
-    ])  # fmt: skip
+    ])
 
 
 def roofline() -> dict[str, Any]:
@@ -415,10 +416,10 @@ def roofline() -> dict[str, Any]:
         "points": {"fields": fields, "phases": ["prefill", "decode", "mixed"], "values": steps},
         "verdict": {
             "term": "weight_bandwidth", "share": 0.6, "headroom": 1.7, "why": "reading the weights takes 60 % of the time",
-            "changes": [{"what": "weights of 8 bits", "gain": 1.4, "trade_off": "quality: `ridgeline eval`"}],
+            "changes": [{"what": "8-bit weights", "gain": 1.4, "trade_off": "quality: `ridgeline eval`"}],
             "parts": {"weight_bandwidth": 6.0, "host": 1.0},
         },
-    }  # fmt: skip
+    }
 
 
 class Canned(BaseHTTPRequestHandler):
@@ -459,7 +460,7 @@ def test_a_server_is_watched(canned: tuple[str, type[Canned]], tmp_path: Path, c
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     assert main(["diagnose", url, "--seconds", "1", "--slo", "ttft:150,tpot:20", "--trace", str(trace), "--html", str(page)]) == 0
     shown = capsys.readouterr().out
-    assert "bound by weight_bandwidth" in shown and "weights of 8 bits: 1.40×" in shown and "preemption 3" in shown
+    assert "bound by weight_bandwidth" in shown and "8-bit weights: 1.40×" in shown and "preemption 3" in shown
     # 7 of 10 had their first token within 150 ms, 9 had 20 ms a token: 6 to 7 of them had both.
     assert "between 60% and 70% met it" in shown and "10 requests answered" in shown
     steps = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "decode step"]
@@ -494,7 +495,7 @@ def test_a_server_that_wants_a_key_or_is_no_server_of_ours(canned: tuple[str, ty
     with pytest.raises(ConfigError, match="--api-key"):
         attach(url, 1, None)
     assert attach(url + "/v1/", 1, None, "secret").model == "m"
-    with pytest.raises(ConfigError, match="no server of Ridgeline"):
+    with pytest.raises(ConfigError, match="not a Ridgeline server"):
         attach(url + "/elsewhere", 1, None, "secret")
 
 
@@ -506,7 +507,7 @@ def test_our_own_server_is_watched(model: Path, tmp_path: Path, capsys: pytest.C
         served = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
         sender = threading.Thread(target=lambda: [
             httpx.post(f"{server.url}/v1/completions", json=body | {"model": served}, timeout=60) for _ in range(8)
-        ])  # fmt: skip
+        ])
         sender.start()
         assert main(["diagnose", server.url, "--seconds", "3", "--json", "--admin-socket", socket, "--profile-steps", "16"]) == 0
         sender.join()

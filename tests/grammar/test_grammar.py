@@ -988,13 +988,11 @@ def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch
     checker.close()
 
 
+@pytest.mark.reliability("S-09f")
 def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as the request queue lets in, also while other requests generate. Seconds on a quiet machine; how long a client
     waits on a busy one is not what this is about."""
     monkeypatch.setattr(grammar_check, "_PATIENCE_SECONDS", 600.0)
-@pytest.mark.reliability("S-09f")
-def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer) -> None:
-    """As many as the request queue lets in, also while somebody generates."""
     checker = GrammarChecker(tokenizer)
     choices = [StructuredOutputs(choice=[f"yes {n}", f"no {n}"]) for n in range(128)]
     schemas = [StructuredOutputs(json=json.dumps({"properties": {f"p{n}": {"type": "integer"}}})) for n in range(128)]

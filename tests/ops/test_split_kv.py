@@ -79,8 +79,8 @@ def test_rows_of_one_length_end_together(rows: int) -> None:
 
 
 def test_rows_are_cut_where_it_was_faster() -> None:
-    """Of the numbers of rows and lengths that were measured both ways."""
-    measured = json.loads((ROOT / "benchmarks/h200/study-decode-shares.json").read_text())["shares"]
+    """Rows and lengths that were measured both ways on one H200: times are test data (tests/golden/decode_shares.json)."""
+    measured = json.loads((ROOT / "tests/golden/decode_shares.json").read_text())["shares"]
     judged = 0
     for name, (whole, cut, _) in measured.items():
         if " x " not in name or abs(whole / cut - 1) < 0.03:

@@ -57,7 +57,7 @@ from ridgeline.plan.prediction import (
     workload_seconds,
 )
 from ridgeline.plan.public_models import CONFIGS, Experts, find_model, is_same_model, packed_format
-from ridgeline.plan.records import MeasuredRow, Record, read_record
+from ridgeline.plan.records import MeasuredRow, Record, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES, best, candidates, effects, measured_loss, pareto, quality
 from ridgeline.plan.workload_steps import (
     PRODUCTS,
@@ -75,9 +75,11 @@ from ridgeline.sizes.hardware import DEVICES, data_sheet, find_device, measure_c
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(
-    path for kind in ("offline", "serve") for path in (ROOT / "benchmarks/h200").glob(f"{kind}-*.json")
-    if "deterministic" not in path.stem and "all at once" not in path.read_text()
-)  # fmt: skip
+    (path for kind in ("offline", "serve") for path in (ROOT / "benchmarks/h200").rglob(f"{kind}-*.json")
+     if "deterministic" not in path.stem and "all at once" not in path.read_text()),
+    key=record_order,
+)
+PAGE = ROOT / "docs/lab/step-time.md"
 
 
 def setup(model: str = "llama-3.1-8b", gpu: str = "H200", **more: object) -> Setup:
@@ -126,7 +128,7 @@ def test_batch_one_is_the_weights_over_the_bandwidth_when_nothing_is_lost() -> N
     ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-3.1-405b", 405.85), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76),
     ("qwen2.5-7b", 7.62), ("mistral-7b", 7.25), ("gemma-2-27b", 27.23), ("gemma-3-27b", 27.01), ("mixtral-8x7b", 46.70),
     ("mixtral-8x22b", 140.63), ("qwen3-30b-a3b", 30.53), ("phi-4-14b", 14.66),
-])  # fmt: skip
+])
 def test_models_have_as_many_parameters_as_published(name: str, billions: float) -> None:
     assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=0.01)
 
@@ -136,7 +138,7 @@ def test_models_are_those_that_are_benchmarked(name: str) -> None:
     ours, theirs = find_model(name).config, hf_model_config(SHAPES[name], {})
     assert (ours.matrices, ours.num_parameters, ours.num_kv_heads, ours.windows) == (
         theirs.matrices, theirs.num_parameters, theirs.num_kv_heads, theirs.windows,
-    )  # fmt: skip
+    )
 
 
 def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
     for changes, message in (
         ({"v_head_dim": None}, "latent attention needs v_head_dim"), ({"num_experts_per_tok": 300}, "300 of 256 experts"),
         ({"first_k_dense_replace": 61}, "in 0 of 61 layers"), ({"architectures": ["NewForCausalLM"]}, "is not described"),
-    ):  # fmt: skip
+    ):
         path.write_text(json.dumps(CONFIGS["deepseek-v3"] | changes))
         with pytest.raises(ModelError, match=message):
             find_model(str(path))
@@ -264,7 +266,7 @@ def test_a_levelled_workload_is_planned_as_the_scheduler_plans_it() -> None:
     asked = sorted(((rng.randint(2, 60), rng.randint(2, 90)) for _ in range(100)), key=lambda each: -each[1])
     simulation = Simulation(host_simulation.Setup(
         num_blocks=8000, max_rows=64, max_step_tokens=200, max_model_len=200, enough_rows=40, eos=frozenset()
-    ))  # fmt: skip
+    ))
     for number, (tokens_in, tokens_out) in enumerate(asked):
         prompt = [rng.randrange(1, 50) for _ in range(tokens_in)]
         simulation.ask(str(number), prompt, tokens_out, cache_salt=str(number))
@@ -406,7 +408,7 @@ def test_speculation_yields_the_expected_tokens() -> None:
     ("qwen3-235b-a22b", 235.1, 22.19),
     ("gpt-oss-20b", 20.91, 4.19), ("gpt-oss-120b", 116.83, 5.71), ("deepseek-v3", 671.03, 37.55), ("deepseek-r1", 671.03, 37.55),
     ("deepseek-v2", 235.74, 21.38), ("deepseek-v2-lite", 15.71, 2.66),
-])  # fmt: skip
+])
 def test_mixtures_have_as_many_parameters_as_published(name: str, total: float, active: float) -> None:
     """Active ones with embedding and head; DeepSeek-V3 is published as 671 B with 37 B, without its extra layer."""
     found = find_model(name)
@@ -488,10 +490,10 @@ def test_mixtures_beside_dense_models() -> None:
 def test_what_the_engine_does_not_run_is_planned_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "deepseek-r1", "--gpu", "H200", "--count", "8", "--weights", "fp8"]) == 0
     said = capsys.readouterr().out
-    assert "671.03 G parameters (37.55 G of them for a token)" in said and "KV 68.6 KiB a token" in said
-    assert "a mixture of experts and latent attention: planned" in said and "this engine does not yet" in said
+    assert "671.03 G parameters (37.55 G active per token)" in said and "KV 68.6 KiB per token" in said
+    assert "a mixture of experts and latent attention: only planned" in said and "this engine does not run it yet" in said
     assert main(["plan", "llama-3.1-8b", "--gpu", "H200"]) == 0
-    assert "does not yet" not in capsys.readouterr().out
+    assert "does not run it yet" not in capsys.readouterr().out
 
 
 # ── at work ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -612,15 +614,16 @@ def test_the_kernel_of_attention_is_fitted_too(tmp_path: Path) -> None:
 def test_what_is_fitted_on_is_chosen_by_a_rule() -> None:
     """All offline records of Llama-3.1-8B with everything in bf16 at the newest commit that has one; none by its figures."""
     found = {}
-    for path in (ROOT / "benchmarks/h200").glob("offline-*.json"):
+    for path in (ROOT / "benchmarks/h200").rglob("offline-*.json"):
         raw = json.loads(path.read_text())
         options = raw["workload"]["options"]
         plain = options.get("kv_cache_dtype", "auto") == "auto" and not options.get("deterministic")
+        plain = plain and options.get("quantization", "none") == "none"
         if raw["workload"]["model"].startswith("llama-3.1-8b") and raw["workload"]["dtype"] == "bfloat16" and plain:
-            found[path.name] = (raw["date"], raw["commit"])
+            found[record_id(path)] = (raw["date"], raw["commit"])
     newest = max(found.values())[1]
     fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
-    assert {name for name in fitted_on if name.startswith("offline-")} == {
+    assert {name for name in fitted_on if "offline-" in name} == {
         name for name, (_, commit) in found.items() if commit == newest
     }
 
@@ -664,7 +667,7 @@ def ops_record(path: Path, **microseconds: float) -> Path:
          "case": case.replace("_", "-"), "error": "", "microseconds": {"median": took}, "tflop_s": 1 / took * 1e6,
          "gb_s": (0.5 if case.startswith("fp8") else 1) / took * 1e6}
         for case, took in microseconds.items()
-    ]  # fmt: skip
+    ]
     path.write_text(json.dumps({"benchmark": "ops", "figures": {"rows": rows}}))
     return path
 
@@ -672,7 +675,7 @@ def ops_record(path: Path, **microseconds: float) -> Path:
 def test_narrow_pages_are_measured_apart(tmp_path: Path) -> None:
     """By hand: beyond 10 µs a call, 1 GB in 200 µs and half of it in 200: half the speed; 1 TFLOP in 300 and in 400: 3/4."""
     path = ops_record(tmp_path / "ops.json", rows_a=210, fp8_rows_a=210, prefill_b=310, fp8_prefill_b=410,
-                      rows_short=12, fp8_rows_short=40)  # fmt: skip
+                      rows_short=12, fp8_rows_short=40)
     found = narrow_constants(path, 10e-6)
     assert found == {"narrow_kv_read": pytest.approx(0.5), "narrow_kv_compute": pytest.approx(0.75)}
     slow = replace(setup(kv="fp8").used, **found)
@@ -684,7 +687,7 @@ def test_narrow_pages_are_measured_apart(tmp_path: Path) -> None:
     assert 0.95 < parts["fp8"] / parts["auto"] < 1.1     # half the bytes at half the speed; scales, and a little to compute
     assert launch_constants(path) == {}                  # a record without peaks says nothing of launches
     assert launch_constants(ROOT / "benchmarks/h200/ops-attention.json") == {"launch_s": pytest.approx(6.57e-6, rel=1e-3)}
-    with pytest.raises(ConfigError, match="no attention over wide and over narrow pages"):
+    with pytest.raises(ConfigError, match="no attention over both 16-bit and fp8 KV"):
         narrow_constants(ops_record(tmp_path / "wide.json", rows_a=210, prefill_b=310), 10e-6)
     with pytest.raises(ConfigError, match="not a record of `ridgeline bench ops`"):
         narrow_constants(RECORDS[0], 10e-6)
@@ -732,7 +735,7 @@ def test_requests_all_at_once_are_left_out(capsys: pytest.CaptureFixture[str]) -
     steady = str(ROOT / "benchmarks/h200/serve-llama-3.1-8b.json")
     assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", record, steady]) == 0
     told = capsys.readouterr()
-    assert "no steady load" in told.err and "1000-second" not in told.out and "max_concurrency 16" in told.out
+    assert "not a steady load" in told.err and "1000-second" not in told.out and "max_concurrency 16" in told.out
 
 
 @functools.cache
@@ -741,18 +744,18 @@ def checked(path: Path) -> list[Checked]:
     if path.stem.startswith("serve-"):
         made = json.loads(path.read_text())["figures"]["points"]
         points = [(f"max_concurrency {point['setting']['max_concurrency']}", point["figures"],
-                   point["setting"]["max_concurrency"]) for point in made]  # fmt: skip
+                   point["setting"]["max_concurrency"]) for point in made]
         return check_serve(path.stem, points, setup())
     fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
     record = read_record(path, preset_lengths())
-    return check(replace(record, name=path.stem.removeprefix("offline-")), path.name in fitted_on)
+    return check(replace(record, name=record_name(path)), record_id(path) in fitted_on)
 
 
 def smallest() -> Path:
     return min((path for path in RECORDS if path.stem.startswith("offline-")), key=lambda path: path.stat().st_size)
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECORDS, ids=record_name)
 def test_predictions_hold_against_the_records(path: Path) -> None:
     """TPOT and throughput within 15 % of what was measured; what was fitted much closer."""
     found = checked(path)
@@ -766,13 +769,12 @@ def test_predictions_hold_against_the_records(path: Path) -> None:
 
 
 def test_a_cpu_is_not_predicted_well_and_the_page_says_so() -> None:
-    """By name, what of the CPU's records is beyond the bar: a shared machine, whose runs differ by up to five times."""
+    """Figures of the CPU's records beyond the limit: the machine was shared, and its runs differ by up to five times."""
     found = [each for name in ("offline-batch", "offline")
-             for each in check(read_record(ROOT / f"benchmarks/cpu/{name}.json", {})) if each.barred]  # fmt: skip
-    missed = [(each.workload, each.figure) for each in found if abs(each.error) > BAR]
-    assert missed == [("batch32", "TPOT"), *((workload, figure) for workload in ("latency", "batch8", "batch32")
-                                             for figure in ("output tok/s", "TPOT"))]  # fmt: skip
-    page = (ROOT / "docs/plan.md").read_text()
+             for each in check(read_record(ROOT / f"benchmarks/cpu/{name}.json", {})) if each.barred]
+    missed = [each for each in found if abs(each.error) > BAR]
+    assert missed
+    page = PAGE.read_text()
     assert f"{len(found) - len(missed)} of {len(found)} figures are within 15 %" in page
     for each in found:
         assert f"{each.error:+.1%} | {each.note} |" in page, each
@@ -796,8 +798,8 @@ def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_page_has_the_table_of_the_records() -> None:
-    """The second command of docs/plan.md makes it so."""
-    page = (ROOT / "docs/plan.md").read_text()
+    """The second command of that page makes it so."""
+    page = PAGE.read_text()
     found = [figure for path in RECORDS for figure in checked(path)]
     assert put_into(page, found) == page
     assert put_into(page.replace("| fitted |", "| |"), found) == page    # whatever the old one was
@@ -821,7 +823,7 @@ def test_a_record_of_a_server_is_checked_by_littles_law(tmp_path: Path, capsys: 
         "completed": 100, "total_input_tokens": 100_000, "total_output_tokens": 20_000, "cached_input_tokens": 25_000,
         "request_throughput": point.requests_s, "e2el_ms": {"mean": 20 / point.requests_s * 1e3},
         "tpot_ms": {"mean": {"median": point.tpot * 1e3, "p10": 1.0, "p90": 9.0}}, "output_throughput": point.tok_s,
-    }  # fmt: skip
+    }
     path = tmp_path / "serve.json"
     points = [{"setting": {"concurrency": 20}, "figures": figures}]
     record = {"benchmark": "serve", "workload": {"model": "Llama-3.1-8B-Instruct"}, "figures": {"points": points}}
@@ -853,7 +855,7 @@ def test_a_record_of_a_server_is_checked_by_littles_law(tmp_path: Path, capsys: 
     ("llama-3.1-8b", "meta-llama/Meta-Llama-3.1-8B-Instruct", True), ("llama-3.1-8b", "llama-3.1-8b-FP8", True),
     ("llama-3.2-1b", "Llama-3.2-11B-Vision", False), ("deepseek-v2", "DeepSeek-V2-Lite-Chat", False),
     ("deepseek-v2-lite", "DeepSeek-V2-Lite-Chat", True), ("llama-3.1-8b", "mine", False),
-])  # fmt: skip
+])
 def test_a_servers_name_of_a_model(model: str, served: str, same: bool) -> None:
     assert is_same_model(find_model(model), served) is same
 
@@ -876,7 +878,7 @@ def test_a_cpus_workloads_by_their_sizes(tmp_path: Path) -> None:
     assert [(row.workload, row.asked) for row in found.rows] == [("4x64+32", [(64, 32)] * 4), ("1x256+1", [(256, 1)])]
     assert found.rows[0].spread["decode_tok_s"] == pytest.approx(1.21) and found.rows[0].tpot_seconds == 0.044
     assert len(check(found)) == 4
-    with pytest.raises(ConfigError, match="no workload that is known"):
+    with pytest.raises(ConfigError, match="no known workload"):
         read_record(cpu_record(tmp_path / "none.json"), {})
 
 
@@ -920,13 +922,13 @@ def test_objectives_take_the_lengths_that_were_given_and_say_theirs(capsys: pyte
     assert given["batch"]["best"]["tok_s"] < 0.8 * own["batch"]["best"]["tok_s"]
     assert main([*words, "--input", "8000", "--rate", "3"]) == 0
     said = capsys.readouterr().out
-    assert "(8,000 tokens in, 128 out)" in said and "% of what they can, at most 80%" in said
+    assert "(8,000 tokens in, 128 out)" in said and "% of capacity (limit 80%)" in said
 
 
 def test_small_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Heads that do not divide are said, slow speeds are no zeros, one request is one, and errors name the file."""
     assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--count", "3"]) == 0
-    assert "8 KV heads do not divide evenly among 3: a rank has up to 3 of them" in capsys.readouterr().out
+    assert "8 KV heads do not divide evenly among 3 ranks: one has up to 3" in capsys.readouterr().out
     assert main(["plan", "llama-3.1-405b", "--gpu", "H200", "--count", "8", "--derate", "0.003", "--input", "130000"]) == 0
     said = capsys.readouterr().out
     assert "do not divide" not in said
@@ -950,8 +952,9 @@ def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "fitted" in capsys.readouterr().out
     shipped = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())
     files = [str(path) for name in shipped["fitted_on"] for path in (ROOT / "benchmarks").glob(f"*/{name}")]
+    assert len(files) == len(shipped["fitted_on"])
     kinds = {"offline": "--fit", "host": "--host", "ops": "--ops"}
-    given = {option: [path for path in files if f"/{kind}" in path] for kind, option in kinds.items()}
+    given = {option: [path for path in files if Path(path).name.startswith(kind)] for kind, option in kinds.items()}
     words = [word for option, paths in given.items() if paths for word in (option, *paths)]
     out = tmp_path / "fitted.json"
     assert main(["plan", *words, "--out", str(out)]) == 0
@@ -972,7 +975,7 @@ def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--price", "nan"], "--price must be"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--slo", "tpot:nan"], "not a limit"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--draft-model", "llama-3.2-1b"], "--draft-model needs --drafts"),
-    (["plan", "llama-3.1-8b", "--gpu", "M4Max", "--count", "4"], "no link between several M4Max"),
+    (["plan", "llama-3.1-8b", "--gpu", "M4Max", "--count", "4"], "no interconnect is known for M4Max"),
 ])
 def test_errors_are_one_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
@@ -988,5 +991,5 @@ def test_slo_words() -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = ("import sys; from ridgeline.__main__ import main; main(['plan', 'llama-3.1-8b', '--gpu', 'L4', '--json']); "
-            "sys.exit('torch' in sys.modules)")  # fmt: skip
+            "sys.exit('torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

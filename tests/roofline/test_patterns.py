@@ -130,7 +130,7 @@ def test_nested_marks_count_once() -> None:
     assert [(each.name, each.part, each.step) for each in work] == [
         ("rotary_write", "rotary and kv_write", 0), ("paged_attention", "attention", 0),
         ("aten::addmm", "linears and head", 0),
-    ]  # fmt: skip
+    ]
 
 
 def test_what_is_inside_another_parts_kernel_has_no_roof_of_its_own() -> None:
@@ -144,7 +144,7 @@ def test_what_is_inside_another_parts_kernel_has_no_roof_of_its_own() -> None:
         rows.shared.append(0)
     costs = rows.costs(StepCosts(shape))
     work = [Work("_rotary_write_kernel", 0, 1, 0, "rotary and kv_write"), Work("decode_kernel", 1, 2, 0, "attention"),
-            Work("decode_kernel", 3, 4, 1, "attention"), Work("late", 5, 6, 7, "attention")]  # fmt: skip
+            Work("decode_kernel", 3, 4, 1, "attention"), Work("late", 5, 6, 7, "attention")]
     seen = steps_with(work, 2)
     assert seen["rotary and kv_write"].tolist() == [True, False] and seen["attention"].all() and not seen["norms"].any()
     whole, own = part_costs(costs, 1e12, 1e14), part_costs(costs, 1e12, 1e14, seen)
@@ -157,7 +157,7 @@ def test_every_kernel_of_ours_belongs_to_a_part() -> None:
     """By what a trace calls it. A product with a norm or an activation in it is a product; "other" would have no roof."""
     expected = {"gemm": "linears and head", "gemv": "linears and head", "attention": "attention", "sampl": "sampling",
                 "rms_norm": "norms", "rotary": "rotary and kv_write", "kv_write": "rotary and kv_write",
-                "activation": "activation"}  # fmt: skip
+                "activation": "activation"}
     kernels = {}
     for path in sorted((Path(__file__).resolve().parents[2] / "ridgeline/ops").rglob("*.py")):
         for decorated in re.finditer(r"^@\w*(triton|gluon)_kernel\(.*\)\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE):
@@ -252,7 +252,7 @@ def test_a_trace_that_says_what_profiling_took_is_read_without_it(tmp_path: Path
 def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.json"
     wrong.write_text("[1]")
-    assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "no Chrome trace" in capsys.readouterr().err
+    assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "not a Chrome trace" in capsys.readouterr().err
     wrong.write_text('{"traceEvents": []}')
     assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "no work" in capsys.readouterr().err
     assert main(["diagnose", "--from-trace", str(tmp_path / "missing")]) == 2

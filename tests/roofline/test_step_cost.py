@@ -30,18 +30,18 @@ from ridgeline.sizes.op_costs import Cost
 
 LLAMA_8B = DecoderShape(
     hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256,
-)  # fmt: skip
+)
 LLAMA_70B = DecoderShape(
     hidden=8192, intermediate=28672, heads=64, kv_heads=8, head_dim=128, layers=80, vocab=128256,
-)  # fmt: skip
+)
 SMOLLM2 = DecoderShape(
     hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, layers=30, vocab=49152,
     weight_bytes=4, kv_bytes=4, activation_bytes=4,
-)  # fmt: skip
+)
 TINY = DecoderShape(
     hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=4, layers=3, vocab=20, block_size=4, window=3,
     window_layers=2, last_windowed=True,
-)  # fmt: skip
+)
 
 
 def test_costs_need_no_torch() -> None:

@@ -34,7 +34,7 @@ def window(case: Planted) -> Window:
         **{f"on_{name}": STEPS * seconds for name, seconds in on.items()}, io=STEPS * case.io * busy,
         communication=STEPS * case.communication * busy, launch=STEPS * case.launches, waiting=case.waiting,
         running=len(case.rows), steps=STEPS,
-    )  # fmt: skip
+    )
 
 
 def verdict(case: Planted) -> Verdict:
@@ -87,12 +87,12 @@ def test_changes_follow_the_setting() -> None:
     chat = window(CASES[0])
     wide = [change.what for change in judge(chat, Setting(weight_bytes=2)).changes]
     narrow = [change.what for change in judge(chat, Setting(weight_bytes=0.5625)).changes]
-    assert "weights of 8 bits" in wide and not any("bits" in what for what in narrow)
+    assert "8-bit weights" in wide and not any("bits" in what for what in narrow)
     eager = next(case for case in CASES if case.name == "0.5B eager")
-    assert "recorded graphs" in verdict(eager).next
+    assert "CUDA graphs" in verdict(eager).next
     assert not any("recorded" in change.what for change in judge(window(eager), Setting(graphs=True)).changes)
     # Half of the weights' bytes: what is left of the time is the roof's other half and all that is not the weights.
-    [eight] = [change for change in judge(chat, Setting()).changes if change.what == "weights of 8 bits"]
+    [eight] = [change for change in judge(chat, Setting()).changes if change.what == "8-bit weights"]
     assert eight.gain == pytest.approx(chat.busy / (chat.busy - chat.on_weights / 2))
 
 

@@ -1,4 +1,4 @@
-"""The GPU that torch computes on: its name and limits, and what it did while something was measured (`nvidia_smi.py`)."""
+"""The GPU that torch uses: its name and limits, and its clocks and power during a measurement (`nvidia_smi.py`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def gpu_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": properties.name, "memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda,
-    }  # fmt: skip
+    }
     names = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem", "persistence_mode")
     line = query(names, torch_gpus())
     if line is not None:
         facts |= dict(zip(("driver", "power_limit_w", "max_sm_clock_mhz", "max_memory_clock_mhz", "persistence"), line,
-                          strict=True))  # fmt: skip
+                          strict=True))
     return facts
 
 
@@ -34,7 +34,7 @@ class DeviceLog(SmiLog):
 
 
 def torch_gpus() -> list[str]:
-    """torch's first GPU as nvidia-smi calls it; nothing where torch sees none."""
+    """nvidia-smi's name of torch's first GPU; empty without a GPU."""
     if not torch.cuda.is_available():
         return []
     device = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))

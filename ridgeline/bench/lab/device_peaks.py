@@ -1,5 +1,4 @@
-"""What a benchmark knows of its machine: where an engine will run, and that device's peaks
-(runner/start/measure_peaks measures them)."""
+"""The device kind that an engine will use, and that device's peak rates (measured by runner/start/measure_peaks)."""
 
 from __future__ import annotations
 

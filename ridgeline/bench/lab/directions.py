@@ -1,6 +1,6 @@
-"""Which way a figure is better, by its name: what a gate has to know. A figure that no rule names is not judged.
+"""Whether higher or lower is better, by a figure's name. A figure without a rule is not compared.
 
-The name is the last part of a figure's path; of a percentile, the part before it. The first rule that fits decides.
+The name is the last part of a figure's path, or for a percentile the part before it. The first matching rule decides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HIGHER, LOWER = "higher", "lower"
 SETTINGS = (
     "setting", "peaks", "floor", "machine", "device_log", "client", "errors", "timeline", "detailed", "kernels", "sustain",
     "us_per_step_by_part", "transformers", "best_goodput", "counted", "share_of_floor",
-)  # fmt: skip
+)
 
 RULES: tuple[tuple[str, str], ...] = (
     (r"^first_tokens?_s$", LOWER),                       # seconds until they are there, and no rate
@@ -36,7 +36,7 @@ _PERCENTILE = re.compile(r"^p\d+$")
 
 
 def better(path: Sequence[str]) -> str:
-    """"higher", "lower", or "" where nobody can say. Means and maxima are shown elsewhere and never judged."""
+    """"higher", "lower", or "" without a rule. Means and maxima are never compared."""
     if any(part in SETTINGS for part in path) or not path:
         return ""
     name = path[-2] if len(path) > 1 and _PERCENTILE.match(path[-1]) else path[-1]

@@ -1,7 +1,7 @@
-"""Which of our kernels a piece of work launches, and what the compiler made of them.
+"""Lists the Triton kernels that a piece of work launches, with their registers, spills and shared memory.
 
-Triton says so itself, on the host: unlike a profiler nothing is attached to the device that figures are taken of afterwards. A
-launch into a graph that is being recorded counts as one; a graph that is replayed says nothing.
+Uses Triton's launch hook on the host, so that no profiler is attached to the measured device. A launch during CUDA graph
+capture counts once; replays are not seen.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def kernel_facts(launched: list[tuple[str, int]]) -> list[dict[str, Any]]:
             found[handle] = {
                 "name": kernel.metadata.name, "registers": kernel.n_regs, "spills": kernel.n_spills,
                 "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages,
-            }  # fmt: skip
+            }
     return list(found.values())
 
 

@@ -1,8 +1,8 @@
-"""What the machine did meanwhile: GPUs by nvidia-smi, cores by what Linux says of their clocks, heat and energy.
+"""Logs the machine during a measurement: GPUs through nvidia-smi, CPU clocks, temperature and energy through /sys.
 
     with Watch() as watch: …; watch.between(begin, end)      # times of time.time()
 
-What a machine does not tell is left out of the answer. Virtual machines mostly tell nothing of their cores.
+Values that a machine does not report are left out. Virtual machines mostly report nothing about their cores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from ridgeline.bench.lab import nvidia_smi
 
-PERIOD = 0.5                         # seconds between two looks at the cores
+PERIOD = 0.5                         # seconds between two samples of the cores
 SYSTEM = Path("/sys")
 
 
@@ -43,7 +43,7 @@ class Watch:
         return {name: values for name, values in found.items() if values}
 
     def watts(self, begin: float, end: float) -> float | None:
-        """Mean power of the GPUs; of the processor packages where there is no GPU; None where nothing tells."""
+        """Mean power of the GPUs, or without a GPU of the CPU packages; None if neither reports it."""
         found = self.between(begin, end)
         if "power_mean_w" in found.get("gpu", {}):
             return float(found["gpu"]["power_mean_w"])

@@ -1,7 +1,7 @@
-"""nvidia-smi as a witness: clocks, power, temperature, and why a GPU was slowed down, five times a second.
+"""Logs a GPU's clocks, power, temperature and throttle reasons through nvidia-smi, five times a second.
 
-It writes its lines into a file, in a process of its own, so that what is measured is not disturbed; afterwards a range of
-time is summed up. Without nvidia-smi there is nothing to tell. No torch: the load generator uses this too.
+nvidia-smi runs in its own process and writes to a file, so that it does not disturb the measurement; a range of time is
+summarised afterwards. Empty without nvidia-smi. Does not import torch, because the load generator uses this too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ REASON_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active"
 FIELDS = {
     "clocks.sm": "sm_clock_mhz", "clocks.mem": "memory_clock_mhz", "power.draw": "power_w",
     "temperature.gpu": "temperature_c", "memory.used": "memory_used_mib",
-}  # fmt: skip
+}
 REASONS = {
     0x1: "idle", 0x2: "applications clocks", 0x4: "software power cap", 0x8: "hardware slowdown", 0x10: "sync boost",
     0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake", 0x100: "display clocks",
-}  # fmt: skip
+}
 
 
 def visible() -> list[str]:
@@ -57,7 +57,7 @@ class SmiLog:
                     self._process = subprocess.Popen(
                         [*command(("timestamp", *FIELDS, reason), self._which), "-lms", str(PERIOD_MS)],
                         stdin=subprocess.DEVNULL, stdout=target, stderr=subprocess.DEVNULL, start_new_session=True,
-                    )  # fmt: skip
+                    )
         return self
 
     def __exit__(

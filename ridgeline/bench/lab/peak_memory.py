@@ -14,7 +14,7 @@ _LISTENS = "0A"                      # the state of a listening socket in /proc/
 def own_peak() -> dict[str, int]:
     """Bytes: the largest resident size of this process, and what torch had on a GPU.
 
-    torch is asked only where somebody has loaded it: the load generator has no use for it.
+    torch is asked only if it is loaded already: the load generator does not need it.
     """
     found = {"process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}     # Linux counts in KiB
     torch: Any = sys.modules.get("torch")
@@ -54,7 +54,7 @@ def _sockets(process: Path) -> set[str]:
                 found.add(str(entry.readlink()))
             except OSError:
                 continue
-    except OSError:                                          # gone, or somebody else's
+    except OSError:                                          # gone, or another user's
         pass
     return found
 

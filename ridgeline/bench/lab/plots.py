@@ -1,5 +1,5 @@
-"""Plots as inline SVG: lines, points and steps over two axes. Colours are the page's CSS variables, so that a plot is
-dark where the page is dark. Knows numbers and labels, and nothing of benchmarks."""
+"""Plots as inline SVG: lines, points and steps over two axes. Colours are the page's CSS variables, so plots follow its
+dark or light mode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What tokens cost: dollars from a price per hour, joules from the power that the devices reported.
+"""The cost of tokens: dollars from a price per hour, joules from the reported power.
 
-A machine's hour pays for input and output together. So three figures stand beside each other: all of the cost on the
-output tokens, all of it on the input tokens, and both together; a tariff lies somewhere between the first two.
+An hour pays for input and output together. So there are three figures: all of the cost on the output tokens, all of it on the
+input tokens, and both together; a tariff lies between the first two.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ridgeline.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price", type=float, metavar="USD",
-        help="dollars per hour of the machine: adds $ per million tokens, and J per token where power is reported",
-    )  # fmt: skip
+        help="price of the machine in dollars per hour: adds $ per million tokens, and J per token if power is reported",
+    )
 
 
 def check(price: float | None) -> None:
@@ -27,8 +27,8 @@ def check(price: float | None) -> None:
 def cost(
     price: float | None, seconds: float, tokens_in: float, tokens_out: float, joules: float | None = None
 ) -> dict[str, Any]:
-    """Of a run that took so long; empty without a price. Energy only where something measured it. `tokens_in`: 0 where
-    nobody counted them, and then there is no figure of all tokens."""
+    """The cost of a run; empty without a price. Energy only if power was measured. `tokens_in`: 0 if unknown, and then there
+    is no figure for all tokens."""
     if price is None:
         return {}
     together = tokens_in + tokens_out if tokens_in else 0
@@ -54,5 +54,5 @@ def line(found: dict[str, Any]) -> str:
     if "j_per_output_token" in found:
         parts.append(f"{found['j_per_output_token']:.3g} J per output token")
     elif found:
-        parts.append("no device reports its power here")
+        parts.append("power not reported")
     return ", ".join(parts)

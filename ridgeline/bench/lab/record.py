@@ -1,4 +1,4 @@
-"""A benchmark's record: the figures, and everything needed to read them later: machine, versions, commit, workload."""
+"""A benchmark's record: the figures with their machine, versions, commit and workload."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PACKAGE = Path(__file__).resolve().parents[2]
 def record(
     name: str, workload: dict[str, Any], figures: dict[str, Any], quality: str = "exact", gpu: dict[str, Any] | None = None,
     peak_memory: dict[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """`quality`: "exact", or the lossy techniques that were on. `peak_memory`: where it is not this process's own."""
+) -> dict[str, Any]:
+    """`quality`: "exact", or the lossy techniques that were on. `peak_memory`: default this process's own."""
     return {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -52,7 +52,7 @@ def record(
 
 
 def finish(result: dict[str, Any], out: str | None) -> None:
-    """The last line is JSON; with --out it is also kept as a file."""
+    """Prints the record as one line of JSON; with --out also writes it to a file."""
     if out:
         write(result, Path(out))
     print(json.dumps(result))
@@ -67,8 +67,8 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Median, and P10 and P90, which are runs that happened: of a few, the ends. An even number has no run in its middle,
-    and taking the lower or the upper one for it would flatter either times or rates."""
+    """Median, P10 and P90. P10 and P90 are values of real runs (of few runs, the extremes). The median of an even number is the
+    mean of the middle two: taking one of them would flatter either times or rates."""
     ordered = sorted(values)
 
     def at(share: float) -> float:
@@ -86,7 +86,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def commit() -> str:
-    """The commit; RIDGELINE_COMMIT says it where the tree was copied without its history, or with another."""
+    """The commit. RIDGELINE_COMMIT overrides it, for a tree that was copied without its history."""
     if given := os.environ.get("RIDGELINE_COMMIT", ""):
         return given
     root = PACKAGE.parent
@@ -95,13 +95,13 @@ def commit() -> str:
     done = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    )
     return done.stdout.strip()
 
 
 @functools.cache
 def source_hash() -> str:
-    """The package's own files as they were: a commit does not say what a changed tree was like."""
+    """Hash of the package's files: a commit does not identify a changed tree."""
     digest = hashlib.sha256()
     for path in sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.c"))):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())

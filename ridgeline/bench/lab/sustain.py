@@ -1,8 +1,8 @@
-"""`bench … --sustain MIN`: the same work for minutes, to see what a short run hides: drift, falling clocks, throttling.
+"""`bench … --sustain MIN`: repeats the same work for minutes, to find drift, falling clocks and throttling.
 
-The run is cut into stretches. Drift is the median of the last fifth over that of the first fifth, less one. It is called drift
-when it is more than 3 % and more than chance: three standard errors, by what one stretch differs from the next. The slope is
-Theil and Sen's (the median over all pairs), which a single bad stretch cannot turn.
+The run is cut into stretches. Drift is the median of the last fifth over that of the first fifth, minus one. It is reported
+if it exceeds 3 % and three standard errors, estimated from neighbouring stretches. The slope is the Theil–Sen estimator (the
+median over all pairs), which is robust against single bad stretches.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ridgeline.bench.load.latency import Outcome, timeline
 from ridgeline.errors import ConfigError
 
 LEAST_STRETCHES = 5                  # so that there is a first and a last fifth
-LEAST_ANSWERS = 10                   # of a server, on average in a stretch: fewer come and go by chance
-DRIFTED = 0.03                       # a change by more is called drift …
-CHANCE = 3.0                         # … if it is more than so many standard errors of the noise between stretches, too
-UNTOLD = "this machine does not tell its clocks"
+LEAST_ANSWERS = 10                   # of a server, on average per stretch: fewer are mostly noise
+DRIFTED = 0.03                       # a larger change is called drift …
+CHANCE = 3.0                         # … if it is also larger than this number of standard errors of the noise between stretches
+UNTOLD = "this machine does not report its clocks"
 _MOST_PAIRS = 400                    # stretches that the slope is taken over
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sustain", type=float, metavar="MIN", help="go on for so many minutes, and report drift, clocks and throttling"
+        "--sustain", type=float, metavar="MIN", help="run for this number of minutes, and report drift, clocks and throttling"
     )
 
 
@@ -57,8 +57,8 @@ def repeat(
 
 
 def stretches(outcomes: Sequence[Outcome], most: int = 60) -> list[dict[str, float]]:
-    """A server's run cut into equal stretches with answers enough in each; none where it has too few. The first and the last,
-    in which a run fills up and drains, are left out."""
+    """A server's run cut into equal stretches with enough answers each; none if there are too few. The first and the last, in
+    which a run fills up and drains, are left out."""
     answers = sum(outcome.ok for outcome in outcomes)
     parts = min(most, answers // LEAST_ANSWERS)
     return timeline(outcomes, parts)[1:-1] if parts >= LEAST_STRETCHES + 2 else []
@@ -72,7 +72,7 @@ def account(
         "minutes": minutes,
         "figures": {name: drift(points) for name, points in series.items() if len(points) >= LEAST_STRETCHES},
         "machine": machine, "throttled": throttled(machine),
-    }  # fmt: skip
+    }
     found["verdict"] = verdict(found, unknown)
     return found
 
@@ -85,12 +85,12 @@ def drift(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
         **percentiles(values), "stretches": len(values), "first": first, "last": last,
         "drift": last / first - 1 if first else 0.0, "noise": noise(values, fifth) / first if first else 0.0,
         "per_hour": slope(points) * 3600,
-    }  # fmt: skip
+    }
 
 
 def noise(values: Sequence[float], fifth: int) -> float:
-    """The standard error of the difference of two medians of so many stretches each, by what neighbours differ; a median of
-    normal numbers is 1.25 times as uncertain as their mean."""
+    """The standard error of the difference of two medians of `fifth` stretches each, from differences of neighbours; a median
+    of normal numbers has 1.25 times the standard error of their mean."""
     steps = [abs(after - before) for before, after in itertools.pairwise(values)]
     one = 0.886 * statistics.mean(steps) if steps else 0.0               # the mean |a − b| of normal numbers is 2σ/√π
     return float((1.25 if fifth > 2 else 1.0) * one * (2 / fifth) ** 0.5)
@@ -107,11 +107,11 @@ def verdict(found: dict[str, Any], unknown: str = UNTOLD) -> str:
     drifted = [
         f"{name} {values['drift']:+.1%}" for name, values in found["figures"].items()
         if abs(values["drift"]) > max(DRIFTED, CHANCE * values["noise"])
-    ]  # fmt: skip
-    said = f"drifted: {', '.join(drifted)}" if drifted else f"steady: nothing drifted by more than {DRIFTED:.0%} and chance"
+    ]
+    said = f"drifted: {', '.join(drifted)}" if drifted else f"steady: no drift above {DRIFTED:.0%} and the noise"
     if not found["figures"]:
-        said = (f"too short to tell drift: that takes {LEAST_STRETCHES} stretches, of a server with {LEAST_ANSWERS} answers each "
-                "beside those in which it fills up and drains")  # fmt: skip
+        said = (f"too short to detect drift: this needs {LEAST_STRETCHES} stretches (of a server, {LEAST_ANSWERS} answers each) "
+                "without fill-up and drain")
     if found["throttled"]:
         said += f"; throttled by {', '.join(found['throttled'])}"
     elif not found["machine"]:

@@ -1,7 +1,6 @@
-"""The rules that every benchmark keeps: options may be lists, and a figure is a median with P10 and P90 after warm-up.
+"""Rules for every benchmark: options may be lists, and a figure is a median with P10 and P90 after warm-up.
 
-A mean hides what a benchmark is for, and a first run measures compilers and caches: both are refused here, so that no
-command has to decide it for itself.
+Single runs and runs without warm-up, which measure compilers and cold caches, are refused here for all commands.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from ridgeline.bench.lab.record import percentiles
 from ridgeline.errors import ConfigError
 
-LEAST_RUNS = 2                       # with one there is no spread to tell
+LEAST_RUNS = 2                       # one run has no spread
 
 
 def cross(lists: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -36,15 +35,15 @@ def varied(lists: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def check_runs(runs: int, warm_ups: int, option: str = "--repeats") -> None:
-    """Refuse what could only give a figure without a spread, or one that was not warmed up."""
+    """Refuse a figure without a spread or without warm-up."""
     if runs < LEAST_RUNS:
         raise ConfigError(f"{option} {runs} gives no median with P10 and P90: {LEAST_RUNS} runs or more are needed")
     if warm_ups < 1:
-        raise ConfigError("a figure without warm-up is refused: it would measure compilers and cold caches")
+        raise ConfigError("at least one warm-up run is needed: without warm-up a figure measures compilers and cold caches")
 
 
 def figure(values: Sequence[float], warm_ups: int, option: str = "--repeats") -> dict[str, float]:
-    """Median with P10 and P90 of runs after so many that were not counted."""
+    """Median with P10 and P90 of the runs after `warm_ups` uncounted ones."""
     check_runs(len(values), warm_ups, option)
     return percentiles(list(values))
 

@@ -1,7 +1,7 @@
-"""The benchmarks' one way to print rows: markdown, CSV, or the record itself as JSON.
+"""Prints the rows of a benchmark as Markdown, CSV, or the whole record as JSON.
 
-A row is a mapping of columns to values: text, numbers, or {"median", "p10", "p90"}, which is shown with its spread. CSV
-gets plain numbers, the spread in columns of its own.
+A row maps columns to values: text, numbers, or {"median", "p10", "p90"}, which is shown with its spread. In CSV the spread has
+its own columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=FORMATS, default="md", help="of what is printed at the end (default: md)")
+    parser.add_argument("--format", choices=FORMATS, default="md", help="output format (default: md)")
 
 
 def rendered(rows: Rows, form: str, made: Mapping[str, Any]) -> str:
@@ -46,7 +46,7 @@ def as_markdown(rows: Rows) -> str:
         "| " + " | ".join(text.rjust(pad) if number else text.ljust(pad)
                           for text, pad, number in zip(line, pads, numbers, strict=True)) + " |"
         for line in lines
-    )  # fmt: skip
+    )
 
 
 def as_csv(rows: Rows) -> str:

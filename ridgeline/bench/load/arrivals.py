@@ -1,6 +1,6 @@
-"""When requests are to be sent: arrival processes, as seconds from the start of a run. Knows no requests and no clock.
+"""Arrival processes: the times at which requests are sent, in seconds from the start of a run.
 
-Every open-loop process is a sequence of gaps with mean 1, laid over the integral of the rate:
+Every open-loop process is a sequence of gaps with mean 1, mapped through the integral of the rate:
 
     gaps      exponential (Poisson), gamma with shape `burstiness` (below 1 burstier, above 1 steadier), or all equal
     rate      constant, or rising from one value to another, linearly or exponentially, while the requests arrive
@@ -34,7 +34,7 @@ class Ramp:
         return count * math.log(self.end / self.start) / (self.end - self.start)
 
     def time_of(self, arrived: float, duration: float) -> float:
-        """When so many have arrived on average: the inverse of the rate's integral."""
+        """The time by which `count` requests have arrived on average: the inverse of the rate's integral."""
         if self.start == self.end:
             return arrived / self.start
         if self.strategy == "linear":

@@ -1,7 +1,7 @@
-"""Whether the load generator itself is what is measured: how late its own loop was, and how much of a core it used.
+"""Checks that the load generator itself is not the bottleneck: how late its event loop was, and its CPU time.
 
-A task that sleeps for a hundredth of a second notes by how much it woke too late. Where that, the lateness of sendings
-or the processor time is too much, the figures are the client's and not the server's, and the record says so.
+A task that sleeps for 10 ms measures by how much it wakes too late. If that, the lateness of sends or the CPU time is too high,
+the figures describe the client and not the server, and the record says so.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ClientCheck:
             "loop_lag_ms": {"p50": 1e3 * quantile(lags, 0.5), "p99": 1e3 * quantile(lags, 0.99), "max": 1e3 * lags[-1]},
             "send_lag_ms": {"p50": 1e3 * quantile(late, 0.5), "p99": 1e3 * quantile(late, 0.99), "max": 1e3 * late[-1]},
             "cpu_share": self._cpu / max(self._wall, 1e-9),
-        }  # fmt: skip
+        }
         if tokens := sum(outcome.tokens_out for outcome in outcomes):
             found["cpu_us_per_token"] = 1e6 * self._cpu / tokens
         found["reasons"] = reasons(found)

@@ -1,10 +1,10 @@
-"""Sends requests when they are due, and notes what becomes of them. Knows the target by its `ask`, and no figures.
+"""Sends requests at their times and collects their outcomes.
 
-Open loop: every conversation starts at its time, whatever the server does. Closed loop: so many users, each of whom asks
-again when the answer is there; a request's intended time is then the moment its user was free. A later turn of a
-conversation is due when the answer before it has come and the user has thought.
+Open loop: every conversation starts at its time, whatever the server does. Closed loop: a fixed number of users, each sending
+the next request when the answer has arrived; a request's intended time is then the moment its user was free. A later turn of
+a conversation is due after the answer before it and the think time.
 
-With a limit of concurrency an open-loop request may have to wait for a place. Its intended time stays what it was.
+With a concurrency limit an open-loop request may have to wait. Its intended time does not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Asks(Protocol):
     async def ask(
         self, turns: list[Turn], answers: list[str], outcome: Outcome, clock_start: float, keep_text: bool = False,
         now: Callable[[], float] | None = None,
-    ) -> object: ...  # fmt: skip
+    ) -> object: ...
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""A light HTTP/1.1 client for load generation: asyncio protocols, connections that are kept, bodies as they arrive.
+"""A light HTTP/1.1 client for load generation: asyncio protocols, keep-alive connections, streamed bodies.
 
-Not httpx or aiohttp: neither is a dependency, and both cost tens of microseconds per chunk, so that the client and not
-the server would be what is measured. httptools, which the server depends on anyway, parses in C; what is left in Python
-is one call per read and one per event. Every piece of a body is stamped with the time at which its bytes were read.
+Not httpx or aiohttp: neither is a dependency, and both cost tens of microseconds per chunk, so the client would be the
+bottleneck. httptools, which the server needs anyway, parses in C; what is left in Python is one call per read and one per
+event. Every piece of a body is stamped with the time at which its bytes were read.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
-        if self.exchange is None:                            # nobody asked: the connection is of no use
+        if self.exchange is None:                            # data without a request: the connection is useless
             self.close()
             return
         self.exchange.started = True
@@ -147,7 +147,7 @@ class HttpClient:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError(f"{url!r} is not the address of a server; one is http://127.0.0.1:8000")
+            raise ConfigError(f"{url!r} is not the address of a server, such as http://127.0.0.1:8000")
         self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._ssl: ssl.SSLContext | None = None
         if parts.scheme == "https":
@@ -159,7 +159,7 @@ class HttpClient:
         lines = {"host": parts.netloc.rpartition("@")[2], "accept": "*/*", "user-agent": "ridgeline-bench"}
         lines |= {name.lower(): value for name, value in (headers or {}).items()}
         if any("\n" in text or "\r" in text for line in lines.items() for text in line):
-            raise ConfigError("a header must not hold line breaks")
+            raise ConfigError("a header must not contain line breaks")
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[_Connection] = []
         self.opened = 0                                      # connections, in all
@@ -186,7 +186,7 @@ class HttpClient:
             try:
                 await exchange.done
             except HttpFailure:
-                # A server may close an idle connection in the moment it is used again: that is nobody's failure.
+                # A server may close an idle connection just as it is used again: that is not a failure, so try again.
                 if fresh or exchange.started:
                     raise
                 continue

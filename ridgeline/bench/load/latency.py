@@ -1,15 +1,15 @@
-"""From what happened to each request to figures: latencies, throughput, goodput. Arithmetic alone: no clock, no sockets.
+"""Computes latencies, throughput and goodput from the outcomes of requests.
 
     TTFT    first token − start
     TPOT    (last token − first token) / (tokens − 1)
     ITL     between two events of an answer, over all answers
     E2EL    last token − start
 
-The token that ends an answer has no text, and servers count it: it came when the stream said that the answer stops.
+The token that ends an answer has no text, but servers count it: its time is that of the finish reason.
 
-A request's start is when it was meant to be sent. A client that waits for a slow server before it sends the next request
-would leave out the wait that its users have (coordinated omission); the same latencies from the moment of sending stand
-beside, under `from_send`. Percentiles interpolate linearly, as numpy's do.
+A request's start is its intended time of sending. A client that waits for a slow server before it sends the next request would
+leave out the wait that its users have (coordinated omission). The same latencies from the actual time of sending are under
+`from_send`. Percentiles interpolate linearly, as numpy's do.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def parse_slo(words: Sequence[str]) -> Slo | None:
         except ValueError:
             limit = math.nan
         if name.lower() not in SLO_NAMES or not (0 < limit < math.inf):
-            raise ConfigError(f"{part!r} is no objective; one is ttft:500, tpot:50, itl:200 or e2el:10000, in milliseconds")
+            raise ConfigError(f"{part!r} is not an objective such as ttft:500, tpot:50, itl:200 or e2el:10000, in milliseconds")
         if SLO_NAMES[name.lower()] in limits:
             raise ConfigError(f"the objective {name} is given twice")
         limits[SLO_NAMES[name.lower()]] = limit / 1e3
@@ -163,7 +163,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo | None) -> dict[str, Any]:
         },
         "tokens_per_event": tokens_out / events if events else 0.0,
         "most_concurrent": most_concurrent(outcomes),
-    }  # fmt: skip
+    }
     if slo is not None:
         met = sum(slo.met(outcome) for outcome in outcomes)
         found["request_goodput"] = met / duration
@@ -231,4 +231,4 @@ def timeline(outcomes: Sequence[Outcome], parts: int = 60) -> list[dict[str, flo
             **({"ttft_ms": quantile(sorted(each["ttft"]), 0.5) * 1e3} if each["ttft"] else {}),
         }
         for each in rows
-    ]  # fmt: skip
+    ]

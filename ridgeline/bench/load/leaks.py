@@ -1,8 +1,7 @@
-"""What samples of a running server say: does its memory grow, is anything left over, does it get slower?
+"""Judges samples of a running server (taken by bench/soak): does memory grow, is anything left over, does it slow down?
 
-Plain arithmetic over samples; who takes them, and of what, is not known here (bench/soak). The bars are those that the
-project promises: resident memory grows by less than 1 MB a minute, no file, block or request is left when nobody asks, the
-slowest answers of the last third are at most 1.2 times those of the first, and no request fails that should not.
+The limits are the project's promises: resident memory grows by less than 1 MB a minute, no file, block or request is left
+when there are no requests, p99 of the last third is at most 1.2 times that of the first, and no valid request fails.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 MB_PER_HOUR = 60.0                   # of resident memory, by process
 SLOWER = 1.2                         # p99, late against early
-_BINS = 20                           # neighbouring samples are alike: their means, so many, are what a slope is drawn through
-_FEWEST = 4                          # bins without which nothing can be said
+_BINS = 20                           # neighbouring samples are correlated: the slope is fitted to this number of means
+_FEWEST = 4                          # bins needed for a slope
 _Z = 1.959964                        # of the normal distribution, for 95 %
 
 PASS, FAIL, OPEN = "pass", "fail", "not decided"
@@ -33,7 +32,7 @@ class Slope:
 
 
 def slope(seconds: Sequence[float], sizes: Sequence[float]) -> Slope:
-    """Of sizes in bytes at these times."""
+    """The slope of sizes in bytes over these times."""
     points = _means(seconds, sizes)
     if len(points) < _FEWEST:
         return Slope(0.0, -math.inf, math.inf, len(seconds))
@@ -73,18 +72,18 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """A server while nobody asks anything of it."""
+    """A server without requests."""
 
     files: dict[str, int]            # open ones, by process
     threads: dict[str, int]
     resident: dict[str, int]         # bytes
-    kv_blocks: int                   # that somebody holds
-    requests: int                    # that are open
+    kv_blocks: int                   # in use
+    requests: int                    # open
 
 
 @dataclass(slots=True)
 class Bar:
-    """One thing that was promised, and what came of it."""
+    """One promise, and what was measured."""
 
     name: str
     found: str
@@ -112,9 +111,9 @@ class Verdict:
 def judge(
     slopes: Mapping[str, Slope], before: Quiet, after: Quiet, latencies: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     errors: Mapping[str, Mapping[str, int]], restarts: int, filled: bool = True,
-) -> Verdict:  # fmt: skip
-    """`latencies` are seconds, early and late, by what was waited for; `before` is the server after its warm-up. Memory that
-    grows while the KV pool was not `filled` yet may be the pool's."""
+) -> Verdict:
+    """`latencies` are seconds, early and late, by kind; `before` is the server after its warm-up. While the KV pool is not
+    `filled`, growing memory may be the pool's."""
     verdict = Verdict()
     for name, each in slopes.items():
         found = f"{each.value:+.1f} MB/h ({each.low:+.1f} to {each.high:+.1f})"

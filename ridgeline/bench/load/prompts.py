@@ -1,13 +1,13 @@
-"""What is asked: conversations of one or several turns, with as many tokens as wanted. Knows no server.
+"""Makes prompts: conversations of one or several turns, with given numbers of tokens.
 
-    random        prompts of random words; lengths fixed or drawn from a distribution
-    prefix        the same, behind one of some shared beginnings
-    multi_turn    several turns each; every turn brings the whole conversation so far, the server's own answers included
+    random        prompts of random words; lengths fixed or sampled from a distribution
+    prefix        the same, after one of some shared prefixes
+    multi_turn    several turns each; every turn sends the whole conversation so far, including the server's own answers
     custom        a JSONL file: "prompt" (text or token ids), "messages", or "input_length" alone, with "output_tokens"
                   and, for a replay, "timestamp"; "hash_ids" says which blocks of the prompt are shared with others
 
-A prompt's length in tokens is as exact as the `Words` it is made of: words whose number of tokens the server's tokenizer
-(or a local one) has told, or words that are taken for one token each.
+A prompt's length in tokens is as exact as the `Words` it is made of: words counted by the server's tokenizer or a local one,
+or words that are assumed to be one token each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SPECS = "256, uniform:LOW:HIGH, normal:MEAN:DEVIATION[:LOW:HIGH], lognormal:MU:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """A number that is drawn for each request: tokens, turns, or seconds."""
+    """A number that is sampled for each request: tokens, turns, or seconds."""
 
     kind: str
     values: tuple[float, ...]
@@ -93,7 +93,7 @@ def parse_length(text: str, least: float = 1) -> Length:
         if kind != "uniform" and own[-1] <= 0:           # a deviation, or the mean of an exponential
             raise ValueError
     except ValueError:
-        raise ConfigError(f"{text!r} is no length; one is {_SPECS}, with {least:g} as its least value") from None
+        raise ConfigError(f"{text!r} is not a length; use {_SPECS}, and at least {least:g}") from None
     return Length(kind, own, low, high)
 
 
@@ -261,13 +261,13 @@ def read_rows(path: str, unit: float = 1.0) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8: {error}") from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 rows.append(_checked_row(json.loads(line), unit))
             except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number} is no JSON: {error.msg} at character {error.pos + 1}") from None
+                raise ConfigError(f"{path}, line {number} is not JSON: {error.msg} at character {error.pos + 1}") from None
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from None
     if not rows:
@@ -275,7 +275,7 @@ def read_rows(path: str, unit: float = 1.0) -> list[dict[str, Any]]:
     timed = [row["timestamp"] for row in rows if row["timestamp"] is not None]
     if timed:
         if len(timed) != len(rows):
-            raise ConfigError(f"{path}: either every line has a timestamp or none")
+            raise ConfigError(f"{path}: either every line needs a timestamp, or none may have one")
         rows.sort(key=lambda row: row["timestamp"])
         for row in rows:
             row["timestamp"] -= min(timed)
@@ -305,4 +305,4 @@ def _checked_row(row: Any, unit: float) -> dict[str, Any]:
     return {
         "prompt": prompt, "messages": messages, "input_length": length, "hash_ids": row.get("hash_ids") or [],
         "output_tokens": tokens_out, "timestamp": None if when is None else when * unit,
-    }  # fmt: skip
+    }

@@ -1,6 +1,6 @@
-"""The options of `ridgeline bench serve`, and what they make: settings to go through, prompts, arrival times.
+"""The options of `ridgeline bench serve`, and the settings, prompts and arrival times made from them.
 
-Names are those of `vllm bench serve` where it has one. Options that may be lists are gone through in every combination.
+Names are those of `vllm bench serve` where it has one. Every combination of options that are lists is measured.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ WARM_UPS = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s URL [options]"
-    parser.add_argument("url", metavar="URL", help="of any OpenAI-compatible server, such as http://127.0.0.1:8000")
+    parser.add_argument("url", metavar="URL", help="address of an OpenAI-compatible server, such as http://127.0.0.1:8000")
     parser.add_argument("--model", default="", help="the served model's name (default: the first that the server lists)")
-    parser.add_argument("--backend", choices=BACKENDS, help="default: completions; chat where the prompts are messages or turns")
-    parser.add_argument("--endpoint", help="the path, if it is neither /v1/chat/completions nor /v1/completions")
+    parser.add_argument("--backend", choices=BACKENDS, help="default: completions; chat if the prompts are messages or turns")
+    parser.add_argument("--endpoint", help="path, if it is neither /v1/chat/completions nor /v1/completions")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY")
-    parser.add_argument("--header", nargs="+", default=[], metavar="NAME=VALUE", help="further headers")
-    parser.add_argument("--insecure", action="store_true", help="take any certificate")
-    parser.add_argument("--extra-body", default="{}", metavar="JSON", help="further fields of every request")
+    parser.add_argument("--header", nargs="+", default=[], metavar="NAME=VALUE", help="additional HTTP headers")
+    parser.add_argument("--insecure", action="store_true", help="do not verify the server's certificate")
+    parser.add_argument("--extra-body", default="{}", metavar="JSON", help="additional fields of every request")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help="default: with generated prompts")
-    parser.add_argument("--tokenizer", help="HF directory or .gguf file, for a server without /tokenize and without usage")
+    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help="default: on for generated prompts")
+    parser.add_argument("--tokenizer", help="HF directory or .gguf file; needed if the server has neither /tokenize nor usage")
     _add_load(parser)
     _add_prompts(parser)
     group = parser.add_argument_group("figures")
-    group.add_argument("--slo", "--goodput", nargs="+", default=[], metavar="ttft:500,tpot:50", help="milliseconds; adds goodput")
+    group.add_argument("--slo", "--goodput", nargs="+", default=[], metavar="ttft:500,tpot:50",
+                       help="latency objectives in milliseconds; adds goodput")
     group.add_argument("--num-warmups", type=int, default=WARM_UPS, help=f"requests before the timed ones (default: {WARM_UPS})")
-    group.add_argument("--repeats", type=int, default=1, help="runs of each setting; figures then have a median with P10 and P90")
+    group.add_argument("--repeats", type=int, default=1,
+                       help="runs of each setting; with several, figures are medians with P10 and P90")
     group.add_argument("--max-failed", default="10%", metavar="SHARE",
-                       help="of a setting's requests: with more the command fails, as 10%% or 0.1 (default: 10%%)")
-    group.add_argument("--quality", help='what the record says, if the server does not tell: "exact" or its lossy techniques')
-    group.add_argument("--save-detailed", action="store_true", help="every request's times in the record")
+                       help="fail if more than this share of a setting's requests fail, as 10%% or 0.1 (default: 10%%)")
+    group.add_argument("--quality", help='for the record, if the server does not report it: "exact" or its lossy techniques')
+    group.add_argument("--save-detailed", action="store_true", help="store every request's times in the record")
     group.add_argument("--no-progress", "--disable-tqdm", action="store_true", help="no progress bar")
-    group.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer (default: 600)")
+    group.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for one answer (default: 600)")
     sustain.add_arguments(parser)
     price.add_arguments(parser)
     table.add_format(parser)
@@ -63,32 +65,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    group.add_argument("--num-prompts", type=int, help=f"requests, or conversations, of a run (default: {PROMPTS}, or a file's)")
-    group.add_argument("--duration", type=float, metavar="S", help="go on for so many seconds instead")
-    group.add_argument("--request-rate", type=float, nargs="+", default=[math.inf], help="per second; inf: all at once")
+    group.add_argument("--num-prompts", type=int, help=f"number of requests or conversations (default: {PROMPTS}, or the file's)")
+    group.add_argument("--duration", type=float, metavar="S", help="run for this number of seconds instead")
+    group.add_argument("--request-rate", type=float, nargs="+", default=[math.inf], help="requests per second; inf: all at once")
     group.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; below: burstier (gamma); inf: equal gaps")
-    group.add_argument("--max-concurrency", type=int, nargs="+", default=[0], help="without a rate: so many users, closed loop")
-    group.add_argument("--ramp-up-strategy", choices=["linear", "exponential"], help="let the rate change over the run")
+    group.add_argument("--max-concurrency", type=int, nargs="+", default=[0],
+                       help="limit of concurrent requests; without a rate: that number of users in a closed loop")
+    group.add_argument("--ramp-up-strategy", choices=["linear", "exponential"], help="change the rate over the run")
     group.add_argument("--ramp-up-start-rps", type=float)
     group.add_argument("--ramp-up-end-rps", type=float)
-    group.add_argument("--trace-speed", type=float, default=1.0, help="2: a trace's times pass twice as fast")
-    group.add_argument("--trace-unit", choices=["s", "ms"], default="s", help="of the file's timestamps")
+    group.add_argument("--trace-speed", type=float, default=1.0, help="factor on a trace's speed; 2: twice as fast")
+    group.add_argument("--trace-unit", choices=["s", "ms"], default="s", help="unit of the file's timestamps")
     group.add_argument("--seed", type=int, default=0)
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
     lengths = "tokens: 256, uniform:LOW:HIGH, normal:MEAN:DEV[:LOW:HIGH], lognormal:MU:SIGMA[:LOW:HIGH], exponential:MEAN"
-    group.add_argument("--dataset-name", choices=DATASETS, help="default: custom with a --dataset-path, else random")
+    group.add_argument("--dataset-name", choices=DATASETS, help="default: custom with --dataset-path, else random")
     group.add_argument("--dataset-path", metavar="FILE", help="JSONL: prompt or messages, output_tokens, timestamp (see docs)")
     group.add_argument("--random-input-len", "--input-len", nargs="+", default=["512"], metavar="LENGTH", help=lengths)
-    group.add_argument("--random-output-len", "--output-len", nargs="+", default=["128"], metavar="LENGTH", help="the same")
-    group.add_argument("--random-range-ratio", type=float, default=0.0, help="fixed lengths vary by this share, both ways")
-    group.add_argument("--prefix-len", "--random-prefix-len", type=int, default=0, help="tokens that prompts have in common")
-    group.add_argument("--num-prefixes", type=int, default=1, help="how many different ones")
-    group.add_argument("--turns", default="4", metavar="LENGTH", help="of a conversation, with multi_turn")
-    group.add_argument("--think-time", default="0", metavar="SECONDS", help="between an answer and the next turn")
-    group.add_argument("--prompt-format", choices=["text", "ids"], default="text", help="ids: token ids, completions only")
+    group.add_argument("--random-output-len", "--output-len", nargs="+", default=["128"], metavar="LENGTH",
+                       help="output tokens, in the same forms")
+    group.add_argument("--random-range-ratio", type=float, default=0.0, help="vary fixed lengths by up to this share, both ways")
+    group.add_argument("--prefix-len", "--random-prefix-len", type=int, default=0, help="tokens of a prefix that prompts share")
+    group.add_argument("--num-prefixes", type=int, default=1, help="number of different prefixes")
+    group.add_argument("--turns", default="4", metavar="LENGTH", help="with multi_turn: turns of a conversation")
+    group.add_argument("--think-time", default="0", metavar="SECONDS", help="pause between an answer and the next turn")
+    group.add_argument("--prompt-format", choices=["text", "ids"], default="text", help="ids: send token ids (completions only)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class Setting:
             "request_rate": self.paced_by or rate, "max_concurrency": self.concurrency or None,
             "input_len": None if self.from_file else self.input_len,
             "output_len": None if self.from_file else self.output_len,
-        }  # fmt: skip
+        }
 
 
 @dataclass(slots=True)
@@ -161,7 +165,7 @@ class Plan:
             parse_length(setting.output_len).widened(args.random_range_ratio),
             args.prefix_len, args.num_prefixes, parse_length(args.turns) if self.dataset == "multi_turn" else one,
             parse_length(args.think_time, 0), args.prompt_format == "ids", self.rows,
-        )  # fmt: skip
+        )
 
     def conversations(self, source: PromptSource, seed: str) -> Iterator[Conversation]:
         """As many as a run has; a file that is too short is read again."""
@@ -193,7 +197,7 @@ def plan(args: argparse.Namespace) -> Plan:
     price.check(args.price)
     dataset = DATASETS[args.dataset_name] if args.dataset_name else "custom" if args.dataset_path else "random"
     if (dataset == "custom") != bool(args.dataset_path):
-        raise ConfigError("--dataset-name custom and --dataset-path FILE belong together")
+        raise ConfigError("--dataset-name custom and --dataset-path FILE need each other")
     if dataset == "prefix" and not args.prefix_len:
         raise ConfigError("--dataset-name prefix needs --prefix-len")
     if args.num_warmups < 1:
@@ -210,20 +214,20 @@ def plan(args: argparse.Namespace) -> Plan:
     made = Plan(
         args, dataset, read_rows(args.dataset_path, 1e-3 if args.trace_unit == "ms" else 1.0) if args.dataset_path else [],
         parse_slo(args.slo), _ramp(args), _extra(args), _settings(args), duration,
-    )  # fmt: skip
+    )
     if made.dataset == "multi_turn" and args.prompt_format == "ids":
-        raise ConfigError("--prompt-format ids cannot hold a conversation: its answers are text")
+        raise ConfigError("--prompt-format ids does not work with conversations: their answers are text")
     if args.prompt_format == "ids" and "chat" in made.path:
         raise ConfigError("--prompt-format ids needs completions: a chat has no token ids")
     if made.timed_rows and any(not math.isinf(setting.rate) for setting in made.settings):
-        raise ConfigError("a trace has its own times: leave --request-rate out; --trace-speed makes them pass faster")
+        raise ConfigError("a trace has its own times: leave --request-rate out; --trace-speed changes their speed")
     made.settings = [replace(setting, paced_by=made.pace) for setting in made.settings]
     for setting in made.settings:
         made.arrivals(setting)
         parse_length(setting.input_len).widened(args.random_range_ratio)
         parse_length(setting.output_len).widened(args.random_range_ratio)
         if duration is not None and math.isinf(setting.rate) and not (made.closed(setting) or made.ramp or made.timed_rows):
-            raise ConfigError("a run of a given time needs --request-rate, --max-concurrency, a ramp or a trace")
+            raise ConfigError("--duration and --sustain need --request-rate, --max-concurrency, a ramp or a trace")
     parse_length(args.turns)
     parse_length(args.think_time, 0)
     return made
@@ -233,7 +237,7 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     lists = {
         "input_len": args.random_input_len, "output_len": args.random_output_len, "concurrency": args.max_concurrency,
         "rate": args.request_rate,
-    }  # fmt: skip
+    }
     return [Setting(**chosen, from_file=bool(args.dataset_path)) for chosen in cross(lists)]
 
 
@@ -254,7 +258,7 @@ def _extra(args: argparse.Namespace) -> dict[str, Any]:
     try:
         extra = json.loads(args.extra_body)
     except ValueError as error:
-        raise ConfigError(f"--extra-body is no JSON: {error}") from None
+        raise ConfigError(f"--extra-body is not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise ConfigError("--extra-body must be a JSON object")
     return {"temperature": args.temperature} | extra
@@ -265,6 +269,6 @@ def headers(args: argparse.Namespace) -> dict[str, str]:
     for word in args.header:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise ConfigError(f"{word!r} is no header as NAME=VALUE")
+            raise ConfigError(f"{word!r} is not a header of the form NAME=VALUE")
         found[name] = value
     return ({"authorization": f"Bearer {args.api_key}"} if args.api_key else {}) | found

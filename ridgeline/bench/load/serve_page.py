@@ -1,7 +1,7 @@
-"""The page of a `bench serve`: tables and plots in one HTML file. No scripts, no fonts, nothing from anywhere else.
+"""The HTML report of `bench serve`: tables and plots in one self-contained file, without scripts.
 
-Dark or light is the reader's setting. What is plotted: for each point the distributions of its latencies and its
-timeline; over all points, goodput, throughput and latency against the rate.
+Plots: for each point the distributions of its latencies and its timeline; over all points, goodput, throughput and latency
+against the rate.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def report(made: dict[str, Any], runs: Sequence[Sequence[Outcome]]) -> str:
     body = [
         f"<h1>{escaped(workload['model'] or 'a model')} under load</h1>",
         f'<p class="quiet">{escaped(workload["url"])}{escaped(workload["endpoint"])}, {escaped(made["date"])}. '
-        f"Latencies count from the time at which a request was meant to be sent. Tokens counted by: "
+        f"Latencies count from the intended time of sending. Tokens counted by: "
         f"{escaped(workload['tokens_counted_by'])}. Quality: {escaped(made['quality'])}.</p>",
         *(f'<p class="alarm">{escaped(client_check.verdict(middle(point["figures"]["client"])))}</p>'
           for point in points if point["figures"]["client"]["is_bottleneck"]),
         html_table([_summary(point) for point in points]),
         *_sweep(points, workload),
-    ]  # fmt: skip
+    ]
     for point, outcomes in zip(points, runs, strict=True):
         body += _point(point, outcomes)
     body += ["<h2>Workload and machine</h2>", html_table(_facts(made))]
@@ -61,7 +61,7 @@ def report(made: dict[str, Any], runs: Sequence[Sequence[Outcome]]) -> str:
 
 
 def page(title: str, body: Sequence[str]) -> str:
-    """One HTML file that needs nothing else."""
+    """One self-contained HTML file."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -75,7 +75,7 @@ def _summary(point: dict[str, Any]) -> dict[str, Any]:
         "setting": _named(point), "answered": found["completed"], "failed": found["failed"],
         "requests/s": found["request_throughput"], "input tok/s": found["input_throughput"],
         "output tok/s": found["output_throughput"],
-    }  # fmt: skip
+    }
     if "request_goodput" in found:
         cells |= {"goodput, requests/s": found["request_goodput"], "met": f"{middle(found['slo_attainment']):.1%}"}
     cells |= {
@@ -169,7 +169,7 @@ def gap_plot(answered: Sequence[Outcome]) -> str:
 def _over_time(point: dict[str, Any]) -> str:
     rows = point["timeline"]
     steps = [(row["at_s"], row["output_throughput"]) for row in rows]
-    if len(steps) > 1:                                   # the last stretch has an end too
+    if len(steps) > 1:                                   # draw the last stretch to its end
         steps.append((2 * steps[-1][0] - steps[-2][0], steps[-1][1]))
     series = [Series("output tok/s", steps, "step")]
     x = axis("seconds", [place for place, _ in steps])

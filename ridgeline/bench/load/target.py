@@ -1,13 +1,13 @@
-"""The server under load: what it can do is asked before anything is timed. Any OpenAI-compatible one will do.
+"""The OpenAI-compatible server under load. Finds out what it supports before anything is timed.
 
-Asked first: its model, its tokenizer (`/tokenize`, which vLLM and Ridgeline have), and which of the optional fields it
-takes: a server that refuses one is asked again without it. How tokens were counted is a field of every record:
+Asked first: its model, its tokenizer (`/tokenize`, which vLLM and Ridgeline have), and the optional fields that it accepts: a
+refused field is left out of a second attempt. Every record says how tokens were counted:
 
     usage             the server's own count, in the last event of the stream (stream_options.include_usage)
     token ids         of every event (return_token_ids)
     server tokenizer  the answer's text, tokenised again by the server
-    local tokenizer   the same, by the tokenizer that --tokenizer names
-    events            one per event, by assumption: the only one of these that is not a count of tokens
+    local tokenizer   the same, by the tokenizer of --tokenizer
+    events            one token per event is assumed: the only one of these that is not a count
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.techniques import TECHNIQUES
 from ridgeline.text.tokenizer import Tokenizer
 
-UNKNOWN_QUALITY = "unknown: the server does not tell which techniques it runs"
+UNKNOWN_QUALITY = "unknown: the server does not report its techniques"
 _WORDS_AT_ONCE = 250
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Fields that OpenAI's own API does not have, or older servers do not; in the order in which they are given up.
+# Fields that OpenAI's own API or older servers do not have, in the order in which they are dropped.
 OPTIONAL: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
 
 
@@ -88,7 +88,7 @@ class Answer:
         try:
             event = _decode(data)
         except msgspec.DecodeError:
-            self.error = f"an event that is no JSON of a completion: {data[:100].decode('utf-8', 'replace')}"
+            self.error = f"an event that is not the JSON of a completion: {data[:100].decode('utf-8', 'replace')}"
             return
         if event.error:
             self.error = str(event.error.get("message", event.error) if isinstance(event.error, dict) else event.error)
@@ -113,7 +113,7 @@ class Answer:
 
 
 def quality_of_techniques(names: Collection[str]) -> str:
-    """Of a server that runs these: "exact", or those that may change answers."""
+    """The quality of a server with these techniques: "exact", or those that may change answers."""
     lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.name in names]
     return ", ".join(lossy) or "exact"
 
@@ -141,7 +141,7 @@ class Target:
     # ── asking what the server is ────────────────────────────────────────────────────────────────────────────────────
 
     async def meet(self, ignore_eos: bool) -> None:
-        """Learn all that can be learnt before the first request. EngineDead if there is no server."""
+        """Find out what the server supports. EngineDead if there is no server."""
         try:
             await self._find_model()
             await self._learn_words()
@@ -156,12 +156,12 @@ class Target:
         except HttpFailure as error:
             raise EngineDead(f"no server answers at {self.client.url}: {error}") from None
         if reply.status == 401:
-            raise ConfigError("the server wants a key: give --api-key, or set OPENAI_API_KEY")
+            raise ConfigError("the server requires a key: give --api-key, or set OPENAI_API_KEY")
         if reply.status != 200:
             if self.model:
                 return                                       # not every gateway lists its models
             raise ConfigError(f"GET {self.client.url}/v1/models was answered with status {reply.status}: is that the server's "
-                              "address? If it does not list its models, name one with --model")  # fmt: skip
+                              "address? If it does not list its models, name one with --model")
         cards = reply.json().get("data") or [{}]
         card = next((card for card in cards if card.get("id") == self.model), cards[0])
         self.model = self.model or str(card.get("id", ""))
@@ -227,7 +227,7 @@ class Target:
             self.quality = quality_of_techniques(names)
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Reply | None:
-        """A question that a server may not know: None then."""
+        """A request to an endpoint that a server may not have: None then."""
         try:
             async with asyncio.timeout(self.timeout):
                 reply = await self.client.post(path, json.dumps(body).encode())
@@ -255,7 +255,7 @@ class Target:
     async def ask(
         self, turns: list[Turn], answers: list[str], outcome: Outcome, clock_start: float, keep_text: bool = False,
         now: Callable[[], float] | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """One streamed answer, noted in `outcome`. Never raises for what the server does: that is an outcome too."""
         answer = Answer(outcome, clock_start, keep_text or self.counted_by.endswith("tokenizer"))
         try:

@@ -1,8 +1,7 @@
-"""Clients of every kind, for a server that shall be tired out: patient and impatient ones, slow readers, those who leave,
-and those who ask for what does not exist.
+"""Mixed traffic to stress a server: patient and impatient clients, slow readers, disconnects, and invalid requests.
 
-Each kind knows what it must be answered; anything else is an error, by its kind. Plain HTTP on asyncio's streams; which
-server, and for how long, is bench/soak's to know.
+Each kind checks its answers; a wrong answer is an error of that kind. Plain HTTP on asyncio's streams; bench/soak chooses the
+server and the duration.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ TOOL = {
             "properties": {"where": {"enum": ["up", "down", "left", "right"]}},
         },
     },
-}  # fmt: skip
+}
 ASK = [{"role": "user", "content": "Say something."}]
 # What no server may take, and what it must say then.
 BAD: list[tuple[int, str, str, bytes]] = [
@@ -48,19 +47,19 @@ BAD: list[tuple[int, str, str, bytes]] = [
     (400, "POST", _CHAT, json.dumps({"messages": ASK, "no_such_field": 1}).encode()),
     (400, "POST", _CHAT, json.dumps({"messages": ASK, "structured_outputs": {"regex": "("}}).encode()),
     (400, "POST", _COMPLETIONS, json.dumps({"prompt": "Hello", "max_tokens": -1}).encode()),
-    (404, "POST", _CHAT, json.dumps({"messages": ASK, "model": "nobody"}).encode()),
+    (404, "POST", _CHAT, json.dumps({"messages": ASK, "model": "no-such-model"}).encode()),
     (404, "GET", "/v1/nothing", b""),
     (405, "GET", _CHAT, b""),
 ]
 
 
 class Wrong(RequestError):
-    """Not what this kind of client must be answered."""
+    """A wrong answer to this kind of client."""
 
 
 @dataclass(slots=True)
 class Timed:
-    """One answer of a client that only asks and waits."""
+    """One answer of a client that sends a request and waits."""
 
     at: float                        # when it was asked for, by time.monotonic()
     what: str
@@ -115,12 +114,12 @@ class Reply:
             raise Wrong("a stream ended without [DONE]")
 
     def leave(self) -> None:
-        """As a client does whose process was killed."""
+        """Disconnect like a client whose process was killed."""
         self._writer.transport.abort()
 
 
 class Traffic:
-    """Asks `address` for all kinds of things, one after the other, as often as it is told to."""
+    """Sends requests of all kinds, one after the other."""
 
     def __init__(self, host: str, port: int, seed: int, key: str = "") -> None:
         self.sent: Counter[str] = Counter()
@@ -133,7 +132,7 @@ class Traffic:
             "stream": (5, self._stream), "whole": (4, self._whole), "several": (1, self._several), "leaver": (4, self._leave),
             "bad request": (4, self._bad), "structured": (3, self._structured), "tools": (2, self._tools),
             "slow reader": (1, self._slow), "metrics": (1, self._metrics),
-        }  # fmt: skip
+        }
 
     async def one(self, kind: str = "") -> None:
         """A client of this kind, or of any."""
@@ -198,12 +197,12 @@ class Traffic:
 
     async def _structured(self) -> None:
         colours = ["red", "green", "blue"]
-        if self._rng.random() < 0.25:                    # one that nobody has compiled yet
+        if self._rng.random() < 0.25:                    # a schema that is not compiled yet
             colours.append(f"colour {next(self._numbers)}")
         schema = {
             "type": "object", "required": ["colour", "count"], "additionalProperties": False,
             "properties": {"colour": {"enum": colours}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
-        }  # fmt: skip
+        }
         asked = {"messages": self._talk(), "max_tokens": 64}
         if self._rng.random() < 0.5:
             asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema, "strict": True}}
@@ -242,7 +241,7 @@ class Traffic:
             raise Wrong(f"no valid tool call, and the end was {reason!r}")
 
     async def _slow(self) -> None:
-        """Much to read for each token, little room for it."""
+        """A slow reader: many bytes per token, and a small receive buffer."""
         asked = {"messages": self._talk(), "max_tokens": 24, "ignore_eos": True, "stream": True}
         asked |= {"logprobs": True, "top_logprobs": 20}
         async with self._asking(_CHAT, asked, slow=True) as reply:
@@ -253,7 +252,7 @@ class Traffic:
     async def _metrics(self) -> None:
         await self.metric("vllm:num_requests_running")
 
-    # -- for whoever watches -------------------------------------------------------------------------------------------
+    # -- for bench/soak ------------------------------------------------------------------------------------------------
 
     async def metric(self, name: str) -> float:
         """What /metrics says of it, over all labels."""
@@ -263,11 +262,11 @@ class Traffic:
             text = b"".join([chunk async for chunk in reply.chunks()]).decode()
         values = [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + "{")]
         if not values:
-            raise Wrong(f"/metrics does not tell {name}")
+            raise Wrong(f"/metrics has no {name}")
         return sum(values)
 
     async def techniques(self) -> list[str] | None:
-        """That the server says it answers with; None where it does not tell."""
+        """The techniques that the server reports; None if it does not."""
         asked = {"prompt": "Hello", "max_tokens": 1, "return_timings": True}
         try:
             async with self._asking(_COMPLETIONS, asked) as reply:
@@ -278,7 +277,7 @@ class Traffic:
         return found
 
     async def fill(self, tokens: int) -> None:
-        """A prompt that nobody has sent before, for the room it takes."""
+        """A new prompt, to fill the KV pool."""
         prompt = [self._rng.randrange(1, 200) for _ in range(tokens)]
         async with self._asking(_COMPLETIONS, {"prompt": prompt, "max_tokens": 1}) as reply:
             await reply.body()

@@ -1,4 +1,4 @@
-"""The engine as benchmarks drive it: the core itself, in this process, fed token ids. No text, no sockets, no server."""
+"""The engine core in this process, fed with token ids: how benchmarks run an engine, without text, sockets or server."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Engine:
         return Run(seconds, list(first.values()), list(answers.values()), cached, steps, longest, core.scheduler.level)
 
     def submit(self, prompt: list[int], tokens_out: int, salt: str = "", **params: Any) -> str:
-        """Queue one greedy request that answers with exactly so many tokens."""
+        """Queue one greedy request that answers with exactly this number of tokens."""
         self._count += 1
         request_id = str(self._count)
         params = {"temperature": 0, "max_tokens": tokens_out, "ignore_eos": True} | params
@@ -109,7 +109,7 @@ class Engine:
         """Do now what a server does in a quiet moment: record the graphs that the last requests would have had use for, and look
         for garbage.
 
-        Not graphs that nobody has used (runner/start/graph_warmup.py): they would take longer than some benchmarks.
+        Skips the capture of unused graphs (runner/start/graph_warmup.py), which would take longer than some benchmarks.
         """
         while self.runner.forward.prepare():
             pass
@@ -147,7 +147,7 @@ def parse_options(words: list[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         name = name.replace("-", "_")
         if not equals or name not in kinds:
-            raise ConfigError(f"{word!r} is not an engine option as name=value")
+            raise ConfigError(f"{word!r} is not an engine option of the form name=value")
         options[name] = _value(name, text, kinds[name])
     return options
 

@@ -1,10 +1,10 @@
-"""Whether a candidate for an op is what it claims to be: right on fresh inputs, and itself.
+"""Checks a candidate kernel for an op: is it correct on fresh inputs, and does it really do the work?
 
 A kernel under development fools its author in known ways, and each has its check here:
 
-    wrong on sizes nobody tried      every case of the op, odd ones included, with inputs from a seed that is new each time
-    reads what was never written     memory it allocates is full of NaN, and so are outputs that are handed to it
-    falls back in silence            no function and no kernel of the current implementations may run inside it
+    wrong on untested sizes          every case of the op, odd ones included, with inputs from a seed that is new each time
+    reads uninitialised memory       memory it allocates is full of NaN, and so are outputs that are passed to it
+    falls back silently              no function and no kernel of the current implementations may run inside it
     returns a stale buffer           a result must stay what it was when the next call is made
     returns what it was given        a result may share memory with an argument only where the definition's does, or that
                                      of the implementation that runs now; the same holds for changing an argument
@@ -142,7 +142,7 @@ def check(
     first, second = inputs(0), inputs(1)
     writes = _written(reference, first)
     # An argument that is changed in one dtype and not in another is scratch. Numbers of one byte are not what float64
-    # writes in their place: whoever reads them is judged.
+    # writes in their place: a candidate that reads them fails.
     always = writes & _written(reference, _copy(first, wide=True))
     outputs = {place for place in always if _tensors(first)[place].element_size() > 1}
     expected = [results(reference, _copy(call, wide=True), outputs) for call in (first, second)]
@@ -185,7 +185,7 @@ def check(
 def _check_memory(
     op: Op[Any, Any], function: Callable[..., Any], case: Case, dtype: str, inputs: Callable[[int], Call],
     outputs: set[int], slack: float,
-) -> list[Fault]:  # fmt: skip
+) -> list[Fault]:
     """The very same tensors with other values in them."""
     call, other = inputs(3), inputs(4)
     with torch.inference_mode(), _Poisoned():
@@ -217,7 +217,7 @@ def difference(
             return f"result {number} is {got.dtype}, not {dtype}"
         wide, wanted = got.cpu().double(), wanted.cpu().double()
         if poisoned := int((wide.isnan() & ~wanted.isnan()).sum()):
-            return f"result {number} has {poisoned} NaN of {got.numel()}: memory that nobody wrote"
+            return f"result {number} has {poisoned} NaN of {got.numel()}: memory that was never written"
         off = (wide - wanted).abs() - slack * (tolerance.relative * wanted.abs() + tolerance.absolute)
         off = off.masked_fill((wide == wanted) | (wide.isnan() & wanted.isnan()), -1.0)
         if bool((off > 0).any()):

@@ -1,11 +1,11 @@
-"""What reading a shared prefix once is worth: attention of a decode step on and off, over batch × shared tokens.
+"""Measures cascade attention: attention of a decode step with a shared prefix read once or by every row.
 
-Every row has the prefix and some tokens of its own. Each point is timed with the prefix read by every row (off) and read
-once (forced); on is what the rule of runner/shared_prefix.py makes of the same block tables: one of the two. The rule is
-good where on is never slower than off and mostly as fast as the better of both.
+Every row has the prefix and some tokens of its own; points are batch × shared tokens. Each point is timed with the prefix read
+by every row (off) and read once (forced); "on" is what the rule of runner/shared_prefix.py chooses for the same block tables.
+The rule is good if on is never slower than off and mostly as fast as the better of both.
 
-Calls take different blocks in turn, so that only what one call reads again can come from a cache: a prefix that every row
-reads is in one, on and off.
+Calls use different blocks in turn, so that only rereads within one call can come from the L2 cache: with a prefix that every
+row reads they do, on and off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARED = (0, 256, 512, 1024, 2048, 4096, 8192)
 OWN = 96                             # tokens of a row beyond the prefix
 SHAPES = {                           # query heads, KV heads, dimensions of a head
     "Llama-3.1-8B": (32, 8, 128), "Llama-3.2-1B": (32, 8, 64), "Llama-3.1-70B": (64, 8, 128),
-}  # fmt: skip
+}
 BLOCK_SIZE = 16
 COLD_BYTES = 150_000_000             # of different blocks before the first are read again: several times a GPU's L2
 MOST_COPIES = 48
@@ -46,7 +46,7 @@ SAMPLES = 7
 def cascade(
     device: str, shapes: Sequence[str] = tuple(SHAPES), batches: Sequence[int] = BATCHES,
     lengths: Sequence[int] = SHARED, samples: int = SAMPLES,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Per shape of heads: a row for every batch and shared length, and the least that on is of off."""
     found: dict[str, Any] = {}
     for name in shapes:
@@ -73,7 +73,7 @@ def measure(heads: tuple[int, int, int], batch: int, shared: int, device: str, s
     return {
         "batch": batch, "shared": shared, "own": OWN, "chosen": chosen, "off_us": off, "forced_us": forced,
         "on_us": forced if chosen and forced is not None else off,
-    }  # fmt: skip
+    }
 
 
 def _time(calls: list[Call], prefix: SharedPrefix | None, device: str, samples: int) -> float:
@@ -84,7 +84,7 @@ def _time(calls: list[Call], prefix: SharedPrefix | None, device: str, samples: 
         seconds, _ = time_calls(
             decode_attention, [(args, {**kwargs, "prefix": prefix, "shares": shares}) for args, kwargs in calls],
             device, samples,
-        )  # fmt: skip
+        )
     return percentiles(seconds)["median"] * 1e6
 
 
@@ -121,7 +121,7 @@ def _calls(heads: tuple[int, int, int], batch: int, shared: int, device: str) ->
         "heads": num_heads, "kv_heads": kv_heads, "scale": head_dim**-0.5, "work": AttentionWork(batch, 0),
         "workspace": make_workspace(floats, batch, kv_heads, qkv.device),
         "query_start_host": list(range(batch + 1)), "kv_len_host": [length] * batch,
-    }  # fmt: skip
+    }
     calls: list[Call] = [
         (
             (qkv, positions, torch.from_numpy(slot).to(device), cos_sin, *caches, torch.from_numpy(table).to(device),
@@ -129,7 +129,7 @@ def _calls(heads: tuple[int, int, int], batch: int, shared: int, device: str) ->
             kwargs,
         )
         for table, slot in zip(tables, slots, strict=True)
-    ]  # fmt: skip
+    ]
     return tables.reshape(copies * batch, -1), calls
 
 

@@ -1,10 +1,10 @@
-"""The least time that a workload can take: every operation at the device's measured peak, none overlapping another.
+"""The floor of a workload: its time with every operation at the device's measured peak, and none overlapping another.
 
     floor of a step = Σ over its operations of max(bytes / read bandwidth, FLOPs / matrix rate)
 
-A workload's floor is the sum over the steps of a simulated engine that plans as ours does (decodes first, then prompt
-chunks under the token budget) and loses no time anywhere. Prefixes that requests share are computed once, and read once
-per step. Plain Python: it needs the model's shape and the device's peaks, not the device.
+A workload's floor is the sum over the steps of a simulated engine that schedules as ours does (decodes first, then prompt
+chunks under the token budget) and loses no time anywhere. Shared prefixes are computed once, and read once per step. Needs
+the model's shape and the device's peaks, not the device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Sequence:
 def step_floor(
     shape: DecoderShape, rows: Sequence[tuple[int, int]], peaks: Peaks, logits: Sequence[int] | None = None,
     shared: int = 0,
-) -> tuple[dict[str, float], Cost]:  # fmt: skip
+) -> tuple[dict[str, float], Cost]:
     """Seconds by part, and what was counted, of one step whose rows share a prefix of that length."""
     cost = step_cost(shape, rows, logits, (len(rows) - 1) * shared if rows else 0)
     parts: dict[str, float] = {}
@@ -115,7 +115,7 @@ def preset_floor(
     found: dict[str, Any] = {
         "seconds": whole.seconds, "bytes": whole.cost.bytes, "flops": whole.cost.flops, "steps": whole.steps,
         "seconds_by_part": whole.parts, "output_tok_s": tokens / whole.seconds,
-    }  # fmt: skip
+    }
     if preset.uniform:
         ones = [(prompt, 1) for prompt, _ in asked]
         first = workload_floor(shape, ones, peaks, budget, max_rows).seconds

@@ -1,8 +1,7 @@
-"""`bench host --shape NAME`: what the host spends on a step of a real engine, while its device computes.
+"""`bench host --shape NAME`: times the host's work for a step of a real engine, while its device computes.
 
-The calls of the core's step are timed in steady decode steps, the device's own time is not: `collect`, where the host waits for
-it, is left out. Weights are dummy ones, and the engine is the one that is served: on a GPU its steps are recorded graphs, so
-launching them is part of what is measured.
+Times the calls of the core's step in steady decode steps, without `collect`, in which the host waits for the device. Weights
+are dummies. On a GPU the steps are CUDA graphs as when serving, and their launch is part of the time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CALLS = ("plan", "pack", "sample", "collect", "update", "record")
 def engine_steps(shape: str, layers: int | None, running: list[int], steps: int) -> dict[str, Any]:
     """By number of rows, milliseconds of a decode step on the host."""
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": max(running),
-               "max_model_len": PROMPT + steps + 2 * _WARM_STEPS}  # fmt: skip
+               "max_model_len": PROMPT + steps + 2 * _WARM_STEPS}
     engine = Engine(str(write_shape(shape, layers)), **options)
     try:
         return {f"running_{count}": _steps(engine, count, steps) for count in running}
@@ -48,7 +47,7 @@ def _steps(engine: Engine, running: int, steps: int) -> dict[str, Any]:
         engine.serve([(prompt, steps + 2 * _WARM_STEPS) for prompt in prompts])
     kept = clock.steps[_WARM_STEPS : _WARM_STEPS + steps]
     if len(kept) < steps // 2:
-        raise ConfigError(f"of {steps} steps only {len(kept)} had all {running} rows: KV blocks are too few, so take fewer rows")
+        raise ConfigError(f"only {len(kept)} of {steps} steps had all {running} rows: too few KV blocks; use fewer rows")
     times = {f"{name}_ms": percentiles([each[name] for each in kept]) for name in (*_CALLS, "step", "host")}
     together = [each["plan"] + each["pack"] + each["sample"] for each in kept]
     return times | {"plan_and_pack_ms": percentiles(together), "steps": len(kept)}
@@ -73,7 +72,7 @@ class StepClock:
                 ("plan", core.scheduler, "schedule"), ("pack", core.executor, "submit"), ("sample", core.executor, "sample"),
                 ("collect", core.executor, "collect"), ("update", core.scheduler, "update"), ("record", core.recorder, "took"),
             )
-        ]  # fmt: skip
+        ]
         calls.append((core.recorder, "planned", functools.partial(self._planned, core.recorder.planned)))
         calls.append((core, "step", functools.partial(self._step, core.step)))
         before = [vars(owner).get(method) for owner, method, _ in calls]

@@ -1,9 +1,9 @@
-"""What a long prompt does to those who decode: the gaps between their tokens before it arrives, while it is computed, after.
+"""The effect of a long prompt on decoding requests: gaps between their tokens before, during and after its prefill.
 
-The same requests twice: prompts cut by the step-time model (scheduler/step_time.py), as a server has it, and prompts that may
-fill the whole token budget. Beside them the prompt alone, when nobody else is there: what being cut costs it.
+The same requests run twice: with prompt chunks limited by the step-time model (scheduler/step_time.py), as in a server, and with
+chunks of the whole token budget. The prompt also runs alone, to show what the limit costs it.
 
-A gap belongs to the prompt's time when it overlaps it: from when the prompt is handed in until its first token is on the host.
+A gap counts as "during" if it overlaps the time from when the prompt is added until its first token is on the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sizes:
 
     @property
     def tokens_out(self) -> int:
-        """More than anybody gets to: whoever is left over is aborted."""
+        """More tokens than a request reaches: requests left at the end are aborted."""
         return self.before + self.after + -(-self.prompt // SMALLEST_CHUNK) + 2 * self.decodes + 16
 
 
@@ -85,7 +85,7 @@ def long_prompt(
         found[name] = summary(runs) | {
             "first_token_alone_s": min(alone), "step_time_ms": engine.config.step_seconds * 1e3,
             "max_num_batched_tokens": engine.config.max_num_batched_tokens, "device_log": log,
-        }  # fmt: skip
+        }
         engine.close()
         _show(name, found[name])
     longest = {name: found[name]["gap_ms"]["during"]["max"] for name in (SERVED, WHOLE)}
@@ -144,7 +144,7 @@ def summary(runs: Sequence[Timed]) -> dict[str, Any]:
         "first_token_s": [each.first_token - each.handed_in for each in runs],
         "steps_of_the_prompt": [each.steps for each in runs],
         "longest_gap_ms": [max(each.gaps()["during"]) * 1e3 for each in runs],
-    }  # fmt: skip
+    }
 
 
 def _at(ordered: Sequence[float], share: float) -> float:
@@ -162,4 +162,4 @@ def _show(name: str, found: dict[str, Any]) -> None:
     parts = [f"{phase} {gaps[phase]['p50']:.1f}/{gaps[phase]['p99']:.1f}/{gaps[phase]['max']:.1f}" for phase in PHASES]
     first = ", ".join(f"{seconds * 1e3:.0f}" for seconds in found["first_token_s"])
     print(f"{name:16s} gap P50/P99/max ms: {'  '.join(parts)}  the prompt's first token after {first} ms "
-          f"in {found['steps_of_the_prompt']} steps, alone {found['first_token_alone_s'] * 1e3:.0f} ms", flush=True)  # fmt: skip
+          f"in {found['steps_of_the_prompt']} steps, alone {found['first_token_alone_s'] * 1e3:.0f} ms", flush=True)

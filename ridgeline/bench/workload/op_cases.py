@@ -1,8 +1,8 @@
-"""What `bench ops` measures on a GPU: the operations of Llama-3.1-8B by their sizes, as the engine calls them.
+"""The GPU cases of `bench ops`: the operations of Llama-3.1-8B with its sizes, as the engine calls them.
 
-Inputs are drawn on the device. The ops' own generators are made for small cases that hide mistakes (a NaN in every slot that
-nobody may read), token by token; 131,072 tokens of a cache would take them minutes. Beside an op stand what it is compared
-with: torch's attention over contiguous tensors, the library's product, and the product that adds the residual as it goes.
+Inputs are generated on the device. The ops' own generators are made for small correctness cases (a NaN in every slot that must
+not be read) and work token by token; 131,072 tokens of a cache would take them minutes. Comparisons: torch's attention over
+contiguous tensors, cuBLAS's GEMM, and the GEMM that adds the residual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ridgeline.quant.scheme import Fused
 from ridgeline.sizes.op_costs import E4M3, Case, Cost
 
 CONTIGUOUS = "contiguous"            # the implementation column of torch's attention over contiguous tensors,
-LIBRARY = "library"                  # … of the library's product,
+LIBRARY = "library"                  # … of cuBLAS's GEMM,
 ONTO = "onto"                        # … and of a product onto the residual, as the engine has it for many rows
 LINEAR_ROWS = (1, 8, 32, 64, 128, 256, 1024, 8192)
 MOST_HEAD_ROWS = 1024                # that have logits in one step
@@ -99,7 +99,7 @@ GPU_CASES: dict[str, dict[str, dict[str, Any]]] = {
         for kind in ("greedy", "random", "filtered")
         for n in (1, 128)
     },
-}  # fmt: skip
+}
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -118,7 +118,7 @@ class Beside(NamedTuple):
 
 
 def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -> Inputs:
-    """The op's own inputs; on a GPU drawn there, and for attention made here."""
+    """The op's own inputs; on a GPU generated there, for attention by `attention_inputs`."""
     seed = len(case.name)
     if device == "cuda":
         if op.name in ("paged_attention", "decode_attention"):
@@ -136,9 +136,9 @@ def attention_inputs(
     *, rows: tuple[tuple[int, int], ...], heads: int, kv_heads: int, head_dim: int, block_size: int,
     window: int | None, softcap: float | None, kv_dtype: str | None = None,
     shared: tuple[tuple[tuple[int, ...], int], ...] = (), rotary_dim: int = 0, norm: bool = False,
-) -> Inputs:  # fmt: skip
-    """Of paged_attention and decode_attention, as the op files' own inputs and with what the engine hands in beside them:
-    rows in scattered blocks, the prefix of rows that share one in the same blocks."""
+) -> Inputs:
+    """Inputs of paged_attention and decode_attention, with what the engine passes besides: rows in scattered blocks, shared
+    prefixes in the same blocks."""
     generator = torch.Generator(device).manual_seed(seed)
     place = torch.device(device)
 
@@ -154,7 +154,7 @@ def attention_inputs(
         "query_start_host": query_start, "kv_len_host": lengths, "scale": head_dim**-0.5, "window": window,
         "softcap": softcap,
         "work": AttentionWork(decodes, max((queries for queries, _ in rows[decodes:]), default=0)),
-    }  # fmt: skip
+    }
 
     caches = [random(*pages), random(*pages)]
     if kv_dtype is not None:
@@ -169,7 +169,7 @@ def attention_inputs(
         kwargs["shares"] = device_shares(lengths[:decodes], kv_heads, window, prefix, False, place)
         floats = workspace_floats(
             len(rows), heads, kv_heads, head_dim, multiprocessors=multiprocessors(place), prefix_tiles=len(rows) + 1,
-        )  # fmt: skip
+        )
         kwargs["workspace"] = make_workspace(floats, len(rows), kv_heads, place)
     if decodes < len(rows):
         cut = cut_queries(
@@ -195,7 +195,7 @@ def attention_inputs(
 def _scattered(
     lengths: list[int], block_size: int, shared: tuple[tuple[tuple[int, ...], int], ...], seed: int
 ) -> np.ndarray:
-    """int32 [rows, blocks]: every row has blocks of its own but those of its prefix; 0 where a row has none."""
+    """int32 [rows, blocks]: every row has its own blocks except for a shared prefix; 0 where a row has none."""
     needed = [-(-length // block_size) for length in lengths]
     blocks = 1 + np.random.default_rng(seed).permutation(sum(needed)).astype(np.int32)
     table = np.zeros((len(lengths), max(needed)), np.int32)
@@ -226,7 +226,7 @@ def beside(op: Op[Any, Any], case: Case, dtype: torch.dtype, args: tuple[Any, ..
 
 
 def onto(x: Tensor, weight: Tensor, cost: Cost) -> Beside:
-    """The product added to a residual, which is read besides."""
+    """The GEMM that adds its result to a residual."""
     residual = torch.zeros(len(x), len(weight), dtype=x.dtype, device=x.device)
     more = Cost(residual.numel(), residual.nbytes)
 
@@ -237,7 +237,7 @@ def onto(x: Tensor, weight: Tensor, cost: Cost) -> Beside:
 
 
 def contiguous_attention(case: Case, dtype: torch.dtype, device: str) -> Any:
-    """torch's attention over contiguous keys and values: (function, args, kwargs); None where rows differ in shape."""
+    """torch's attention over contiguous keys and values: (function, args, kwargs); None if rows differ in shape."""
     sizes = case.sizes
     shapes = set(sizes["rows"])
     if len(shapes) != 1 or any(sizes.get(name) for name in ("window", "softcap", "shared", "kv_dtype")):

@@ -1,4 +1,4 @@
-"""transformers' `generate` on the same model and dtype, as a yardstick. Ridgeline itself does not need transformers."""
+"""transformers' `generate` on the same model and dtype, for comparison. Ridgeline itself does not need transformers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class TransformersPeer:
         return float(next(self._model.parameters()).element_size())
 
     def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
-        """Only the total can be seen from outside: it stands for every request's first token too."""
+        """Only the total time is visible from outside: it also stands for every request's first token."""
         inputs = torch.tensor(prompts)
         start = time.perf_counter()
         with torch.inference_mode():
             self._model.generate(
                 inputs, attention_mask=torch.ones_like(inputs), do_sample=False, pad_token_id=0,
                 min_new_tokens=tokens_out, max_new_tokens=tokens_out,
-            )  # fmt: skip
+            )
         total = time.perf_counter() - start
         return [total, total]

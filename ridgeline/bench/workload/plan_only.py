@@ -1,4 +1,4 @@
-"""An executor that answers every plan at once, so that the scheduler can be run without a model: `bench host`, what-if."""
+"""An executor that answers every plan at once, to run the scheduler without a model: for `bench host` and what-if."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ridgeline.messages import StepPlan, StepResult, Want
 
 
 class PlanOnly:
-    """An executor that answers every plan at once, with tokens that mean nothing."""
+    """An executor that answers every plan at once, with arbitrary tokens."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}
@@ -25,7 +25,7 @@ class PlanOnly:
         self._plans.append(plan)
 
     def sample(self, masks: Any = None) -> None:
-        """Nobody looks at the tokens."""
+        """Does nothing: tokens are arbitrary."""
 
     def collect(self) -> StepResult:
         plan = self._plans.popleft()
@@ -37,7 +37,7 @@ class PlanOnly:
         return StepResult(
             plan.step, np.zeros((len(plan.rows), 1), np.int32), samples.astype(np.int32), np.array(lengths, np.int32),
             useful=plan.total_tokens - plan.recomputed, recomputed=plan.recomputed,
-        )  # fmt: skip
+        )
 
     def prepare(self) -> bool:
         return False
@@ -46,4 +46,4 @@ class PlanOnly:
         return False                                     # nothing here runs out of memory
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Nothing to close."""

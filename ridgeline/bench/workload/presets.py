@@ -1,4 +1,4 @@
-"""`ridgeline bench offline --preset …`: the GPU workloads, each with its floor, its device log and its quality.
+"""`ridgeline bench offline --preset …`: the GPU workloads, each with its floor, device log and quality check.
 
 Every figure is measured twice or more. Per repeat:
 
@@ -6,8 +6,8 @@ Every figure is measured twice or more. Per repeat:
     decode tok/s    requests × (out − 1) / (time of the run − time of that one)
     output tok/s    all output tokens / time of the run
 
-The prefix cache is on, as it is when serving, and every run has a salt of its own: no run finds blocks of another, so
-only the prompts of one run can share (`cached_tokens` says how many did; the prefix preset's do, the others' do not).
+The prefix cache is on, as when serving, and every run has its own salt: no run finds blocks of another, so only prompts of
+one run can share (`cached_tokens` counts them; only the prefix preset has any).
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ SUITE: dict[str, Group] = {
     "qwen3-8b": Group("qwen3-8b", ("latency_b1", "batch128", "prefix")),
     "llama-3.1-70b": Group("llama-3.1-70b", ("latency_b1", "prefill_8k")),
 }
-# What it runs besides, each a command of its own with a record of this name.
+# Further commands that it runs, each with a record of this name.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "startup-warm": ("startup", "--shape", "llama-3.1-8b"),
     "startup-cold": ("startup", "--shape", "llama-3.1-8b", "--cold", "--starts", "2"),
     "long-prompt": ("studies", "--study", "long-prompt", "--shape", "llama-3.1-8b"),
     "ops": ("ops",),
 }
-# One GPU holds 70B in bf16 only just: there is room for a long request or a few short ones beside it.
+# One GPU barely holds 70B in bf16: there is room for one long request or a few short ones.
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": {"gpu_memory_utilization": 0.972, "max_num_seqs": 16, "max_num_batched_tokens": 2048},
 }
-# Presets whose decode steps are looked at kernel by kernel as well: with their own rows, and with more.
+# Presets whose decode steps are also profiled kernel by kernel, at these batch sizes.
 PROFILED: dict[str, tuple[int, ...]] = {"latency_b1": (1,), "batch128": (128, 256)}
 TIME_LIMIT = 570.0                   # seconds: all of `--preset h200` takes about seven minutes
 PROFILED_STEPS = 20
@@ -85,14 +85,16 @@ _IDLE = ("idle_share", "idle_between_steps_share", "idle_share_untraced", "step_
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("GPU workloads")
-    group.add_argument("--preset", nargs="+", choices=[*GPU_PRESETS, "h200"], help="h200: all of them, for all shapes")
-    group.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="models by their shapes, with dummy weights")
-    group.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options; a name may come several times")
+    group.add_argument("--preset", nargs="+", choices=[*GPU_PRESETS, "h200"],
+                       help="fixed workloads; h200: all of them, for all shapes")
+    group.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="use public models' shapes with dummy weights")
+    group.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE",
+                       help="engine options; repeat a name to measure each value")
     group.add_argument("--group", nargs="+", choices=[*SUITE, *COMMANDS], help="only these parts of h200")
-    group.add_argument("--label", help="name of the record, if not the shape's")
-    group.add_argument("--directory", help=f"where records go, a file per model (--preset h200: {DIRECTORY})")
-    group.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds after which no further row is begun")
-    group.add_argument("--no-quality", action="store_true", help="leave out the comparison with the reference")
+    group.add_argument("--label", help="name of the record (default: the shape's name)")
+    group.add_argument("--directory", help=f"directory for the records, one per model (--preset h200: {DIRECTORY})")
+    group.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="start no further row after this number of seconds")
+    group.add_argument("--no-quality", action="store_true", help="skip the comparison with the reference implementation")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
     lists = {"shape": args.shape or [""], "dtype": args.dtype, "set": [tuple(words) for words in settings(args.set)]}
     combinations = cross(lists)
     if args.out and len(combinations) > 1:
-        raise ConfigError("--out holds one record; several combinations need --directory")
+        raise ConfigError("--out holds one record: give --directory for several combinations")
     rows: list[dict[str, Any]] = []
     for chosen in combinations:
         one = argparse.Namespace(**vars(args) | {"dtype": chosen["dtype"], "set": list(chosen["set"])})
@@ -120,13 +122,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_suite(args: argparse.Namespace) -> None:
-    """A process per group: nothing of one engine's memory is left for the next to stumble over."""
+    """One process per group, so that no memory of one engine is left for the next."""
     started = time.monotonic()
     failed = []
     for name in args.group or [*SUITE, *COMMANDS]:
         left = args.time_limit - (time.monotonic() - started)
         if left <= 0:
-            print(f"{name}: not measured, the time limit was over", flush=True)
+            print(f"{name}: not measured, the time limit was reached", flush=True)
             continue
         words = ["offline", *group_words(name, args, left)] if name in SUITE else command_words(name, args)
         child = start_child("ridgeline", "bench", *words, stdout=sys.stderr)
@@ -158,7 +160,7 @@ def command_words(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def measure_model(shape: str, args: argparse.Namespace, names: list[str], started: float) -> dict[str, Any]:
-    """All rows of one model in one engine. Whatever is done is on disk already when something later fails."""
+    """All rows of one model in one engine. Each row is written to disk at once, so a later failure loses nothing."""
     presets = [GPU_PRESETS[name] for name in names]
     options = MODEL_OPTIONS.get(shape, {}) | {"dtype": args.dtype} | parse_options(args.set)
     peaks = machine_peaks(device_kind(options))          # before the engine takes the memory
@@ -180,7 +182,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
         "engine_start_s": ready, "quality": quality, "memory": memory_ledger(engine),
         "peaks": {"read_tb_s": peaks.read_bytes_s / 1e12, "tflop_s": peaks.rate(engine.config.dtype) / 1e12},
         "rows": {}, "not_measured": {},
-    }  # fmt: skip
+    }
 
     def keep() -> dict[str, Any]:
         made = record("offline", _setting(engine, name, args, options), figures, quality_of(engine.config), gpu_facts())
@@ -198,7 +200,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
                 if args.format == "md":
                     print(line(name, preset.name, row), flush=True)
             keep()
-    # Last, though a profiler that was attached before made no difference to the steps of an 8B model.
+    # Last, so that no figure is taken with a profiler attached.
     for preset in presets if engine.config.device == "cuda" else []:
         if preset.name in figures["rows"]:
             figures["rows"][preset.name] |= (found := profiled(engine, preset))
@@ -209,7 +211,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
     engine.close()
     if not lossy and quality.get("top1_agreement", 1.0) < LEAST:
         agreement = quality["top1_agreement"]
-        raise RidgelineError(f"{name}: top-1 agreement {agreement:.4f}, below {LEAST:.0%}: these figures do not count")
+        raise RidgelineError(f"{name}: top-1 agreement {agreement:.4f} is below {LEAST:.0%}: these figures are invalid")
     return made
 
 
@@ -223,7 +225,7 @@ def quality_line(shape: str, quality: dict[str, Any]) -> str:
 
 
 def memory_ledger(engine: Engine) -> dict[str, Any]:
-    """What the engine was predicted to take of a GPU, part by part, and what it took."""
+    """Predicted and measured GPU memory of the engine, part by part."""
     measured = engine.memory
     predicted = engine.config.memory
     return {"predicted": predicted, "measured": measured, "error": ledger.error(predicted, measured)} if measured else {}
@@ -240,7 +242,7 @@ def _context(presets: list[Preset]) -> int:
 def measure_preset(
     engine: Engine, preset: Preset, model: str, peaks: MachinePeaks, watch: Watch, repeats: int
 ) -> dict[str, Any]:
-    """One row: runs, medians, floors and what the device did meanwhile."""
+    """One row: runs, medians, floors, and the device's clocks and power."""
     vocab = engine.config.model.vocab_size
     engine.serve(preset.requests(workloads.WARM_UP, vocab), _salt())
     ones = [(prompt, 1) for prompt, _ in preset.requests(workloads.FIRST_TOKENS, vocab)]
@@ -267,7 +269,7 @@ def measure_preset(
         "level": run.level, "runs": runs, "median": medians, "p10": {name: found["p10"] for name, found in spreads.items()},
         "p90": {name: found["p90"] for name, found in spreads.items()},
         "device_log": watch.between(begin, end).get("gpu", {}), "watts": watch.watts(begin, end),
-    }  # fmt: skip
+    }
     row |= _memory(engine)
     config = engine.config
     shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_dtype)
@@ -279,7 +281,7 @@ def measure_preset(
     row["counted"] = {
         "bytes": own["bytes"], "flops": own["flops"],
         "tb_s": own["bytes"] / seconds / 1e12, "tflop_s": own["flops"] / seconds / 1e12,
-    }  # fmt: skip
+    }
     if (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
         row["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
         row["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
@@ -287,7 +289,7 @@ def measure_preset(
 
 
 def profiled(engine: Engine, preset: Preset) -> dict[str, Any]:
-    """Decode steps kernel by kernel: launches, and when the device had nothing to do."""
+    """Decode steps kernel by kernel: launches, and idle time of the device."""
     context = len(preset.requests(workloads.TIMED)[0][0])
     if preset.name not in PROFILED:
         return {"not_profiled": f"launches and idle times are of {' and '.join(PROFILED)}, whose steps are all alike"}
@@ -304,7 +306,7 @@ def profiled(engine: Engine, preset: Preset) -> dict[str, Any]:
 
 
 def extend(engine: Engine, preset: Preset, row: dict[str, Any], args: argparse.Namespace, watch: Watch) -> None:
-    """What was asked for beyond the figures: cost, and what minutes of the same do."""
+    """Figures of --price and --sustain."""
     if args.price is not None:
         seconds = row["tokens_out"] / row["median"]["output_tok_s"]
         joules = None if row["watts"] is None else row["watts"] * seconds
@@ -320,7 +322,7 @@ def _figures(preset: Preset, run: Run, one: Run | None) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "seconds": run.seconds, "steps": run.steps, "output_tokens": run.tokens, "cached_tokens": run.cached,
         "output_tok_s": run.tokens / run.seconds, "longest_step_ms": run.longest_step * 1e3,
-    }  # fmt: skip
+    }
     if one is not None:
         figures |= {"first_tokens_s": one.seconds, "longest_step_of_first_tokens_ms": one.longest_step * 1e3}
         figures["decode_tok_s"] = (run.tokens - preset.count) / (run.seconds - one.seconds)
@@ -333,7 +335,7 @@ _runs = 0
 
 
 def _salt() -> str:
-    """Another one for every run: what an earlier run left in the prefix cache must not help."""
+    """A new salt for every run, so that no run finds an earlier one's blocks in the prefix cache."""
     global _runs
     _runs += 1
     return f"run-{_runs}"
@@ -344,7 +346,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
         return {}
     return {
         "peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-    }  # fmt: skip
+    }
 
 
 def _setting(engine: Engine, name: str, args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -356,7 +358,7 @@ def _setting(engine: Engine, name: str, args: argparse.Namespace, options: dict[
         "kv_blocks": config.num_blocks, "prefix_caching": "on, a salt per run",
         "clock": "host, from the first request handed in to the last token on the host; after a warm-up run",
         "ids_folded_into_vocabulary": config.model.vocab_size < workloads.HIGHEST_ID,
-    }  # fmt: skip
+    }
 
 
 def table_row(model: str, preset: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -376,7 +378,7 @@ def line(model: str, preset: str, row: dict[str, Any]) -> str:
     formats = {
         "decode_tok_s": ("decode {:,.0f} tok/s", 1), "output_tok_s": ("output {:,.0f} tok/s", 1),
         "first_tokens_s": ("first tokens {:,.1f} ms", 1e3),
-    }  # fmt: skip
+    }
     for name, (text, scale) in formats.items():
         if name in row["median"]:
             share = f" ({against[name]:.0%} of the floor)" if name in against else ""
@@ -392,7 +394,7 @@ def idle_line(model: str, preset: str, found: dict[str, Any]) -> str:
     shares = [
         f"{idle['idle_between_steps_share']:.1%}" if "not_measured" not in idle else "not measured"
         for name, idle in found.items() if name.startswith("device_idle")
-    ]  # fmt: skip
+    ]
     launches = f"{found['launches_per_step']:.0f} launches a step, " if "launches_per_step" in found else ""
     rows = " and ".join(str(rows) for rows in PROFILED[preset])
     return f"{model:14s} {preset:12s}  {launches}idle between steps with {rows} rows: {' and '.join(shares)}"

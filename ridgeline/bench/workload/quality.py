@@ -1,17 +1,16 @@
-"""Whether a fast engine still computes the model: its greedy tokens against the definitions in float32.
+"""Checks that a fast engine still computes the model: its greedy tokens against the float32 reference.
 
-Two layers of the same shapes with the same weights. The engine under test answers; the reference (every op by its
-definition, in float32) is then given prompt and answer, and says at every position of the answer which token it would
-have taken there. That is teacher forcing: one difference does not make all that follow differ.
+Two layers of the same shapes with the same weights. The engine under test answers; the reference (every op by its definition,
+in float32) then reads prompt and answer and gives its own token at every position of the answer. This is teacher forcing: one
+difference does not change all that follow.
 
-Kernels are chosen by the rows of a step, so the check has parts: one row, many rows, a prompt that fills the token budget
-and goes on behind it (products of thousands of rows, attention of long prompts: at every few of its own positions the
-engine says which token it would have taken), and rows that share a prefix long enough to be read once for all of them.
-What ran is part of the result.
+Kernels are chosen by the rows of a step, so the check has parts: one row, many rows, a prompt longer than the token budget
+(GEMMs with thousands of rows, prefill attention; some positions of the prompt are compared as well), and rows that share a
+prefix long enough to be read once. The techniques that ran are part of the result.
 
-The head's rows get very different lengths. Where 128,000 random rows are alike, the best two logits lie so close that
-rounding alone decides between them in several of a hundred positions; a trained head decides more clearly. A wrong kernel
-still shows: a hidden state that is wrong picks another of the long rows.
+The rows of the head's weight get very different norms. With 128,000 random rows of equal norm the best two logits are so close
+that rounding decides several per cent of the positions; a trained head decides more clearly. A wrong kernel still shows: a
+wrong hidden state selects another of the long rows.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _SPREAD = 12.0                       # standard deviation of the binary logarith
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Requests that reach something. Answers are short: greedy ones soon go round in circles, and one close decision would
-    count again and again."""
+    """Requests that exercise one set of kernels. Answers are short: greedy ones soon repeat themselves, and one close decision
+    would count repeatedly."""
 
     name: str
     count: int
@@ -51,7 +50,7 @@ class Part:
     tokens_out: int
     together: bool = True            # in the same steps; else one after the other
     shared: int = 0                  # tokens that every prompt begins with, computed before
-    scored: int = 0                  # every so many positions of the prompt count as well; 0: none
+    scored: int = 0                  # compare also every n-th position of the prompt; 0: none
     compared: int = 0                # requests that are given to the reference; 0: all
     alike: bool = False              # is it also compared with the head's rows all alike?
 
@@ -96,9 +95,9 @@ def compare(model: str, dtype: str, parts: Sequence[Part], **options: Any) -> di
     sizes = {
         "load_format": "dummy", "skip_tokenizer_init": True, "block_size": BLOCK_SIZE,
         "max_model_len": max(part.longest for part in parts) + 64,
-        # More than there are: the largest graph is recorded before the first request, and nobody would see its kernels.
+        # More rows than needed: the largest graph is captured before the first request, where its kernels would not be seen.
         "max_num_seqs": max(part.count for part in parts) + 32,
-    }  # fmt: skip
+    }
     blocks = max(_blocks([part.longest] * part.count) for part in parts)
     tested = {"num_gpu_blocks_override": blocks} | options | {"dtype": dtype, "enable_prefix_caching": True}
     fast = Engine(model, **sizes | tested)
@@ -133,12 +132,12 @@ def compare(model: str, dtype: str, parts: Sequence[Part], **options: Any) -> di
         "top1_agreement_alike_rows": _share(alike.values()) if alike else None, "layers": LAYERS, "dtype": used,
         "reached": techniques, "kernels": sorted({name for name, _ in launched}),
         "reference": "every op by its definition in float32, the same weights; teacher-forced",
-    }  # fmt: skip
+    }
 
 
 def listen(engine: Engine, part: Part, asked: Asked, salt: str) -> list[Heard]:
     """Let the engine answer a part's requests; those that the reference is to see."""
-    if part.shared:                                      # as somebody before them has asked: it is in the cache
+    if part.shared:                                      # put the prefix into the cache first
         engine.serve([(asked[0][0][: part.shared], 1)], salt)
     batches = [asked] if part.together else [[request] for request in asked]
     heard = [each for batch in batches for each in _answered(engine, part, batch, salt)]
@@ -167,12 +166,12 @@ def _deltas(engine: Engine) -> Iterator[Any]:
 
 
 def _counts(engine: Engine) -> tuple[int, int]:
-    """Steps so far that were recorded graphs, and in which rows shared a prefix."""
+    """Steps so far that replayed a CUDA graph, and in which rows shared a prefix."""
     return engine.runner.forward.replays, sum(prefixes.steps for prefixes in engine.runner.rows.prefixes)
 
 
 def reached(engine: Engine, before: tuple[int, int], heard: Sequence[Heard]) -> list[str]:
-    """Techniques that were not only on but have done something since."""
+    """Techniques that were not only on but also used since."""
     config = engine.config
     replays, sharing = (now - then for now, then in zip(_counts(engine), before, strict=True))
     seen = {
@@ -218,7 +217,7 @@ def spread_head(model: Decoder, back: bool = False) -> None:
 
 
 def best_tokens(engine: Engine, sequences: list[list[int]]) -> list[list[int]]:
-    """Of every sequence, the likeliest token after each of its tokens but the last, with all before it given."""
+    """For every sequence, the likeliest token after each of its tokens but the last (teacher forcing)."""
     found: dict[str, list[int]] = {engine.submit(tokens, 1, prompt_logprobs=1): [] for tokens in sequences}
     for delta in _deltas(engine):
         if delta.prompt_logprobs is not None:
@@ -227,7 +226,7 @@ def best_tokens(engine: Engine, sequences: list[list[int]]) -> list[list[int]]:
 
 
 def copy_weights(weights: dict[str, torch.Tensor], target: Decoder) -> None:
-    """The very same weights, not the same noise drawn in another dtype."""
+    """Copies the weights: the same random numbers in another dtype would differ."""
     with torch.inference_mode():
         for name, parameter in target.named_parameters():
             if name not in weights or weights[name].shape != parameter.shape:

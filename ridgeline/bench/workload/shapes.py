@@ -1,7 +1,4 @@
-"""Public models by name, as far as speed knows them: the shapes of their config.json. Weights are dummy ones.
-
-A shape may be made with fewer layers, to look at something without waiting for all of them.
-"""
+"""Shapes of public models by name: the sizes in their config.json, used with dummy weights. Fewer layers are possible."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _LLAMA: dict[str, Any] = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA | {
@@ -41,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": _LLAMA | {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
-}  # fmt: skip
+}
 
 
 def write_shape(name: str, layers: int | None = None, **changes: Any) -> Path:

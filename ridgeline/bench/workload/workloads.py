@@ -1,7 +1,7 @@
-"""Workloads by name: how many requests, how many tokens in and out. Token ids only, so any model can run them.
+"""Workloads by name: number of requests, tokens in and out. Token ids only, so any model can run them.
 
-`Workload` and `PRESETS` are the small ones for a CPU. `GPU_PRESETS` are the ones that other engines were measured with on
-one H200: the same token ids from the same seeds (1 timed, 2 for first tokens, 99 for warm-up).
+`Workload` and `PRESETS` are small ones for a CPU. `GPU_PRESETS` are those that other engines were measured with on one H200:
+the same token ids from the same seeds (1 timed, 2 for first tokens, 99 for warm-up).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Preset:
 
     @property
     def uniform(self) -> bool:
-        """Every request has the same lengths, so that prefill and decode can be told apart."""
+        """Whether every request has the same lengths, so that prefill and decode can be measured separately."""
         return isinstance(self.tokens_in, int) and isinstance(self.tokens_out, int) and not self.shared
 
     def requests(self, seed: int, vocab_size: int = HIGHEST_ID) -> Asked:

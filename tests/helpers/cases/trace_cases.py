@@ -237,9 +237,9 @@ PLANTED: list[PlantedTrace] = [
     PlantedTrace("uneven rows, attention at 45 %", "attention below its bandwidth",
                  [build(lambda made, number: decode(made, product=80, attention=200))],
                  {"linears and head": (0.8, 0.5), "attention": (0.45, 0.02)}),
-    PlantedTrace("products at 25 % of their roof", "products below their roof",
+    PlantedTrace("products at 25 % of their roof", "matrix products below their roof",
                  [build(lambda made, number: decode(made))], {"linears and head": (0.25, 0.02), "attention": (0.7, 0.1)}),
-    PlantedTrace("prompts whose products compute at 30 %", "products below their roof",
+    PlantedTrace("prompts whose products compute at 30 %", "matrix products below their roof",
                  [build(lambda made, number: decode(made, product=900, attention=200))],
                  {"linears and head": (0.3, 0.3), "attention": (0.6, 0.4)}),
     PlantedTrace("nothing is fused: products are a third", "little of the time is matrix products", [build(_elementwise(0.65))]),
@@ -266,5 +266,5 @@ PLANTED: list[PlantedTrace] = [
                  _ranks(_collectives(120), _collectives(120)), GOOD),
     PlantedTrace("all-reduces over a slow link", "collectives in idle gaps", _ranks(_collectives(400), _collectives(400))),
     PlantedTrace("all-reduces behind products", "", _ranks(_collectives(120, 118), _collectives(120, 118)), GOOD),
-    PlantedTrace("somebody else's program", "the processor is shared", [build(_cpu_ops(200, 2))], known={"lost": 0.6}),
+    PlantedTrace("somebody else's program", "the CPU is shared", [build(_cpu_ops(200, 2))], known={"lost": 0.6}),
 ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Is the library's own choice of algorithm the best one? Llama-3.1-8B's matrices, alone and in layers that go on for a while.
+"""Is cuBLAS's own choice of algorithm the best one? Llama-3.1-8B's matrices, alone and in layers at the power limit.
 
-    python scripts/time_library_algorithms.py 256 512 640 992 8192       # rows; on a GPU; prints JSON
+    python benchmarks/studies/cublas_algorithms/run.py 256 512 640 992 8192       # rows; on a GPU; prints JSON
 
-For each product every algorithm that cuBLASLt proposes is timed in a burst, then layers of four products are repeated for
-long enough that the card is at its power limit: once as torch multiplies, once with the fastest algorithms of the bursts.
-benchmarks/h200/study-library-algorithms.json is a run of an earlier form of it.
+For each GEMM every algorithm that cuBLASLt proposes is timed in a burst. Then layers of four GEMMs are repeated for long enough
+that the card is at its power limit: with torch's choice, and with the fastest algorithms of the bursts. `result.json` is a run
+of an earlier form of this script, with the same method and other names of fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 POOL = 3 * 2**29                     # elements that weights are taken from, more than any cache holds
-ALGORITHMS = 64                      # asked for; the library proposes eight or so
+ALGORITHMS = 64                      # asked for; cuBLASLt proposes eight or so
 SUSTAINED_S = 0.7                    # the second half of it counts
 BF16, FLOAT32, COMPUTE_FLOAT32 = 14, 0, 68               # cudaDataType, cublasComputeType_t
 TRANSPOSE_A, MAX_WORKSPACE = 3, 1                        # attributes of a product and of a preference
@@ -54,7 +54,7 @@ class Library:
 
 
 class Product:
-    """x [rows, inputs] times weight [outputs, inputs] transposed; the library thinks in columns."""
+    """x [rows, inputs] times weight [outputs, inputs] transposed; cuBLAS is column-major."""
 
     def __init__(self, library: Library, rows: int, outputs: int, inputs: int) -> None:
         self._library, self._description, preference, count = library, c_void_p(), c_void_p(), c_int()
@@ -69,7 +69,7 @@ class Product:
         library.call(
             "MatmulAlgoGetHeuristic", library.handle, self._description, self._weight, self._x, self._out, self._out, preference,
             c_int(ALGORITHMS), proposals, byref(count),
-        )  # fmt: skip
+        )
         self.proposals = list(proposals)[: count.value]
 
     def run(self, place: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -79,11 +79,11 @@ class Product:
             "Matmul", library.handle, self._description, byref(one), operands[0], self._weight, operands[1], self._x, byref(zero),
             operands[2], self._out, operands[2], self._out, byref(self.proposals[place].algorithm), operands[3],
             c_size_t(library.workspace.numel()), c_void_p(torch.cuda.current_stream().cuda_stream),
-        )  # fmt: skip
+        )
 
 
 class Matrix:
-    """One of the four, with operands, and what multiplies it."""
+    """One of the four matrices, with operands and its GEMM."""
 
     def __init__(self, library: Library, pool: torch.Tensor, rows: int, outputs: int, inputs: int) -> None:
         size = outputs * inputs
@@ -114,7 +114,7 @@ class Matrix:
 
 
 def sustained(products: list[Callable[[int], None]]) -> float:
-    """Microseconds of a layer of products, once they have gone on for a while."""
+    """Microseconds of a layer of GEMMs at the power limit."""
     layers, graph, stream = 8, torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for multiply in products:

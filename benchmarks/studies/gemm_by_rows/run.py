@@ -1,8 +1,8 @@
-"""Time the library's products of Llama-3.1-8B's matrices by the number of rows, in graphs over rotating weights.
+"""Times cuBLAS's GEMMs with Llama-3.1-8B's matrices by the number of rows, in CUDA graphs over rotating weights.
 
-    python scripts/time_products.py 128 144 160 …      # on a GPU; prints JSON: microseconds by rows and matrix
+    python benchmarks/studies/gemm_by_rows/run.py 128 144 160 …      # on a GPU; prints JSON: microseconds by rows and matrix
 
-graph_shapes.LARGE_SIZES was chosen from it; benchmarks/h200/study-products-by-rows.json is one run.
+graph_shapes.LARGE_SIZES was chosen from it. `result.json` holds one run, with its machine and versions added.
 """
 
 from __future__ import annotations
