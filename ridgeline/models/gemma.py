@@ -4,7 +4,7 @@ layers. Gemma-2 caps its scores and logits; Gemma-3 has q/k norms and a rope of 
 
 from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, Family
 
-# "post_attention_layernorm" is here what it says; in Llama it stands before the MLP.
+# Here "post_attention_layernorm" is what its name says; in Llama it is the norm before the MLP.
 SANDWICH_NAMES = {
     "model.layers.{}.post_attention_layernorm": "layers.{}.post_attention_norm",
     "model.layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",

@@ -1,8 +1,8 @@
-"""From token ids back to text, one answer at a time: whole characters only, and stop strings found wherever they lie.
+"""Detokenizer: from token ids to text, one answer at a time, in whole characters, with stop strings.
 
-A token is a run of bytes (`Tokenizer.token_bytes`), so the text so far is those bytes decoded, and its last character
-may still be incomplete. Every byte and every character is looked at once: feeding n tokens takes time linear in n.
-This file does not know where the tokens come from, and does not decide when an answer ends for any other reason.
+A token is a run of bytes (`Tokenizer.token_bytes`). The text so far is those bytes decoded; its last character may be
+incomplete. Every byte and character is processed once: feeding n tokens takes time linear in n.
+This file does not know where the tokens come from, and ends an answer only at stop strings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ridgeline.text.tokenizer import Tokenizer
 
 
-_PIECES = 512                        # that are kept apart; joining them more often would copy the text too often
+_PIECES = 512                        # of text that are joined at once: joining at every piece would copy the text each time
 
 
 class TextStream:
@@ -43,7 +43,7 @@ class TextStream:
         min_tokens: int = 0,
         at_start: bool = False,
     ) -> None:
-        """`at_start`: the tokens begin a text and do not continue a prompt, so a SentencePiece prefix space goes."""
+        """`at_start`: the tokens begin a text and do not continue a prompt, so a SentencePiece prefix space is removed."""
         self.num_tokens = 0                          # tokens taken; those fed after a stop are not
         self.text_offsets: list[int] = []            # where in the text each of those tokens begins
         self.stopped_by: str | None = None
@@ -60,7 +60,7 @@ class TextStream:
 
     @classmethod
     def for_answers(cls, tokenizer: Tokenizer, params: SamplingParams) -> list[TextStream]:
-        """One for each of the `n` answers to a request; what is the same for all of them is made once."""
+        """One for each of the `n` answers to a request; they share the tables of the stop strings."""
         stop = StopStrings(params.stop)
         return [
             cls(
@@ -144,7 +144,7 @@ class TextStream:
 
 
 class StopStrings:
-    """The stop strings of a request, and the tables to find them with. Never changes, so its answers share one."""
+    """The stop strings of a request, and the tables to find them with. Immutable, so all its answers share it."""
 
     __slots__ = ("fallbacks", "strings")
 
@@ -179,7 +179,7 @@ class StopFinder:
         return self._position - max(self._matched)
 
     def advance(self, text: str, counts: bool = True) -> None:
-        """Look at the next characters. With `counts` false a stop string that ends among them is none."""
+        """Take the next characters. With `counts` false (min_tokens), stop strings that end among them are ignored."""
         strings, fallbacks = self.stop.strings, self.stop.fallbacks
         if self.best is None and not any(self._matched):
             # The usual case: nothing is open and nothing can open before the first character of some stop string.

@@ -1,7 +1,7 @@
 """Text to token ids and token ids to text, from a Hugging Face directory or a GGUF file.
 
-The `tokenizers` library does the encoding. Decoding is ours: every token is a run of bytes, and a text is those bytes
-decoded, so that it can be done a token at a time. Spaces are left as the model wrote them: no clean-up.
+The `tokenizers` library encodes. Decoding is ours: every token is a run of bytes, and a text is those bytes decoded, so that
+it can be done token by token. Spaces stay as the model wrote them: no clean-up.
 This file knows neither requests nor streams (text/detokenizer), nor how a chat template is rendered (text/chat_template).
 """
 
@@ -25,7 +25,7 @@ _LONG_TEXT = 4_096                   # characters
 
 
 class Encoded(dict[str, Any]):
-    """What calling a tokenizer gives: `input_ids` and `attention_mask`, as entries and as attributes."""
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as entries and as attributes."""
 
     @property
     def input_ids(self) -> Any:
@@ -37,7 +37,7 @@ class Encoded(dict[str, Any]):
 
 
 class Tokenizer:
-    """One model's vocabulary. Safe to use from several threads. Public names are those of transformers, as far as they go."""
+    """One model's vocabulary. Safe to use from several threads. Public names follow transformers."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special_ids = vocabulary.special_ids            # shown only with skip_special_tokens=False
@@ -83,7 +83,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The one that is called so; `eos_token_ids` are all that end an answer."""
+        """The id of `eos_token`; `eos_token_ids` are all that end an answer."""
         named = self.token_id(self.eos_token) if self.eos_token is not None else None
         return named if named is not None else min(self.eos_token_ids, default=None)
 
@@ -127,7 +127,7 @@ class Tokenizer:
         return Encoded(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of each token as the vocabulary writes it; the unknown token's, or None, for what is none."""
+        """The id of each token as the vocabulary writes it; for an unknown one unk_token's id, or None."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         known = self.token_id(tokens)
@@ -137,7 +137,7 @@ class Tokenizer:
         if parse_special:
             return self._core
         if self._plain_core is None:
-            # The switch belongs to the whole object, so the rare other setting gets a copy, made when first asked for.
+            # The switch belongs to the whole object, so the rare other setting gets a copy, made on first use.
             plain_core = tokenizers.Tokenizer.from_str(self._core.to_str())
             plain_core.encode_special_tokens = True
             self._plain_core = plain_core
@@ -158,7 +158,7 @@ class Tokenizer:
         return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> Any:
-        """Each token as the vocabulary writes it, None for an id that it has not."""
+        """Each token as the vocabulary writes it; None for an unknown id."""
         if not isinstance(ids, int):
             return [self.convert_ids_to_tokens(token) for token in ids]
         return self._core.id_to_token(ids) if 0 <= ids < self.vocab_size else None
@@ -168,7 +168,7 @@ class Tokenizer:
         return self._shown_pieces if skip_special_tokens else self._pieces
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; none for an id that only pads the model's vocabulary."""
+        """The bytes of one token; empty for an id that only pads the model's vocabulary."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
     def token_text(self, token_id: int) -> str:
@@ -176,7 +176,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token written exactly so in the vocabulary, such as "<|im_end|>"."""
+        """The id of the token with exactly this text in the vocabulary, such as "<|im_end|>"."""
         token: int | None = self._core.token_to_id(text)
         return token
 
@@ -218,8 +218,8 @@ class Tokenizer:
         check: Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> list[int] | str:
-        """The prompt of a conversation. The template writes its own special tokens, so none are added unless asked for; what
-        messages, tools and variables have that is spelt like one is ordinary text (text/quoting).
+        """The prompt of a conversation. The template writes its own special tokens, so none are added unless asked for. Text in
+        messages, tools and variables that is spelt like one stays ordinary text (text/quoting).
 
         Variables of the template come as keywords, or, where a client chose their names, as `chat_template_kwargs`.
         `chat_template` is the text of one to use instead of the model's own. `check` may refuse the text before it is

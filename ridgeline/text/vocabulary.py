@@ -1,6 +1,6 @@
-"""What a tokenizer is made of, whichever file it comes from, and how tokens are written in vocabularies.
+"""The parts of a tokenizer, independent of the file they come from, and how vocabularies write tokens.
 
-Read by text/vocabulary_hf (tokenizer.json) and text/vocabulary_gguf (GGUF metadata); used by text/tokenizer.
+Made by text/vocabulary_hf (tokenizer.json) and text/vocabulary_gguf (GGUF metadata); used by text/tokenizer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The vocabulary of a GGUF file, built from its metadata with the `tokenizers` library.
 
-A GGUF file carries tokens, their types, and merges or scores, but only names the way a text is cut up before merging.
+A GGUF file carries tokens, their types, and merges or scores, but only the name of the pre-tokenizer.
 llama.cpp is the reference for the ids; scripts/make_tokenizer_golden.py compares with it.
 """
 
@@ -239,10 +239,10 @@ class _VocabularyBuilder:
             raise self._error(f"its merges do not fit its vocabulary: {error}") from None
 
     def _merges_from_scores(self) -> list[tuple[str, str]]:
-        """SentencePiece joins whichever neighbours make the best-scored token: every way to cut a token is a merge.
+        """SentencePiece merges the neighbours that make the best-scored token: every way to cut a token is a merge.
 
-        Among equal scores the leftmost pair goes first, which a list of merges cannot say. Real vocabularies have such
-        scores only for runs of spaces, and there (with every length present) the order of ids gives the same tokens.
+        Among equal scores the leftmost pair is merged first, which a list of merges cannot express. Real vocabularies have
+        equal scores only for runs of spaces, and there (with every length present) the order of ids gives the same tokens.
         """
         scores = self._per_token("tokenizer.ggml.scores", float, int, default=0.0)
         ids = self.ids
@@ -258,7 +258,7 @@ class _VocabularyBuilder:
         return merges
 
     def _add_parsed_tokens(self, core: tokenizers.Tokenizer) -> None:
-        """Tokens that are found in a text before anything else is done to it."""
+        """Tokens that are matched in a text before pre-tokenization."""
         model_name = str(self.metadata.get("general.name", "")).lower()
         strips = "phi-3" in model_name or "phi3" in model_name     # Phi-3 swallows the blanks behind its special tokens
         control: list[AddedToken] = []

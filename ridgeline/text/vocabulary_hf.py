@@ -113,7 +113,7 @@ def _add_missing_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any],
 
 
 def _added_around(core: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """What the post-processor of tokenizer.json puts before and behind a text: it decides, not add_bos_token."""
+    """Ids that the post-processor of tokenizer.json puts before and after a text. It decides, not add_bos_token."""
     inner = core.encode("a", add_special_tokens=False).ids
     outer = core.encode("a", add_special_tokens=True).ids
     for start in range(len(outer) - len(inner) + 1):

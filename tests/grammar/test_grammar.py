@@ -158,12 +158,12 @@ def test_masks_are_packed_and_hold_only_ids_of_the_tokenizer(vocabulary: Grammar
     assert (filled[1] == -1).all()                       # a row without a grammar
     everything = allowed(filled[0])
     assert EOS in everything and spelled(b"z") in everything
-    assert not [token for token in everything if token >= 260]           # padding is nobody's text
+    assert not [token for token in everything if token >= 260]           # padding ids are no text
     assert not {256, 258, 259} & set(everything)                         # nor are control tokens
     assert at.accept(spelled(b"a")) and nexts(masks, at) == sorted([spelled(b"b"), spelled(b"c")]) and not at.ended
     assert at.accept(spelled(b"c")) and at.ended
     assert not at.accept(spelled(b"c")) and at.error.startswith("the grammar of structured_outputs failed")
-    assert (masks.fill([(0, at)], 1) == -1).all()        # it failed: nobody reads what is sampled
+    assert (masks.fill([(0, at)], 1) == -1).all()        # it failed: what is sampled is not read
 
 
 @pytest.mark.parametrize(("rows", "threads"), [(3, 2), (40, 1), (40, 2)])        # one after the other; in threads
@@ -210,7 +210,7 @@ def test_matchers_are_told_together_what_they_would_be_told_alone(
 
 
 def test_masks_that_are_filled_ahead_are_those_that_would_be_filled(vocabulary: GrammarVocabulary, backend: str) -> None:
-    """Together with the tokens before them; of answers that end, fail, come or were not told meanwhile, too."""
+    """Together with accepting the tokens before them; also for answers that end, fail or begin meanwhile, or did not accept."""
     params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "array", "items": {"type": "integer"}}))
     spelled = vocabulary.pieces.index
     at, same = ([matcher(vocabulary, params, backend) for _ in range(20)] for _ in range(2))
@@ -582,7 +582,7 @@ def test_forced_text_is_spelled_as_the_embedded_model_does(embedded_model: Path)
     assert [text for text in SAMPLES if [*spell(text)] != tokenizer.encode(text, False)] == ['{\n  "a": [\n    1,\n    2\n  ]\n}']
 
 
-LONG: dict[str, Callable[[int], dict[str, Any]]] = {     # a grammar with a text of so many letters
+LONG: dict[str, Callable[[int], dict[str, Any]]] = {     # a grammar with a text of this many letters
     "const": lambda size: {"json": {"const": "abcdefgh" * (size // 8)}},
     "one letter": lambda size: {"json": {"const": "a" * size}},
     "blanks": lambda size: {"json": {"const": " " * size}},
@@ -597,7 +597,7 @@ LONG: dict[str, Callable[[int], dict[str, Any]]] = {     # a grammar with a text
 @pytest.mark.parametrize("spelled_by", ["the library", "Python"])
 @pytest.mark.parametrize("what", LONG)
 def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: str) -> None:
-    """[R-20] Of a mask: the processor's time, the least of many."""
+    """[R-20] Of a mask: its CPU time, the least of many."""
     words = [b"aa", b"ab", b"cd", b"ef", b"gh", b"abcd", b"99", b"  ", b"((", b".get"]
     vocabulary = worded(*words, *([b"ab"] if spelled_by == "Python" else []))
     assert (vocabulary.ranks() is None) == (spelled_by == "Python")
@@ -777,7 +777,7 @@ def test_schemas_that_the_other_compiler_would_not_keep_to_are_refused(
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_end_no_more_than_the_other_compiler(other_checker: GrammarChecker, name: str) -> None:
     """The library has no limits of its own; those of its process must do."""
-    other_checker.check(StructuredOutputs(choice=[name]))   # nobody has asked for it: the process is there
+    other_checker.check(StructuredOutputs(choice=[name]))   # a new one: afterwards the process is there
     started = time.monotonic()
     try:
         params = SamplingParams(structured_outputs=HOSTILE[name])  # type: ignore[arg-type]
@@ -934,8 +934,8 @@ class Asleep:
 def test_grammars_that_take_long_are_paced_while_others_generate(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who comes when the share is used up waits for its turn, or is refused for now if that takes too long; not when nobody
-    generates, not what is known already, and not what a short try is enough for."""
+    """When the share is used up, a grammar waits for its turn, or is refused for now if that takes too long. It does not wait
+    when no request generates, when its verdict is known, or when a short try is enough."""
     checker = GrammarChecker(tokenizer)
     spent, long = 0.0, True
 
@@ -973,7 +973,7 @@ def test_grammars_that_take_long_are_paced_while_others_generate(
 
 @pytest.mark.reliability("S-09e")
 def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A little of a processor's time, taken very often, is much of it."""
+    """A little CPU time, taken very often, is much of it."""
     checker = GrammarChecker(tokenizer)
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None

@@ -1,4 +1,4 @@
-"""Structured output through the whole engine: answers are in their language, and nobody else's answers change.
+"""Structured output through the whole engine: answers are in their language, and other answers do not change.
 
 The model is a tiny one of noise, so nothing but the grammar makes an answer valid. Validity is judged by jsonschema and
 `re`, which share nothing with the matcher.
@@ -144,7 +144,7 @@ def test_the_other_library_keeps_answers_in_their_language(other: LLM) -> None:
 def test_many_answers_to_one_grammar_compile_it_often_enough_for_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda: 3)
     monkeypatch.setattr(llm.core.grammars, "_masks", None)
-    regex = "[a-z]{40,60}Z"                              # nobody has asked for it before
+    regex = "[a-z]{40,60}Z"                              # new to the engine
     outputs = llm.generate(["Hello"] * 20, [asks(seed, regex=regex) for seed in range(20)], use_tqdm=False)
     assert all(re.fullmatch(regex, output.outputs[0].text) for output in outputs)
     compiled = llm.core.grammars.cache.get(StructuredOutputs(regex=regex).key)

@@ -54,7 +54,7 @@ NOT_FLAGS = {"name", "architectures", "gguf", "defaults", "names", "gguf_names",
 
 
 class AllFloat64(TorchFunctionMode):
-    """Within it, whoever asks for float32 gets float64."""
+    """Within it, code that asks for float32 gets float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:

@@ -49,7 +49,7 @@ def rank_main(rank: int, size: int, directory: Path) -> None:
     load_weights(dummy, directory, config, "dummy")
     logits["dummy", torch.float64] = teacher_forced_logits(dummy, TOKENS, PREFILL, tp_size=size)
     torch.save(logits, directory / f"logits{rank}.pt")
-    comm.all_reduce(torch.zeros(1))      # nobody leaves while another still computes
+    comm.all_reduce(torch.zeros(1))      # no rank leaves while another still computes
     comm.close()
 
 

@@ -174,7 +174,7 @@ TURNS: list[dict[str, Any]] = [
 @pytest.mark.reliability("S-08b")
 @pytest.mark.parametrize("place", range(4))
 def test_nobody_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, place: int) -> None:
-    """Whoever's message it is: the prompt has the same characters, and no turn more than there are messages."""
+    """In a message of any role: the prompt has the same characters, and no more turns than there are messages."""
     turns = [dict(turn) for turn in TURNS]
     honest = smollm2.apply_chat_template(turns, add_generation_prompt=True)
     turns[place]["content"] = FORGED
@@ -312,7 +312,7 @@ def test_what_is_no_text_is_refused(text: Any, said: str, smollm2: Tokenizer) ->
 
 
 def test_loading_is_quick(embedded_model: Path) -> None:
-    """It takes 0.3 s of processor time on an idle core, up to 0.5 s beside busy neighbours; a slip would cost seconds."""
+    """It takes 0.3 s of CPU time on an idle core, up to 0.5 s beside other load; a quadratic step would take seconds."""
     seconds = []
     for _ in range(3):
         started = time.process_time()
@@ -380,7 +380,7 @@ def test_broken_vocabularies_are_named_in_one_line(changes: dict[str, Any], said
 
 
 def test_odd_but_legal_vocabularies(tmp_path: Path) -> None:
-    """An empty token gets a name, an id out of range is nobody's, more types than tokens do no harm."""
+    """An empty token gets a name, an id out of range is ignored, more types than tokens do no harm."""
     path = write_gguf(tmp_path / "odd.gguf", {
         **TINY, "tokenizer.ggml.tokens": ["a", "b", "ab", ""], "tokenizer.ggml.token_type": Typed("int32", [1, 1, 1, 5, 1]),
         "tokenizer.ggml.eos_token_id": Typed("uint32", 99), "tokenizer.ggml.bos_token_id": Typed("uint32", 0),
