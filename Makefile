@@ -45,7 +45,7 @@ lint: $(VENV)/.test-ready
 # Tiny models on few cores: threads would only wait for each other, so every core has a process of its own.
 test: lint
 	$(BIN)/ridgeline build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # The slow ones one after the other: many hold a time or a rate to a bar, and want a machine with nothing else to do.
 test-all: test
@@ -53,7 +53,7 @@ test-all: test
 
 # What every commit is held to of docs/reliability.md; `make test` has it too. It may take five minutes.
 test-reliability: $(VENV)/.test-ready
-	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist loadfile -m reliability
+	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist worksteal -m reliability
 
 # With the Python that is there and nothing installed: a machine with a GPU brings its own torch. Most of the time goes
 # into compiling kernels, which several processes do side by side where pytest-xdist is there.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import re
 import signal
 import sys
@@ -35,6 +37,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test = item.nodeid.split("::")[1].split("[")[0]
         if f"{item.path.name}::{test}" in named:
             item.add_marker("reliability")
+
+
+def pytest_collection_finish() -> None:
+    """Work that tests would repeat thousands of times.
+
+    Modules and test items stay to the end, so no garbage collection needs to look at them: engines and benchmarks start many
+    collections, of half a second each. For the same reason a benchmark must not take them out of the frozen set again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
+    if transports := sys.modules.get("httpx._transports.default"):
+        # Every httpx.get and httpx.post reads all certificates of the machine anew: 50 ms, and tests send thousands.
+        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 
 @pytest.fixture(scope="session")

@@ -266,7 +266,7 @@ def test_kernel_older_lengths_are_read_on_the_device() -> None:
     lists = ([0] * 4 + [1] * 4 + [2] * 4 + [-1], [0, 4, 8], [64, 64, 64])
     shares = split_kv.DeviceShares(*(torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in lists))
     steps = (([200, 7, 40, 90], [160, 0, 32, 48]), ([17, 250, 0, 150], [16, 0, 0, 128]), ([64] * 4, [48, 0, 16, 32]))
-    for lengths, kept in steps:
+    for lengths, kept in steps[: 2 if TRITON_INTERPRETED else 3]:        # a step takes the interpreter seconds
         kv_len.copy_(torch.tensor(lengths))
         older.length.copy_(torch.tensor(kept))
         workspace.partials.fill_(torch.nan)
@@ -282,7 +282,7 @@ def test_kernel_older_lengths_are_read_on_the_device() -> None:
 @kernels_run
 def test_kernel_older_positions_in_deterministic_mode() -> None:
     """A row's bits depend on that row alone: its older part is always cut alike."""
-    (q, k, v, table, starts, kv_len), made = on_device([(1, 1200), (1, 9), (1, 40)], block_size=16, older=(1104, 0, 16))
+    (q, k, v, table, starts, kv_len), made = on_device([(1, 700), (1, 9), (1, 40)], block_size=16, older=(624, 0, 16))
     older = made["older"]
     together = attention.paged_attention_triton(
         q, k, v, table, starts, kv_len, work=AttentionWork(3, 0, deterministic=True), scale=0.25, older=older
