@@ -194,7 +194,7 @@ def test_a_hung_engine_is_seen_written_about_and_replaced(
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         await until(lambda: llm.state != "ok")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20             # the usual limit is a minute
         await until(lambda: llm.num_restarts > before)
         assert pid_of(llm) != pid and not psutil.pid_exists(pid)
         return whole, (await stream.complete())[0].outputs

@@ -562,6 +562,7 @@ def test_every_op_declares_an_odd_shape_a_cost_and_tolerances() -> None:
                 assert dtype == "float64" or dtype in op.tolerance
 
 
+@pytest.mark.slow
 def test_dispatch_is_cheap(toy_op: Op[Any, Any]) -> None:
     x = torch.zeros(1, 4)
     direct = toy_op.implementations[0].function

@@ -167,6 +167,7 @@ def test_a_host_that_was_late_beats_nothing() -> None:
     assert made.sums["decode"].device < 0.002 and not made.beaten
 
 
+@pytest.mark.slow
 def test_what_recording_costs() -> None:
     """A few microseconds a step, with a report every 100 steps; best of several: others run here too."""
     made = StepRecorder(LLAMA_8B, "bfloat16")
