@@ -51,6 +51,8 @@ def pytest_collection_finish() -> None:
     if transports := sys.modules.get("httpx._transports.default"):
         # Every httpx.get and httpx.post reads all certificates of the machine anew: 50 ms, and tests send thousands.
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+        for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
+            setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
 
 
 @pytest.fixture(scope="session")

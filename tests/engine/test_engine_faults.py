@@ -211,8 +211,8 @@ def test_a_busy_engine_is_not_taken_for_a_hung_one(llm: AsyncLLM, run: Run, monk
 
     async def scene() -> None:
         pid = pid_of(llm)
-        monkeypatch.setattr(llm._engine.pulse, "_limit", 1.2)
-        await asyncio.sleep(1.6)
+        monkeypatch.setattr(llm._engine.pulse, "_limit", 5.0)
+        await asyncio.sleep(5.5)
         await (await llm.stream([[5] * (CONTEXT - 100)], params)).complete()
         assert llm.state == "ok" and pid_of(llm) == pid
 

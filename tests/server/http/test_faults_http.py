@@ -130,7 +130,7 @@ def test_a_storm_of_disconnects(server: ServerProcess, url: str, stream: bool) -
                b"content-length: %d\r\n\r\n" % len(asked) + asked)  # fmt: skip
 
     def leave(number: int) -> None:
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(request[: len(request) - (number % 3 == 0)])
             if number % 4 == 1 and number % 3 and stream:
                 connection.recv(1)

@@ -361,7 +361,7 @@ def test_only_requests_for_this_server_are_answered(url: str, path: str, host: s
     """A page whose name was pointed at this machine sends that name."""
     address, port = url.removeprefix("http://").split(":")
     head = f"GET {path} HTTP/1.1\r\nconnection: close\r\n" + (f"host: {host}\r\n" if host else "")
-    with closing(socket.create_connection((address, int(port)), timeout=10)) as connection:
+    with closing(socket.create_connection((address, int(port)), timeout=60)) as connection:
         connection.sendall(head.encode() + b"\r\n")
         reply = b""
         while data := connection.recv(65536):
@@ -490,7 +490,7 @@ def test_a_client_that_leaves_has_its_request_aborted(url: str, stream: bool, n:
 
 def send(url: str, path: str, body: bytes) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
