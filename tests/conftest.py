@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         rows = {promise[:4] for mark in item.iter_markers("reliability") for promise in mark.args}
         if rows & EVERY_COMMIT and item.get_closest_marker("slow") is None:
             item.add_marker("every_commit")
+
+
+def pytest_collection_finish() -> None:
+    """Work that tests would repeat thousands of times.
+
+    Modules and test items stay to the end, so no garbage collection needs to look at them: engines and benchmarks start many
+    collections, of half a second each. For the same reason a benchmark must not take them out of the frozen set again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
+    if transports := sys.modules.get("httpx._transports.default"):
+        # Every httpx.get and httpx.post reads all certificates of the machine anew: 50 ms, and tests send thousands.
+        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+        for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
+            setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
 
 
 @pytest.fixture(scope="session")

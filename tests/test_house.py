@@ -38,20 +38,30 @@ def is_kernel(node: ast.AST) -> bool:
     return any(re.search(r"(triton|gluon)\w*(_kernel|_function)|\.jit", mark) for mark in marks)
 
 
-def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
+def statements(node: ast.AST) -> list[ast.AST]:
+    """As `ast.walk`, without expressions: most nodes are expressions, and they hold no statement."""
+    found = [node]
+    for each in found:
+        found += [child for child in ast.iter_child_nodes(each) if not isinstance(child, ast.expr)]
+    return found
+
+
+@cache
+def functions(tree: ast.Module) -> list[tuple[str, Function]]:
     """With qualified names; functions inside functions count as part of their own and of the outer one."""
+    found: list[tuple[str, Function]] = []
 
-    def below(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
+    def below(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
+            named = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             if isinstance(child, Function):
-                yield prefix + child.name, child
-                yield from below(child, f"{prefix}{child.name}.")
-            elif isinstance(child, ast.ClassDef):
-                yield from below(child, f"{prefix}{child.name}.")
-            else:
-                yield from below(child, prefix)
+                found.append((prefix + child.name, child))
+            below(child, f"{prefix}{child.name}." if named else prefix)
 
-    return below(tree, "")
+    below(tree, "")
+    return found
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
@@ -67,15 +77,15 @@ def attributes(node: ast.ClassDef) -> set[str]:
 def sizes() -> Iterator[tuple[str, str, int]]:
     """(limit, place, size) of everything that has one."""
     for name, tree in trees().items():
-        found = list(functions(tree))
+        found = functions(tree)
         if not any(is_kernel(node) for _, node in found):
             yield "file lines", name, len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
         for function, node in found:
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            yield "kernel lines" if is_kernel(node) else "function lines", f"{name}:{function}", lines
-            if not is_kernel(node):
+            lines, kernel = (node.end_lineno or node.lineno) - node.lineno + 1, is_kernel(node)
+            yield "kernel lines" if kernel else "function lines", f"{name}:{function}", lines
+            if not kernel:
                 yield "branches", f"{name}:{function}", sum(isinstance(each, BRANCHES) for each in ast.walk(node))
-        for each in ast.walk(tree):
+        for each in statements(tree):
             if isinstance(each, ast.ClassDef):
                 yield "attributes", f"{name}:{each.name}", len(attributes(each))
     for top in (PACKAGE, ROOT / "tests"):
@@ -88,9 +98,14 @@ def module_name(file: str) -> str:
     return "ridgeline." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+@cache
+def own_modules() -> frozenset[str]:
+    return frozenset(module_name(file) for file in trees())
+
+
 def imported(node: ast.AST) -> set[str]:
     """Names of our own modules that an import statement takes, packages left out."""
-    names = {module_name(file) for file in trees()}
+    names = own_modules()
     if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ridgeline":
         return {full for each in node.names if (full := f"{node.module}.{each.name}") in names} or ({node.module} & names)
     if isinstance(node, ast.Import):
@@ -101,7 +116,7 @@ def imported(node: ast.AST) -> set[str]:
 def local_imports() -> Iterator[tuple[str, str, int]]:
     for file, tree in trees().items():
         for function, node in functions(tree):
-            count = sum(bool(imported(each)) for each in ast.walk(node))
+            count = sum(bool(imported(each)) for each in statements(node))
             if count:
                 yield "own imports in a function", f"{file}:{function}", count
 
@@ -110,9 +125,9 @@ def circles() -> list[str]:
     """Modules that import each other, also where an import stands inside a function; types alone do not count."""
     arrows: dict[str, set[str]] = {}
     for file, tree in trees().items():
-        typed = {id(each) for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-                 for each in ast.walk(node)}
-        arrows[module_name(file)] = set().union(*(imported(each) for each in ast.walk(tree) if id(each) not in typed), set())
+        typed = {id(each) for node in statements(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+                 for each in statements(node)}
+        arrows[module_name(file)] = set().union(*(imported(each) for each in statements(tree) if id(each) not in typed), set())
     left = {name: {each for each in to if each in arrows and each != name} for name, to in arrows.items()}
     while free := [name for name, to in left.items() if not to]:
         for name in free:
@@ -129,6 +144,7 @@ def circles() -> list[str]:
     return sorted(back)
 
 
+@cache
 def offenders() -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for limit, place, size in sizes():

@@ -72,6 +72,7 @@ def test_the_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[st
     ]
 
 
+@pytest.mark.slow
 def test_help_is_fast() -> None:
     """Processor time beside a bare interpreter's, the least of five: neither depends much on who else uses the machine."""
 

@@ -60,7 +60,7 @@ def test_the_engine_hears_of_it_before_another_step(server: ScriptedServer, path
     body = json.dumps(asked).encode()
     host, port = server.url.removeprefix("http://").split(":")
     before = getattr(Gated, "last", None)
-    with closing(socket.create_connection((host, int(port)), timeout=10)) as connection:
+    with closing(socket.create_connection((host, int(port)), timeout=60)) as connection:
         head = f"POST /v1/{path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         wait_until(lambda: getattr(Gated, "last", None) is not before and Gated.last.steps == 3)

@@ -198,7 +198,7 @@ def test_a_hung_engine_is_seen_written_about_and_replaced(
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         await until(lambda: llm.state != "ok")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20             # the usual limit is a minute
         await until(lambda: llm.num_restarts > before)
         assert pid_of(llm) != pid and not psutil.pid_exists(pid)
         return whole, (await stream.complete())[0].outputs
@@ -216,8 +216,8 @@ def test_a_busy_engine_is_not_taken_for_a_hung_one(llm: AsyncLLM, run: Run, monk
 
     async def scene() -> None:
         pid = pid_of(llm)
-        monkeypatch.setattr(llm._engine.pulse, "_limit", 1.2)
-        await asyncio.sleep(1.6)
+        monkeypatch.setattr(llm._engine.pulse, "_limit", 5.0)
+        await asyncio.sleep(5.5)
         await (await llm.stream([[5] * (CONTEXT - 100)], params)).complete()
         assert llm.state == "ok" and pid_of(llm) == pid
 

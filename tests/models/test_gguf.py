@@ -157,6 +157,7 @@ def test_offsets_beyond_four_gibibytes(tmp_path: Path) -> None:
         assert file.read("end").tolist() == list(range(8))
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_opens_fast(tmp_path: Path) -> None:
     vocabulary = [f"Ġtoken{index}" for index in range(50_000)]
     merges = [f"Ġ t{index}" for index in range(50_000)]

@@ -56,17 +56,25 @@ def assert_near(out: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
 
+# More blocks than programs: each walks. It takes the interpreter seconds, so there each case has one type.
+WALKS = [
+    (dtype, *case) for number, dtype in enumerate(NARROW)
+    for which, case in enumerate(((300, 32, 2, 1, None, False, False), (301, 16, 2, 1, "silu", True, True)))
+    if CUDA or which == number
+]
+
+
 @runs_kernels
-@pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "block", "programs", "gate", "bias", "residual"),
+    ("dtype", "outputs", "inputs", "block", "programs", "gate", "bias", "residual"),
     [
-        (8, 64, 2, 1, None, False, True),                # every block and row full
-        (7, 80, 2, 1, None, True, True),
-        (300, 32, 2, 1, None, False, False),             # more blocks than programs: each walks
-        (301, 16, 2, 1, "silu", True, True),
-        (5, 48, 4, 8, "gelu", False, True),
-        (1, 16, 1, 8, "gelu_tanh", True, False),
+        *((dtype, *case) for dtype in NARROW for case in (
+            (8, 64, 2, 1, None, False, True),            # every block and row full
+            (7, 80, 2, 1, None, True, True),
+            (5, 48, 4, 8, "gelu", False, True),
+            (1, 16, 1, 8, "gelu_tanh", True, False),
+        )),
+        *WALKS,
     ],
 )
 def test_gemv(
@@ -143,4 +151,4 @@ def test_kernels_in_the_interpreter() -> None:
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert "24 passed" in run.stdout, run.stdout[-500:]
+    assert "22 passed" in run.stdout, run.stdout[-500:]

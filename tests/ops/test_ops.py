@@ -45,6 +45,12 @@ def device_of(implementation: Implementation, dtype: torch.dtype) -> str | None:
     return None
 
 
+def is_slow(op: Op[Any, Any], case: Case, dtype: str) -> bool:
+    """In the interpreter a case takes seconds: there it has one type on every commit, by turns."""
+    types = [each for each in case.dtypes if each != "float64"]
+    return types[op.cases.index(case) % len(types)] != dtype
+
+
 def all_checks() -> list[Any]:
     checks = []
     for op in OPS:
@@ -56,7 +62,8 @@ def all_checks() -> list[Any]:
                     if case.timed and implementation.name == "triton" and TRITON_INTERPRETED:
                         continue                         # minutes, in the interpreter
                     checks.append(pytest.param(
-                        op, implementation, case, dtype, id=f"{op.name}-{implementation.name}-{case.name}-{dtype}"
+                        op, implementation, case, dtype, id=f"{op.name}-{implementation.name}-{case.name}-{dtype}",
+                        marks=pytest.mark.slow if TRITON_INTERPRETED and is_slow(op, case, dtype) else (),
                     ))
     return checks
 
@@ -114,15 +121,18 @@ def test_implementation_matches_the_float64_definition(
 @pytest.mark.reliability("P-13")
 @pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_in_the_interpreter() -> None:
-    selection = ["-k", "float64_definition and triton"]
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_triton_kernels_in_the_interpreter(marked: str) -> None:
+    """Every case on every commit, with one type; the slow test has the other types."""
+    selection = ["-k", "float64_definition and triton", "-m", marked]
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, *selection]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     passed = [line for line in run.stdout.splitlines() if line.startswith("PASSED ")]
     for op in OPS:
-        small = [dtype for case in op.cases if not case.timed for dtype in case.dtypes if dtype != "float64"]
+        small = [dtype for case in op.cases if not case.timed for dtype in case.dtypes
+                 if dtype != "float64" and is_slow(op, case, dtype) == (marked == "slow")]
         kernels = [implementation for implementation in op.implementations if implementation.name == "triton"]
         wanted = sum(kernel.supports(Site("cuda", getattr(torch, dtype), 64)) for kernel in kernels for dtype in small)
         assert sum(f"[{op.name}-triton-" in line for line in passed) == wanted
@@ -566,6 +576,7 @@ def test_every_op_declares_an_odd_shape_a_cost_and_tolerances() -> None:
                 assert dtype == "float64" or dtype in op.tolerance
 
 
+@pytest.mark.slow
 def test_dispatch_is_cheap(toy_op: Op[Any, Any]) -> None:
     x = torch.zeros(1, 4)
     direct = toy_op.implementations[0].function

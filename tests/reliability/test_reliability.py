@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
 def talk(server: ScriptedServer, data: bytes) -> bytes:
     """Everything that comes back until the server closes, or for as long as it may keep a connection open."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(data)
         received = b""
         try:
@@ -212,7 +212,7 @@ def provoked() -> Iterator[tuple[str, Any]]:
 @pytest.mark.reliability("S-11", "B-23")
 def test_errors_tell_nothing_of_the_server_or_of_prompts(server: ScriptedServer) -> None:
     wrong: set[str] = set()
-    with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=20) as client:
+    with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60) as client:
         for path, body in provoked():
             data = json.dumps(body)
             reply = client.post(f"{server.url}{path}", content=data, headers={"content-type": "application/json"})
@@ -259,7 +259,7 @@ def test_what_was_refused_is_freed_without_the_garbage_collector(server: Scripte
         ("/v1/embeddings", {"input": "x" * size, "dimensions": 8}),
         ("/tokenize", {"prompt": "x" * size}),
     ]
-    with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=20) as client:
+    with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60) as client:
         for path, body in refused:
             data = json.dumps(body).encode()
 

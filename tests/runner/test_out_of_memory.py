@@ -97,8 +97,10 @@ def answer_to(prompt: list[int], limit: int, core: EngineCore) -> list[int]:
 
 
 @pytest.mark.reliability("R-08")
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("where", ["before", "after", "sample"])
+@pytest.mark.parametrize(("where", "overlap"), [
+    ("before", True), ("after", False), ("sample", True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("before", False), ("after", True), ("sample", False))),
+])
 def test_out_of_memory_every_fifty_steps_costs_nobody_an_answer(where: str, overlap: bool, tmp_path: Path) -> None:
     """2,000 steps; the pool is too small for all, so that preemptions mix in; every KV slot that is read is checked."""
     core, runner = core_of(tmp_path, max_num_batched_tokens=64, num_gpu_blocks_override=40, async_scheduling=overlap)

@@ -146,6 +146,7 @@ def test_blocks_that_nobody_shared_on_purpose_are_not_read_for_each_other() -> N
     check(tiles, table, rows, length)
 
 
+@pytest.mark.slow
 def test_long_prefixes_of_many_rows_are_found_in_little_time() -> None:
     """512 rows of 100,000 tokens: it is done again whenever a request comes or goes."""
     table = np.zeros((512, 6250), np.int32)

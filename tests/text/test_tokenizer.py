@@ -311,6 +311,7 @@ def test_what_is_no_text_is_refused(text: Any, said: str, smollm2: Tokenizer) ->
         smollm2.encode_batch(["fine", text])
 
 
+@pytest.mark.slow
 def test_loading_is_quick(embedded_model: Path) -> None:
     """It takes 0.3 s of CPU time on an idle core, up to 0.5 s beside other load; a quadratic step would take seconds."""
     seconds = []

@@ -83,7 +83,7 @@ class ServerProcess:
         assert kind is not None or code == 0, self.process.stderr and self.process.stderr.read()
 
 
-def wait_until(condition: object, seconds: float = 10.0) -> None:
+def wait_until(condition: object, seconds: float = 60.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while not condition():

@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
 @pytest.fixture
 def client(server: ScriptedServer) -> anthropic.Anthropic:
     server.llm.script = lambda prompt: "Good day to you"
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20)
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
 
 
 def prompt_of(server: ScriptedServer) -> str:
@@ -204,7 +204,7 @@ STATUSES = {"method": 405, "media type": 415, "header": 431}
 @pytest.mark.parametrize("case", BEFORE_THE_ROUTE)
 def test_what_is_refused_before_the_endpoint_has_anthropics_shape(strict: ScriptedServer, case: str) -> None:
     asked, kind, name = BEFORE_THE_ROUTE[case]
-    client = anthropic.Anthropic(base_url=strict.url, api_key=asked.get("key", "sesame"), max_retries=0, timeout=20)
+    client = anthropic.Anthropic(base_url=strict.url, api_key=asked.get("key", "sesame"), max_retries=0, timeout=60)
     body = asked.get("body", {"model": NAME, "max_tokens": 3, "messages": MESSAGES})
     path, options = asked.get("path", "/v1/messages"), {"headers": asked.get("headers", {})}
     full = strict.service.slots.taking(1) if case == "queue" else nullcontext()
@@ -276,7 +276,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSer
 
 @pytest.fixture
 def tool_client(with_tools: ScriptedServer) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=with_tools.url, api_key="none", max_retries=0, timeout=20)
+    return anthropic.Anthropic(base_url=with_tools.url, api_key="none", max_retries=0, timeout=60)
 
 
 def parts(message: anthropic.types.Message) -> list[dict[str, Any]]:
@@ -375,10 +375,10 @@ def test_what_is_complete_of_an_object_is_what_clients_read() -> None:
         for end in range(1, len(text) + 1):
             assert completed(text[:end]) == jiter.from_json(text[:end].encode(), partial_mode=True), text[:end]
     assert completed("") == completed("x") == completed("[1") == completed('{"a":' * 100_000) == {}
-    began = time.monotonic()
+    began = time.thread_time()
     completed('{"a":["b",' * 100_000)
     completed('{"a":"' + '\\"' * 200_000)
-    assert time.monotonic() - began < 10                 # linear: a second at most
+    assert time.thread_time() - began < 10               # linear: a second at most
 
 
 def test_thinking_can_be_switched_off(with_tools: ScriptedServer, tool_client: anthropic.Anthropic) -> None:
@@ -415,7 +415,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_a_real_engine_behind_a_key(url: str) -> None:
-    client = anthropic.Anthropic(base_url=url, api_key="sesame", max_retries=0, timeout=20)
+    client = anthropic.Anthropic(base_url=url, api_key="sesame", max_retries=0, timeout=60)
     asked: dict[str, Any] = {"model": NAME, "max_tokens": 30, "messages": MESSAGES, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
@@ -430,7 +430,7 @@ def test_a_real_engine_behind_a_key(url: str) -> None:
 
 
 def test_whoever_stops_reading_frees_the_engine(url: str) -> None:
-    client = anthropic.Anthropic(base_url=url, api_key="sesame", max_retries=0, timeout=20)
+    client = anthropic.Anthropic(base_url=url, api_key="sesame", max_retries=0, timeout=60)
     asked: dict[str, Any] = {"model": NAME, "max_tokens": 8000, "messages": MESSAGES, "stream": True}
     with client.messages.create(**asked) as stream:
         assert next(iter(stream)).type == "message_start"
@@ -443,13 +443,13 @@ def test_whoever_stops_reading_frees_the_engine(url: str) -> None:
 
 
 def test_the_list_of_models_has_anthropics_shape_and_so_have_its_refusals(strict: ScriptedServer) -> None:
-    client = anthropic.Anthropic(base_url=strict.url, api_key="wrong", max_retries=0, timeout=20)
+    client = anthropic.Anthropic(base_url=strict.url, api_key="wrong", max_retries=0, timeout=60)
     for ask in (lambda: client.models.list(), lambda: client.models.retrieve(NAME), lambda: client.get("/v1/x", cast_to=object)):
         with pytest.raises(anthropic.AuthenticationError) as caught:
             ask()
         assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
         assert caught.value.request_id == caught.value.response.headers["x-request-id"]
-    client = anthropic.Anthropic(base_url=strict.url, api_key="sesame", max_retries=0, timeout=20)
+    client = anthropic.Anthropic(base_url=strict.url, api_key="sesame", max_retries=0, timeout=60)
     assert [model.id for model in client.models.list()] == [NAME]
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.get("/v1/files", cast_to=object)

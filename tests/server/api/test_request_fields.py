@@ -79,7 +79,7 @@ class Client:
 
     def __init__(self, server: ScriptedServer) -> None:
         self.server = server
-        self.sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+        self.sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def ask(self, says: str, **settings: Any) -> Any:
         self.server.llm.script.text = says               # type: ignore[attr-defined]

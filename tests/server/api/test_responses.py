@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
 @pytest.fixture
 def client(server: ScriptedServer) -> openai.OpenAI:
     server.llm.script = lambda prompt: TEXT
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 @pytest.mark.reliability("C-13")
@@ -420,7 +420,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSer
 @pytest.fixture
 def tool_client(with_tools: ScriptedServer) -> openai.OpenAI:
     with_tools.llm.script = lambda prompt: SAID
-    return openai.OpenAI(base_url=f"{with_tools.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{with_tools.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 @pytest.mark.reliability("C-13")

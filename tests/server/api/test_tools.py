@@ -264,10 +264,10 @@ def test_time_is_linear_and_depth_is_no_stack(make: Make) -> None:
             f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}', f'[TOOL_CALLS][{{"name": "f", "arguments": {{"a": [{wide}',
             f"[f(a={deep}", f"[f(a=[{wide}", "<tool_call>" * count, "[TOOL_CALLS]" * count, "<" * count,
         )  # fmt: skip
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for text in texts:
             read(make, [text])
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
     seconds(1_000)
     assert min(seconds(8_000) for _ in range(3)) < 8 * min(seconds(2_000) for _ in range(3))

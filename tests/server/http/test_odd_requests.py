@@ -212,7 +212,7 @@ def test_the_chunk_with_the_reason_of_a_completion_may_have_text(server: Scripte
 def exchange(server: ScriptedServer, sent: bytes, more: bytes = b"") -> bytes:
     """All that comes back until the server closes; `more` is sent once something has come."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(sent)
         got = [connection.recv(65536)]
         if more:

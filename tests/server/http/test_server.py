@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -367,7 +367,7 @@ def test_only_requests_for_this_server_are_answered(url: str, path: str, host: s
     """A page whose name was pointed at this machine sends that name."""
     address, port = url.removeprefix("http://").split(":")
     head = f"GET {path} HTTP/1.1\r\nconnection: close\r\n" + (f"host: {host}\r\n" if host else "")
-    with closing(socket.create_connection((address, int(port)), timeout=10)) as connection:
+    with closing(socket.create_connection((address, int(port)), timeout=60)) as connection:
         connection.sendall(head.encode() + b"\r\n")
         reply = b""
         while data := connection.recv(65536):
@@ -471,10 +471,10 @@ def test_a_full_queue_refuses_at_once(url: str) -> None:
     with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as stream:
         lines = stream.iter_lines()                      # held: without it the client would hang up
         assert next(lines).startswith("data: ")
-        begun = time.monotonic()
         reply = post(url, "completions", {"prompt": "a"})
         assert reply.status_code == 429 and reply.json()["error"]["type"] == "overloaded_error"
-        assert 1 <= int(reply.headers["retry-after"]) <= 60 and time.monotonic() - begun < 2
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+        assert httpx.get(f"{url}/health").json()["running"]              # nobody had to end before it was refused
     wait_until(lambda: is_idle(url))
     assert post(url, "completions", {"prompt": "a"}).status_code == 200
 
@@ -482,21 +482,26 @@ def test_a_full_queue_refuses_at_once(url: str) -> None:
 # -- clients that leave ------------------------------------------------------------------------------------------------
 
 
+def computed(url: str) -> float:
+    """Tokens of all steps that the engine has reported."""
+    return float(re.findall(r"^vllm:iteration_tokens_total_sum\S* (\S+)$", httpx.get(f"{url}/metrics").text, re.M)[0])
+
+
 @pytest.mark.reliability("B-09", "C-11", "R-01")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_client_that_leaves_has_its_request_aborted(url: str, stream: bool, n: int) -> None:
     body = {"prompt": "ab", "n": n, "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": stream}
+    before = computed(url)
     with closing(send(url, "/v1/completions", json.dumps(body).encode())):
         wait_until(lambda: httpx.get(f"{url}/health").json()["running"] == n)
-    left = time.monotonic()
-    wait_until(lambda: is_idle(url))                     # the answer itself would take far longer
-    assert time.monotonic() - left < 2
+    wait_until(lambda: is_idle(url))
+    assert computed(url) - before < n * (CONTEXT - 100)                 # it was not made to its end
 
 
 def send(url: str, path: str, body: bytes) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
@@ -544,11 +549,9 @@ def run_server(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.reliability("R-09")
 def test_a_port_in_use_is_told_before_anything_loads(server: ServerProcess, model: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
-    begun = time.monotonic()
     done = run_server(str(model), *OPTIONS, "--port", port)
-    assert done.returncode == 2 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""    # and nothing of loading in its log
     assert done.stderr == f"ridgeline: error: port {port} on 127.0.0.1 is in use; choose another with --port\n"
-    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.reliability("R-09")

@@ -207,15 +207,16 @@ def test_why_a_step_was_slow(facts: dict[str, Any], cause: str) -> None:
 
 
 class SlowRunner(FakeRunner):
-    """A device without arithmetic that takes a millisecond, and now and then much longer."""
+    """A device without arithmetic that takes a millisecond of its own clock, and now and then much longer."""
 
     slow: frozenset[int] = frozenset()
+    now = 100.0
 
     def submit(self, plan: StepPlan) -> None:
         super().submit(plan)
         if plan.step in self.slow:
             metrics.HAPPENED["kernel_compile"] += 1
-        time.sleep(0.03 if plan.step in self.slow else 0.001)
+        self.now += 0.03 if plan.step in self.slow else 0.001
 
     def close(self) -> None:
         pass
@@ -232,14 +233,15 @@ def core(folder: Path, slow: frozenset[int] = frozenset(), **options: Any) -> En
 
 
 def drive(engine: EngineCore, keeper: StatsKeeper) -> list[EngineStats]:
-    """As the engine's loop does."""
-    reports = []
+    """As the engine's loop does, by the device's clock."""
+    reports, device = [], engine.executor
+    assert isinstance(device, SlowRunner)
     while engine.has_work:
-        began = time.monotonic()
+        began = device.now
         engine.step()
-        keeper.stepped(began, time.monotonic())
-        if keeper.due(time.monotonic()):
-            reports.append(keeper.report(time.monotonic()))
+        keeper.stepped(began, device.now)
+        if keeper.due(device.now):
+            reports.append(keeper.report(device.now))
     return reports
 
 
@@ -247,12 +249,11 @@ def drive(engine: EngineCore, keeper: StatsKeeper) -> list[EngineStats]:
 def test_the_engine_reports_what_it_did(tmp_path: Path, overlap: bool) -> None:
     engine = core(tmp_path, frozenset({90, 95, 99}), async_scheduling=overlap)
     keeper = StatsKeeper(engine)
-    began = time.monotonic()
     for name in "abcdef":                                # two of them have to wait
         engine.add(Request(name, [5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True)))
     reports = drive(engine, keeper)
     keeper.close()
-    seconds = time.monotonic() - began
+    seconds = engine.executor.now - SlowRunner.now
     last = FROM_ENGINE.decode(FROM_ENGINE.encode(Stats(reports[-1])))
     assert isinstance(last, Stats)
     stats = last.stats
@@ -291,7 +292,7 @@ def test_time_without_work_belongs_to_no_step(tmp_path: Path) -> None:
         engine.add(Request(name, [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True)))
         drive(engine, keeper)
         keeper.idle()
-        time.sleep(0.2)
+        engine.executor.now += 10.0
     keeper.close()
     assert keeper.watch.seconds.sum < 0.2
 
@@ -373,6 +374,7 @@ def test_what_cannot_be_switched_is_said(tmp_path: Path) -> None:
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_observing_costs(tmp_path: Path) -> None:
     """At most 2 µs for a token in the front end and 20 µs for a step in the engine. Best of several: others run here too."""
     serving = ServingMetrics()
