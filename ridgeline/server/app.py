@@ -72,7 +72,8 @@ from ridgeline.server.protocol import (
     Writer,
     parse,
 )
-from ridgeline.server.service import Service, WrongMediaType
+from ridgeline.server.server_errors import WrongMediaType
+from ridgeline.server.service import Service
 from ridgeline.version import __version__
 
 EVENTS_AT_ONCE = 4                   # that are written before their client is asked whether it keeps up
@@ -156,7 +157,7 @@ async def prepare_completion(service: Service, body: bytes) -> Job:
 async def around_gap(service: Service, prompt: Prompt, suffix: str) -> Prompt:
     """A prompt whose answer is what stands between it and `suffix`."""
     if not isinstance(prompt, str):
-        raise BadRequest("suffix needs a prompt of text")
+        raise BadRequest("suffix needs a prompt of text", field="suffix")
     begin, hole, end = middle_marks(service.llm.get_tokenizer())
     before, behind = await service.llm.text_tokens(prompt, False), await service.llm.text_tokens(suffix, False)
     return {"prompt": prompt, "prompt_token_ids": [begin, *before, hole, *behind, end]}
@@ -309,8 +310,8 @@ class Endpoint(ABC):
         except ClientGone:
             pass
         except Exception as error:
-            status, told, headers = describe(error, self._prompt_field)
-            await send_json(send, status, self._dialect.error(status, told), headers)
+            status, body, headers = describe(error, self._prompt_field, self._dialect.names)
+            await send_json(send, status, self._dialect.error(status, body), headers)
 
     @abstractmethod
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None: ...
@@ -402,7 +403,7 @@ class Generation(Endpoint):
         except Exception as error:
             if not events.started:
                 raise
-            status, body, _ = describe(error)
+            status, body, _ = describe(error, names=self._dialect.names)
             await events.write([self._dialect.error_event(job.writer, status, body)])
         await events.end()
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.engine.client.async_llm import AsyncLLM
-from ridgeline.errors import BadRequest, RequestError, RidgelineError
+from ridgeline.errors import BadRequest
 from ridgeline.process import embedded
 from ridgeline.server.api.responses_store import ResponseStore
 from ridgeline.server.http.connection_limits import ServerOptions, Slots
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.observe.tracing import NoTracing
 from ridgeline.server.protocol import GenerationRequest
+from ridgeline.server.server_errors import STOPPED, ModelNotFound, Unavailable
 from ridgeline.text.tokenizer import Tokenizer
 
 ANY = "*"                            # at the end of a name in --served-model-name: whatever begins like it
-STOPPED = "the engine has stopped"
 NOT_READY = {
     "stopping": "the server is stopping",
     "loading": "the engine is not ready",
@@ -28,30 +28,6 @@ NOT_READY = {
     "restarting": "the engine is being started again",
     "dead": STOPPED,
 }
-
-
-class Unavailable(RidgelineError):
-    """The server takes no requests now, and says why in words meant for clients (HTTP 503)."""
-
-
-class ModelNotFound(RequestError):
-    """A request for a model that is not served here (HTTP 404)."""
-
-
-class NotStored(RequestError):
-    """A response that is not kept here (HTTP 404)."""
-
-
-class ItemNotStored(RequestError):
-    """An item that a request names by its id, and that is not kept here (HTTP 404)."""
-
-
-class PreviousNotStored(BadRequest):
-    """A conversation that is to go on from one (HTTP 400); clients know this error by its code and send all of it."""
-
-
-class WrongMediaType(RequestError):
-    """A body that does not say it is JSON (HTTP 415). Browsers cannot send JSON to a foreign site unasked."""
 
 
 @dataclass(slots=True)
@@ -79,7 +55,7 @@ class Service:
         if model:                                        # some clients send none as an empty one
             self.check_name(model)
         if priority and self.llm.config.scheduler.scheduling_policy != "priority":
-            raise BadRequest("priority needs a server started with --scheduling-policy priority")
+            raise BadRequest("priority needs a server started with --scheduling-policy priority", field="priority")
 
     @property
     def names(self) -> list[str]:
@@ -92,7 +68,7 @@ class Service:
             return
         beginnings = tuple(each[:-1] for each in _listed(self.options.served_model_name) if each.endswith(ANY))
         if not beginnings or not name.startswith(beginnings):
-            raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is")
+            raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is", field="model")
 
     def open(self) -> None:
         """The engine is ready: requests are taken from now on."""

@@ -378,7 +378,7 @@ class AsyncLLM:
             if message.stats.roofline is not None:
                 self.roofline.take(time.monotonic(), message.stats.roofline)
         elif isinstance(message, Refused):
-            self._open.refuse(message.request_id, message.reason)
+            self._open.refuse(message.request_id, message.reason, message.field)
         elif isinstance(message, PrefixesForgotten):
             waiting = self._forgetting.popleft()
             if not waiting.done():                       # whoever asked may have gone

@@ -55,12 +55,20 @@ TRY_SHARE = 0.03 * (os.cpu_count() or 1)                 # … and for trying th
 AT_ONCE = 0.1                        # … beyond so many seconds of it
 _LOOK_SECONDS = 0.05                 # how often one that waits for its turn looks whether others still generate
 
+# llguidance's reason to refuse a oneOf names an option of its own, which requests do not have.
+_ONE_OF = "coerce_one_of"
+_OVERLAP = (
+    "an answer could fit two branches of a oneOf, which cannot be kept to; use anyOf, or tell the branches apart by a "
+    "required property with a const"
+)
+
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> GrammarVocabulary:
     """For a model whose logits have `vocab_size` ids. BadRequest where answers have no end."""
     vocabulary = GrammarVocabulary.of(tokenizer.token_pieces(), tokenizer.special_ids, end_ids, vocab_size)
     if not vocabulary.end_ids:
-        raise BadRequest("structured_outputs needs a model with an end token; this one has none")
+        message = "structured_outputs needs a model with an end token; this one has none"
+        raise BadRequest(message, field="structured_outputs")
     return vocabulary
 
 
@@ -95,7 +103,7 @@ class GrammarChecker:
             if verdict is None:
                 return False
             self._verdicts.put(asked.key, verdict, _ENTRY_BYTES + 4 * len(asked.key) + len(verdict.refusal))
-        verdict.tell()
+        verdict.require_good(asked)
         return True
 
     def _is_good(self, asked: StructuredOutputs) -> bool:
@@ -103,7 +111,7 @@ class GrammarChecker:
         verdict = self._verdicts.get(asked.key)
         if verdict is None or verdict.until < time.monotonic():
             return False
-        verdict.tell()
+        verdict.require_good(asked)
         return True
 
     def check_soon(
@@ -184,7 +192,8 @@ class GrammarChecker:
         if answer.verdict == "busy":
             raise Overloaded("the machine is too busy to compile a grammar; try again later", self._seconds)
         if answer.verdict in ("good", "refused"):
-            return _Verdict(answer.reason)
+            overlaps = _ONE_OF in answer.reason
+            return _Verdict(f"structured_outputs.{asked.kind} cannot be used: {_OVERLAP}" if overlaps else answer.reason)
         reason = "takes too much memory to compile"
         if answer.verdict == "late":
             reason = f"takes more than {seconds:.2g} s to compile"
@@ -270,9 +279,9 @@ class _Verdict(NamedTuple):
     refusal: str                     # empty: it can be used
     until: float = math.inf
 
-    def tell(self) -> None:
+    def require_good(self, asked: StructuredOutputs) -> None:
         if self.refusal:
-            raise BadRequest(self.refusal)
+            raise BadRequest(self.refusal, field=f"structured_outputs.{asked.kind}")
 
 
 class _Compiler:

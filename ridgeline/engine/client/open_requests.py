@@ -116,10 +116,10 @@ class OpenRequests:
                 opened.stream.push(opened.place, opened.state.take(last)[0])
         opened.stream.finish(wire_id)
 
-    def refuse(self, wire_id: str, reason: str) -> None:
-        """The engine did not take it."""
+    def refuse(self, wire_id: str, reason: str, field: str) -> None:
+        """The engine did not take the request."""
         if wire_id in self.by_wire_id:
-            self.by_wire_id[wire_id].stream.fail(BadRequest(reason))
+            self.by_wire_id[wire_id].stream.fail(BadRequest(reason, field=field))
 
     def fail_all(self, error: RidgelineError) -> None:
         for opened in list(self.by_wire_id.values()):

@@ -15,7 +15,7 @@ import numpy as np
 from ridgeline.config import ModelOptions
 from ridgeline.engine.client.grammar_check import GrammarChecker
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
-from ridgeline.errors import BadRequest, ConfigError, ModelError, RequestError
+from ridgeline.errors import PROMPT, BadRequest, ConfigError, ModelError, RequestError
 from ridgeline.messages import Logprobs, Request, TokenDelta
 from ridgeline.models.model_config import read_json
 from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
@@ -88,11 +88,11 @@ class Frontend:
                 raise BadRequest(f"a prompt as a dict holds {known}; got {shown(sorted(map(str, prompt)))}")
             text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is not None and not isinstance(text, str):
-                raise BadRequest(f"prompt must be a text, got {shown(text)}")
+                raise BadRequest(f"prompt must be a text, got {shown(text)}", field="prompt")
             return (text, _token_ids(tokens)) if tokens is not None else self.prompt_tokens(text or "")
         if isinstance(prompt, str):
             if not prompt:
-                raise BadRequest("the prompt is empty; it needs at least one token")
+                raise BadRequest("the prompt is empty; it needs at least one token", field=PROMPT)
             return prompt, self._require_tokenizer("a text prompt").encode(prompt)
         return None, _token_ids(prompt)
 
@@ -109,9 +109,9 @@ class Frontend:
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
         if params.stop:
-            self._require_tokenizer("stop")
+            self._require_tokenizer("stop", "stop")
         if params.structured_outputs is not None:
-            self._require_tokenizer("structured_outputs")
+            self._require_tokenizer("structured_outputs", "structured_outputs")
             assert self.grammars is not None
             self.grammars.check(params.structured_outputs)
         request = Request(
@@ -136,14 +136,15 @@ class Frontend:
         """A word reads differently at the start of a text and after a space; both are bad."""
         if not words:
             return []
-        tokenizer = self._require_tokenizer("bad_words")
+        tokenizer = self._require_tokenizer("bad_words", "bad_words")
         variants = [space + word.lstrip() for word in words for space in ("", " ")]
         encoded = [tokenizer.encode(variant, add_special_tokens=False) for variant in variants]
         return [list(unique) for unique in dict.fromkeys(tuple(tokens) for tokens in encoded if tokens)]
 
-    def _require_tokenizer(self, what: str) -> Tokenizer:
+    def _require_tokenizer(self, what: str, field: str = "") -> Tokenizer:
         if self.tokenizer is None:
-            raise BadRequest(f"{what} needs a tokenizer, and skip_tokenizer_init is set; give token ids instead")
+            message = f"{what} needs a tokenizer, and skip_tokenizer_init is set; give token ids instead"
+            raise BadRequest(message, field=field)
         return self.tokenizer
 
 
@@ -166,18 +167,20 @@ def _token_ids(given: Any) -> list[int]:
         given = given.tolist()
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
         raise BadRequest(f"a prompt must be a text, a list of token ids or a dict of either; got {shown(given)}")
-    return plain_token_ids("prompt_token_ids", given)
+    return plain_token_ids(PROMPT, given)
 
 
 def _priority(given: Any) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or abs(given) > MAX_PRIORITY:
-        raise BadRequest(f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {shown(given)}")
+        message = f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {shown(given)}"
+        raise BadRequest(message, field="priority")
     return given
 
 
 def _salt(given: Any) -> str:
     if not isinstance(given, str) or len(given) > MAX_SALT_CHARACTERS or not is_unicode(given):
-        raise BadRequest(f"cache_salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {shown(given)}")
+        message = f"cache_salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {shown(given)}"
+        raise BadRequest(message, field="cache_salt")
     return given
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.engine.client.processor import Prompt
-from ridgeline.errors import PromptTooLong
+from ridgeline.errors import PROMPT, PromptTooLong
 from ridgeline.sampling_params import SamplingParams
 
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
@@ -35,13 +35,15 @@ class PromptLimits:
         most = self.max_model_len * self.longest_piece
         # Counted in characters first: those are no more than the bytes, and cost nothing to count.
         if most and (len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most):
-            raise PromptTooLong(f"the prompt is too long: more than {most} bytes of text, which cannot fit; {self._context}")
+            message = f"the prompt is too long: more than {most} bytes of text, which cannot fit; {self._context}"
+            raise PromptTooLong(message, field=PROMPT)
 
     def check_length(self, tokens: int) -> None:
         if tokens >= self.max_model_len:
             raise PromptTooLong(
                 f"the prompt is too long: {tokens} tokens > {self.max_model_len - 1} maximum, which leaves one for the answer; "
-                + self._context
+                + self._context,
+                field=PROMPT,
             )
 
     def check_answer(self, tokens: int, max_tokens: int | None, name: str) -> None:
@@ -49,7 +51,8 @@ class PromptLimits:
         if max_tokens is not None and tokens + max_tokens > self.max_model_len:
             raise PromptTooLong(
                 f"{name} is too large: {max_tokens} tokens beside the {tokens} of the prompt; {self._context}; leave it out "
-                f"for as many as there is room for ({self.max_model_len - tokens})"
+                f"for as many as there is room for ({self.max_model_len - tokens})",
+                field=name,
             )
 
     @property

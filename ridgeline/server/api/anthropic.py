@@ -42,7 +42,7 @@ class TextBlock(Block, tag_field="type", tag="text"):
 
     def check(self, where: str) -> None:
         if self.citations:
-            raise Unsupported(f"{where}.citations is not supported by this server; leave it out")
+            raise Unsupported(f"{where}.citations is not supported by this server; leave it out", field=f"{where}.citations")
 
 
 class ToolUseBlock(Block, tag_field="type", tag="tool_use"):
@@ -116,9 +116,11 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def plain(self, where: str) -> dict[str, Any]:
         """As chat has it."""
         if self.type not in (None, "custom"):
-            raise Unsupported(f"{where}.type {self.type[:60]!r} is one of Anthropic's own; only custom tools work here")
+            message = f"{where}.type {self.type[:60]!r} is one of Anthropic's own; only custom tools work here"
+            raise Unsupported(message, field=f"{where}.type")
         if self.input_schema is None:
-            raise BadRequest(f"{where}.input_schema is missing; a JSON schema of type object works")
+            message = f"{where}.input_schema is missing; a JSON schema of type object works"
+            raise BadRequest(message, field=f"{where}.input_schema")
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
         if self.description is not None:
             function["description"] = self.description
@@ -135,7 +137,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def plain(self) -> str | dict[str, Any]:
         """As chat has it."""
         if (self.type == "tool") != (self.name is not None):
-            raise BadRequest("tool_choice.name belongs to tool_choice.type 'tool', and only to it")
+            raise BadRequest("tool_choice.name belongs to tool_choice.type 'tool', and only to it", field="tool_choice.name")
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
@@ -202,7 +204,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Refuse what is understood and not done."""
         if self.thread is not None:
-            raise NoThreads("thread: no conversation is held here; leave it out and send all of the messages")
+            raise NoThreads("thread: no conversation is held here; leave it out and send all of the messages", field="thread")
         refuse(self, self.REFUSED)
 
     def chat(self) -> dict[str, Any]:
@@ -220,7 +222,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             chat["tools"] = [tool.plain(f"tools[{place}]") for place, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
             if not self.tools:
-                raise BadRequest("tool_choice needs tools")
+                raise BadRequest("tool_choice needs tools", field="tool_choice")
             chat["tool_choice"] = self.tool_choice.plain()
             if self.tool_choice.disable_parallel_tool_use:
                 chat["parallel_tool_calls"] = False
@@ -263,7 +265,7 @@ def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> Non
     """Append what one message says. A tool's results are messages of their own in a chat; turns in a row are one turn."""
     blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
     if not blocks and message.role != "assistant":
-        raise BadRequest(f"{where}.content must have at least one block")
+        raise BadRequest(f"{where}.content must have at least one block", field=f"{where}.content")
     texts: list[TextBlock] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -285,10 +287,11 @@ def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> Non
             case RedactedThinkingBlock() if message.role == "assistant":
                 pass                                     # nobody but its writer can read it
             case ImageBlock() | DocumentBlock():
-                raise Unsupported(f"{at}: only text is supported by this server, no images and documents")
+                raise Unsupported(f"{at}: only text is supported by this server, no images and documents", field=at)
             case _:
                 kind = msgspec.to_builtins(block)["type"]
-                raise BadRequest(f"{at}: a block of type {kind!r} does not belong into a message of role {message.role!r}")
+                words = f"a block of type {kind!r} does not belong into a message of role {message.role!r}"
+                raise BadRequest(f"{at}: {words}", field=at)
     if not (texts or calls or thoughts):
         return
     content = _texts(texts, where) if texts else None
@@ -318,7 +321,7 @@ def _texts(blocks: Iterable[AnyBlock], where: str) -> str:
     texts = []
     for place, block in enumerate(blocks):
         if not isinstance(block, TextBlock):
-            raise Unsupported(f"{where}[{place}]: only text is supported here")
+            raise Unsupported(f"{where}[{place}]: only text is supported here", field=f"{where}[{place}]")
         block.check(f"{where}[{place}]")
         texts.append(block.text)
     return "\n".join(texts)

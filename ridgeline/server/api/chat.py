@@ -62,10 +62,10 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def plain(self, where: str) -> dict[str, Any]:
         """As the chat template wants it. `developer` is the newer name of `system`, `function` the older of `tool`."""
         if self.role not in ROLES:
-            raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}")
+            raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}", field=f"{where}.role")
         for name in ("annotations", "audio", "images"):
             if getattr(self, name):
-                raise Unsupported(f"{where}.{name} is not supported by this server; leave it out")
+                raise Unsupported(f"{where}.{name} is not supported by this server; leave it out", field=f"{where}.{name}")
         message: dict[str, Any] = {
             "role": {"developer": "system", "function": "tool"}.get(self.role, self.role),
             "content": self._content(),
@@ -74,14 +74,14 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             message["name"] = self.name
         if self.tool_call_id is not None:
             if message["role"] != "tool":
-                raise BadRequest(f"{where}.tool_call_id belongs to messages of role tool only")
+                raise BadRequest(f"{where}.tool_call_id belongs to messages of role tool only", field=f"{where}.tool_call_id")
             message["tool_call_id"] = self.tool_call_id
         thoughts = (self.reasoning_content, self.reasoning, self.thinking)
         if (thought := next((each for each in thoughts if each is not None), None)) is not None:
             message["reasoning_content"] = thought
         if self.tool_calls or self.function_call:
             if self.role != "assistant":
-                raise BadRequest(f"{where}.tool_calls belongs to messages of role assistant only")
+                raise BadRequest(f"{where}.tool_calls belongs to messages of role assistant only", field=f"{where}.tool_calls")
             message["tool_calls"] = self._calls(where)
         return message
 
@@ -95,7 +95,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def _calls(self, where: str) -> list[dict[str, Any]]:
         if self.tool_calls and self.function_call:
-            raise BadRequest(f"{where} has tool_calls and function_call; give one of them")
+            raise BadRequest(f"{where} has tool_calls and function_call; give one of them", field=where)
         calls = self.tool_calls or [{"type": "function", "function": self.function_call}]
         for place, call in enumerate(calls):
             at = f"{where}.tool_calls[{place}]"
@@ -103,9 +103,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 case {"function": {"name": str(name), "arguments": str() | Mapping()}} if name:
                     pass
                 case _:
-                    raise BadRequest(f"{at}.function must be an object with a name and arguments")
+                    raise BadRequest(f"{at}.function must be an object with a name and arguments", field=f"{at}.function")
             if call.get("type", "function") != "function":
-                raise BadRequest(f"{at}.type must be 'function'; got {shown(call['type'])}")
+                raise BadRequest(f"{at}.type must be 'function'; got {shown(call['type'])}", field=f"{at}.type")
         return calls
 
 
@@ -148,11 +148,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """Without a limit of its own or the model's, an answer may be as long as the context."""
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
-            raise BadRequest("max_tokens and max_completion_tokens differ; give one")
+            raise BadRequest("max_tokens and max_completion_tokens differ; give one", field="max_tokens")
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs needs logprobs to be true")
+            raise BadRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise BadRequest(f"top_logprobs must be an integer between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}")
+            message = f"top_logprobs must be an integer between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}"
+            raise BadRequest(message, field="top_logprobs")
         most = limits.pop() if limits else defaults.get("max_tokens")
         params = self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
         params.structured_outputs = self._language()
@@ -169,22 +170,24 @@ class ChatRequest(GenerationRequest, kw_only=True):
             names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
             given = next((name for name in names if getattr(self, name) is not None), "")
             if given:                                    # a response_format is for answers without calls, as elsewhere
-                raise BadRequest(f"{given} leaves no room for the calls that tool_choice demands; give one of the two")
+                message = f"{given} leaves no room for the calls that tool_choice demands; give one of the two"
+                raise BadRequest(message, field=given)
             return structured_outputs("tools", json=schema, disable_any_whitespace=True)     # noise may write blanks for ever
         if asked is None or use.mode != "auto":
             return asked
         if asked.kind not in ("json", "json_object"):
-            raise BadRequest(f"structured_outputs.{asked.kind} leaves no room for tools; set tool_choice to 'none'")
+            message = f"structured_outputs.{asked.kind} leaves no room for tools; set tool_choice to 'none'"
+            raise BadRequest(message, field=f"structured_outputs.{asked.kind}")
         answer = json.loads(asked.json) if isinstance(asked.json, str) else {"type": "object"}
         return structured_outputs("tools", json=answer_or_calls_schema(answer, use))
 
     def tool_use(self) -> ToolUse:
         if not self.functions:
             if self.function_call not in (None, "none", "auto"):
-                raise BadRequest("function_call needs functions")
+                raise BadRequest("function_call needs functions", field="function_call")
             return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
         if self.tools:
-            raise BadRequest("tools and functions are two names of the same; give one")
+            raise BadRequest("tools and functions are two names of the same; give one", field="tools")
         tools = [
             {"type": "function", "function": plain_function(each, f"functions[{place}]")}
             for place, each in enumerate(self.functions)
@@ -196,12 +199,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 only(named, "function_call", "name")
                 choice = {"type": "function", "function": {"name": name}}
             case _:
-                raise BadRequest('function_call must be "none", "auto" or {"name": …}; got ' + shown(self.function_call))
+                message = 'function_call must be "none", "auto" or {"name": …}; got ' + shown(self.function_call)
+                raise BadRequest(message, field="function_call")
         return tool_use(tools, choice, parallel=False)
 
     def conversation(self) -> list[dict[str, Any]]:
         if not self.messages:
-            raise BadRequest("messages must be a list with at least one message")
+            raise BadRequest("messages must be a list with at least one message", field="messages")
         return [message.plain(f"messages[{place}]") for place, message in enumerate(self.messages)]
 
     def template(self) -> dict[str, Any]:

@@ -25,9 +25,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.best_of is not None and self.best_of < (self.n or 1):
-            raise BadRequest(f"best_of must be at least n, which is {self.n or 1}; got {self.best_of}")
+            raise BadRequest(f"best_of must be at least n, which is {self.n or 1}; got {self.best_of}", field="best_of")
         if self.chooses and self.stream:
-            raise BadRequest("best_of above n cannot be streamed: which answers are the best is known when all have ended")
+            message = "best_of above n cannot be streamed: which answers are the best is known when all have ended"
+            raise BadRequest(message, field="best_of")
 
     @property
     def chooses(self) -> bool:
@@ -57,7 +58,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         if kinds == {int}:
             return [self.prompt]  # type: ignore[list-item]
         if kinds not in ({str}, {list}):
-            raise BadRequest("prompt must be a text, a list of texts, a list of token ids or a list of such lists")
+            message = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
+            raise BadRequest(message, field="prompt")
         return self.prompt  # type: ignore[return-value]
 
 
@@ -74,7 +76,8 @@ def middle_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
         first, second, third = map(tokenizer.token_id, marks)
         if first is not None and second is not None and third is not None:
             return first, second, third
-    raise Unsupported("suffix needs a model with tokens for filling in the middle, which this one has not; leave it out")
+    message = "suffix needs a model with tokens for filling in the middle, which this one has not; leave it out"
+    raise Unsupported(message, field="suffix")
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -35,7 +35,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     def check(self) -> None:
         if self.dimensions is not None:
-            raise Unsupported("dimensions is not supported by this server: vectors have the model's hidden size; leave it out")
+            message = "dimensions is not supported by this server: vectors have the model's hidden size; leave it out"
+            raise Unsupported(message, field="dimensions")
 
     def prompts(self) -> list[str | list[int]]:
         """A text, token ids, or a list of either."""
@@ -45,9 +46,10 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         if kinds == {int}:
             return [self.input]  # type: ignore[list-item]
         if kinds not in ({str}, {list}):
-            raise BadRequest("input must be a text, a list of texts, a list of token ids or a list of such lists")
+            message = "input must be a text, a list of texts, a list of token ids or a list of such lists"
+            raise BadRequest(message, field="input")
         if len(self.input) > MOST_TEXTS:
-            raise BadRequest(f"input has {len(self.input)} texts; at most {MOST_TEXTS} may come in one request")
+            raise BadRequest(f"input has {len(self.input)} texts; at most {MOST_TEXTS} may come in one request", field="input")
         return self.input  # type: ignore[return-value]
 
     def params(self, longest: int) -> SamplingParams:

@@ -5,7 +5,6 @@ Field names are OpenAI's, and vLLM's where OpenAI has none. No ASGI, no sockets:
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -134,7 +133,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         """Refuse what is understood and not done."""
         refuse(self, self.REFUSED)
         if self.stream_options is not None and not self.stream:
-            raise BadRequest("stream_options needs stream to be true")
+            raise BadRequest("stream_options needs stream to be true", field="stream_options")
 
     @property
     def length_field(self) -> str:
@@ -154,9 +153,9 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         try:
             return SamplingParams(**dict(defaults) | given | other)
         except BadRequest as error:
-            if not str(error).startswith("max_tokens ") or not self.length_field:
+            if error.field != "max_tokens" or not self.length_field:
                 raise
-            raise BadRequest(self.length_field + str(error).removeprefix("max_tokens")) from None
+            raise error.renamed("max_tokens", self.length_field) from None
 
     def structured(self) -> StructuredOutputs | None:
         """The language that the answer is held to, by whichever name it was asked for."""
@@ -171,39 +170,29 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         if not asked:
             return None
         if len(asked) > 1:
-            raise BadRequest(f"{' and '.join(asked)} each say what the answer must look like; give one of them")
+            message = f"{' and '.join(asked)} each say what the answer must look like; give one of them"
+            raise BadRequest(message, field=next(iter(asked)))
         (name, fields), = asked.items()
         known = StructuredOutputs.__dataclass_fields__
         for field in fields:
             if field not in known:
-                raise BadRequest(f"structured_outputs has no field {shown(field)}; it has {', '.join(known)}")
+                message = f"structured_outputs has no field {shown(field)}; it has {', '.join(known)}"
+                raise BadRequest(message, field="structured_outputs")
         return structured_outputs(name, **fields)
 
     @contextmanager
     def naming_its_grammar(self) -> Iterator[None]:
-        """The engine knows grammars as structured_outputs; errors speak of the field that the request has."""
+        """The engine calls every grammar structured_outputs; errors name the field that this request has."""
         try:
             yield
         except BadRequest as error:
-            message = str(error)
-            ours = re.match(r"structured_outputs\.\w+", message)
-            if "coerce_one_of" in message:               # an option of the library's, which nobody has here
-                message = message.partition(":")[0] + _OVERLAP
-            if ours is None:
+            if not error.field.startswith("structured_outputs.") or self.structured_outputs is not None:
                 raise
-            if self.structured_outputs is not None:
-                raise BadRequest(message) from None
             older = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
             name = next((name for name in older if getattr(self, name) is not None), "tools")
             if _response_format(self.response_format) is not None:
                 name = "response_format"
-            raise BadRequest(name + message[ours.end() :]) from None
-
-
-_OVERLAP = (
-    ": an answer could fit two branches of a oneOf, which cannot be kept to; use anyOf, or tell the branches apart by a "
-    "required property with a const"
-)
+            raise error.renamed(error.field, name) from None
 
 
 def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
@@ -211,7 +200,7 @@ def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
     for name, neutral in fields.items():
         value = getattr(request, name)
         if value is not None and value not in neutral:
-            raise Unsupported(f"{name} is not supported by this server; leave it out")
+            raise Unsupported(f"{name} is not supported by this server; leave it out", field=name)
 
 
 FIT = -1                             # as truncate_prompt_tokens: cut to what the context has room for
@@ -225,15 +214,13 @@ _SAMPLING = (
 
 
 def structured_outputs(name: str, **fields: Any) -> StructuredOutputs:
-    """With errors that speak of the field by the `name` it has in the request."""
+    """Errors call the field by the `name` it has in the request."""
     try:
         return StructuredOutputs(**fields)
     except BadRequest as error:
-        message = str(error)
-        ours = next((f"structured_outputs.{field}" for field in fields if f"structured_outputs.{field}" in message), "")
-        if name == "structured_outputs" or not ours:
+        if name == "structured_outputs" or not error.field.startswith("structured_outputs."):
             raise
-        raise BadRequest(message.replace(ours, name)) from None
+        raise error.renamed(error.field, name) from None
 
 
 def _response_format(given: Any) -> dict[str, Any] | None:
@@ -242,25 +229,29 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     if given is None:
         return None
     if kind not in ("text", "json_object", "json_schema"):
-        raise BadRequest(f"response_format.type must be text, json_object or json_schema; got {shown(given)}")
+        message = f"response_format.type must be text, json_object or json_schema; got {shown(given)}"
+        raise BadRequest(message, field="response_format.type")
     if kind == "json_object" and isinstance(given.get("schema"), Mapping):           # as llama.cpp and others take it
         kind, given = "json_schema", {"type": "json_schema", "json_schema": {"schema": given["schema"]}} | {
             name: value for name, value in given.items() if name not in ("type", "schema")
         }
     for name, value in given.items():
         if name == "json_schema" and kind != name and value is not None:
-            raise BadRequest(f"response_format.json_schema belongs to the type json_schema; this one is {kind}")
+            message = f"response_format.json_schema belongs to the type json_schema; this one is {kind}"
+            raise BadRequest(message, field="response_format.json_schema")
         if name not in ("type", "json_schema") and value is not None:
-            raise BadRequest(f"response_format has the unknown field {shown(name)}")
+            raise BadRequest(f"response_format has the unknown field {shown(name)}", field="response_format")
     if kind != "json_schema":
         return {"json_object": True} if kind == "json_object" else None
     match given.get("json_schema"):
         case {"schema": Mapping() as schema, **rest}:
             for name in rest:
                 if name not in ("name", "description", "strict"):
-                    raise BadRequest(f"response_format.json_schema has the unknown field {shown(name)}")
+                    message = f"response_format.json_schema has the unknown field {shown(name)}"
+                    raise BadRequest(message, field="response_format.json_schema")
             return {"json": closed(schema)}
-    raise BadRequest("response_format.json_schema needs a name and a schema, which is an object")
+    message = "response_format.json_schema needs a name and a schema, which is an object"
+    raise BadRequest(message, field="response_format.json_schema")
 
 
 # -- how answers are written -------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
 from ridgeline.server.api.responses_store import ResponseStore, Stored
 from ridgeline.server.http.body import away_if_long
-from ridgeline.server.service import ItemNotStored, NotStored, PreviousNotStored, Service
+from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored
+from ridgeline.server.service import Service
 
 MOST_ITEMS = 100                     # of an input in one answer
 
@@ -59,11 +60,13 @@ class Continued:
     def _recalled(self, name: str) -> bytes:
         """The items of a conversation up to the end of an earlier response."""
         if not self._store.is_on:
-            raise Unsupported("previous_response_id: no response is stored here; send the whole conversation as input")
+            message = "previous_response_id: no response is stored here; send the whole conversation as input"
+            raise Unsupported(message, field="previous_response_id")
         entry = self._store.get(name, self._key)
         if entry is None:
             raise PreviousNotStored(
-                f"previous_response_id: there is no response {name[:100]!r} here, or no longer; send the whole conversation"
+                f"previous_response_id: there is no response {name[:100]!r} here, or no longer; send the whole conversation",
+                field="previous_response_id",
             )
         parts = (entry.before, entry.input, msgspec.json.encode(_output(entry)))
         return b"[" + b",".join(part[1:-1] for part in parts if part != b"[]") + b"]"
@@ -79,17 +82,20 @@ class Continued:
                 continue
             item.require(f"input[{place}]", "id")
             if any(getattr(item, name) is not None for name in _BESIDE):
-                raise BadRequest(f"input[{place}] is an item_reference, which has an id and nothing beside it")
+                message = f"input[{place}] is an item_reference, which has an id and nothing beside it"
+                raise BadRequest(message, field=f"input[{place}]")
             name = item.id or ""
             if name in seen:
-                raise BadRequest(f"input[{place}].id {name[:100]!r} is named twice; name each item once")
+                message = f"input[{place}].id {name[:100]!r} is named twice; name each item once"
+                raise BadRequest(message, field=f"input[{place}].id")
             seen.add(name)
             if name not in known:
                 entry = self._holding(name)
                 if entry is None:
                     raise ItemNotStored(
                         f"input[{place}]: Item with id {name[:100]!r} not found: its response has expired, was deleted or was "
-                        "not stored (store: false); send the item itself"
+                        "not stored (store: false); send the item itself",
+                        field=f"input[{place}]",
                     )
                 known |= {each["id"]: each for each in (*msgspec.json.decode(entry.input), *_output(entry))}
             made.append(msgspec.convert(known[name], InputItem))
@@ -170,29 +176,33 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
+_NAMES = frozenset({*ResponsesRequest.__struct_fields__, "limit", "order", "after"})     # that `error.param` may have
+
+
 def check_query(request: Request, *known: str) -> None:
     for name, value in request.query_params.multi_items():
         name = name.removesuffix("[]")
         if name == "include" and value not in KNOWN_INCLUDES:
-            raise Unsupported(f"include: {value[:60]!r} is not supported by this server")
+            raise Unsupported(f"include: {value[:60]!r} is not supported by this server", field="include")
         if known and name in ("stream", "include_obfuscation") and value.lower() in ("false", "0"):
             continue
         if name not in known:
-            raise Unsupported(f"{name[:60]} is not supported by this server; leave it out")
+            field = name if name in _NAMES else ""
+            raise Unsupported(f"{name[:60]} is not supported by this server; leave it out", field=field)
 
 
 def page(items: list[dict[str, Any]], query: dict[str, str]) -> InputItems:
     """The newest first, unless `order` is asc; at most `limit` of them, behind the one called `after`."""
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
-        raise BadRequest(f"order must be asc or desc; got {order[:20]!r}")
+        raise BadRequest(f"order must be asc or desc; got {order[:20]!r}", field="order")
     if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= MOST_ITEMS:
-        raise BadRequest(f"limit must be between 1 and {MOST_ITEMS}; got {limit[:20]!r}")
+        raise BadRequest(f"limit must be between 1 and {MOST_ITEMS}; got {limit[:20]!r}", field="limit")
     listed = items if order == "asc" else items[::-1]
     if (after := query.get("after")) is not None:
         places = [place for place, item in enumerate(listed) if item["id"] == after]
         if not places:
-            raise BadRequest(f"after: this input has no item {after[:100]!r}")
+            raise BadRequest(f"after: this input has no item {after[:100]!r}", field="after")
         listed = listed[places[0] + 1 :]
     shown = listed[: int(limit)]
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)

@@ -58,7 +58,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def require(self, where: str, *names: str) -> None:
         for name in names:
             if getattr(self, name) is None:
-                raise BadRequest(f"{where}.{name} is missing; an item of type {self.type!r} needs it")
+                raise BadRequest(f"{where}.{name} is missing; an item of type {self.type!r} needs it", field=f"{where}.{name}")
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -74,7 +74,7 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def plain(self, where: str, namespace: str = "") -> dict[str, Any]:
         """As chat has it."""
         if self.name is None:
-            raise BadRequest(f"{where}.name is missing")
+            raise BadRequest(f"{where}.name is missing", field=f"{where}.name")
         self.name = joined(namespace, self.name)
         given = {name: getattr(self, name) for name in ("name", "parameters", "description", "strict")}
         function = {name: value for name, value in given.items() if value is not None}
@@ -121,7 +121,8 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         schema = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.type != "json_schema":
             for name in schema:
-                raise BadRequest(f"text.format.{name} belongs to the type json_schema; this one is {self.type!r}")
+                message = f"text.format.{name} belongs to the type json_schema; this one is {self.type!r}"
+                raise BadRequest(message, field=f"text.format.{name}")
             return {"type": self.type}
         return {"type": "json_schema", "json_schema": schema}
 
@@ -205,7 +206,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         refuse(self, self.REFUSED)
         for entry in self.include or []:
             if entry not in KNOWN_INCLUDES:
-                raise Unsupported(f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is")
+                message = f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is"
+                raise Unsupported(message, field="include")
 
     @property
     def namespaces(self) -> dict[str, str]:
@@ -233,7 +235,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             for place, item in enumerate(self.input):
                 _extend(messages, item, f"input[{place}]")
         if not messages or (isinstance(self.input, list) and not self.input):
-            raise BadRequest("input must be a text or a list with at least one item")
+            raise BadRequest("input must be a text or a list with at least one item", field="input")
         chat: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         chat |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.tools:
@@ -280,7 +282,8 @@ def _tools(tool: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 
 def _function(tool: dict[str, Any], where: str, namespace: str = "") -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise Unsupported(f"{where}.type {str(tool.get('type'))[:60]!r} is not supported by this server; only 'function' is")
+        message = f"{where}.type {str(tool.get('type'))[:60]!r} is not supported by this server; only 'function' is"
+        raise Unsupported(message, field=f"{where}.type")
     return _converted(tool, FunctionTool, where).plain(where, namespace)
 
 
@@ -288,7 +291,7 @@ def _converted(tool: dict[str, Any], kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(tool, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{where}: {str(error).replace('`', '')}") from None
+        raise BadRequest(f"{where}: {str(error).replace('`', '')}", field=where) from None
 
 
 def _extend(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
@@ -330,9 +333,11 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
     for place, part in enumerate(content or []):
         kind, text = part.get("type"), part.get("text")
         if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
-            raise Unsupported(f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here")
+            message = f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here"
+            raise Unsupported(message, field=f"{where}[{place}]")
         for name, value in part.items():
             if name not in PART_FIELDS and value is not None:
-                raise Unsupported(f"{where}[{place}].{name[:40]} is not supported; a part of text has a type and a text")
+                message = f"{where}[{place}].{name[:40]} is not supported; a part of text has a type and a text"
+                raise Unsupported(message, field=f"{where}[{place}]")
         texts.append(text)
     return "\n".join(texts)

@@ -39,9 +39,8 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         if not first or not second or (len(first) != len(second) and len(first) != 1):
-            raise BadRequest(
-                f"text_1 and text_2 must be as many as each other, or text_1 one; got {len(first)} and {len(second)}"
-            )
+            message = f"text_1 and text_2 must be as many as each other, or text_1 one; got {len(first)} and {len(second)}"
+            raise BadRequest(message, field="text_1")
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
@@ -75,10 +74,12 @@ async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tupl
         differ = (at for at, (one, other) in enumerate(zip(mine, whole, strict=False)) if one != other)
         shared = next(differ, min(len(mine), len(whole)))
         if not mine or shared == len(whole):
-            raise BadRequest(f"text_1 and text_2 must have at least a token each; those of pair {place} have not")
+            message = f"text_1 and text_2 must have at least a token each; those of pair {place} have not"
+            raise BadRequest(message, field="text_1")
         if len(whole) == 1:
             raise BadRequest(
-                f"text_1 and text_2 are a single token together in pair {place}, without a likelihood: nothing stands before it"
+                f"text_1 and text_2 are a single token together in pair {place}, without a likelihood: nothing stands before it",
+                field="text_1",
             )
         made.append((whole, max(1, shared)))
     return made

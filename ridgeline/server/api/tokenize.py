@@ -29,14 +29,15 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise BadRequest("prompt or messages must be given, and not both")
+            raise BadRequest("prompt or messages must be given, and not both", field="prompt")
         for_chat = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
         if self.messages is None:
             misplaced = next((name for name in for_chat if getattr(self, name) is not None), None)
             if misplaced is not None:
-                raise BadRequest(f"{misplaced} needs messages; a prompt is tokenised as it is")
+                raise BadRequest(f"{misplaced} needs messages; a prompt is tokenised as it is", field=misplaced)
         elif self.add_special_tokens:
-            raise BadRequest("add_special_tokens must be false with messages: the chat template writes its own")
+            message = "add_special_tokens must be false with messages: the chat template writes its own"
+            raise BadRequest(message, field="add_special_tokens")
 
     def chat(self) -> dict[str, Any]:
         """The same as a chat request, as plain data."""
@@ -77,7 +78,7 @@ class DetokenizeReply(msgspec.Struct):
         """An id that the vocabulary has not would be dropped without a word; here it is an error."""
         unknown = next((token for token in tokens if token >= tokenizer.vocab_size), None)
         if unknown is not None:
-            raise BadRequest(f"tokens holds {unknown}; the vocabulary ends at {tokenizer.vocab_size - 1}")
+            raise BadRequest(f"tokens holds {unknown}; the vocabulary ends at {tokenizer.vocab_size - 1}", field="tokens")
         return cls(tokenizer.decode(tokens))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_ty
 import msgspec
 from msgspec.inspect import DictType, FloatType, IntType, ListType, NoneType, StructType, Type, UnionType, type_info
 
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, UnknownField
 
 MAX_MESSAGE = 500                    # characters
 LONG_BODY = 64 * 1024                # bytes; what is longer is parsed and checked away from the event loop
@@ -24,6 +24,7 @@ EXACT = 2**53                        # whole numbers up to here are the same as 
 
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
+_MISSING_FIELD = re.compile(r"Object missing required field `([^`]*)`")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 
@@ -58,7 +59,7 @@ def parse_body(kind: type[T], body: bytes) -> T:
             mended = _without_nulls(_mend(kind)(msgspec.json.decode(body)), _type(kind))
             request = msgspec.convert(mended, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise BadRequest(readable(str(error), kind)) from None
+        raise refusal(str(error), kind) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     request.check()
@@ -157,8 +158,11 @@ def _words(hint: Any) -> list[str]:
     return [word for each in get_args(hint) for word in _words(each)]
 
 
-def readable(message: str, kind: Any) -> str:
-    """msgspec's words, with the field first: `temperature: expected ..., got ...`. They may quote as much as was sent."""
+def refusal(message: str, kind: Any) -> BadRequest:
+    """msgspec's words, with the field first: `temperature: expected ..., got ...`. They may quote as much as was sent.
+
+    Only here is text parsed for a field's name: msgspec gives it in no other form.
+    """
     message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …"
     place = _PLACE.search(message)
     where = place.group(1) if place else ""
@@ -167,8 +171,11 @@ def readable(message: str, kind: Any) -> str:
         name = unknown.group(1)
         close = difflib.get_close_matches(name, kind.__struct_fields__, 1) if not where else []
         inside = f" in {where}" if where else ""
-        return f"unknown field {name!r}{inside}" + (f"; did you mean {close[0]!r}?" if close else "")
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return UnknownField(f"unknown field {name!r}{inside}{hint}", field=name)
     words = _PLACE.sub("", message).replace("`", "").replace("Object missing", "missing")
     if "nvalid enum value" in words and where in kind.__struct_fields__:
         words += _choices(kind, where)
-    return f"{where}: {words[0].lower()}{words[1:]}" if where else words
+    missing = _MISSING_FIELD.search(message)
+    field = where or (missing.group(1) if missing else "")
+    return BadRequest(f"{where}: {words[0].lower()}{words[1:]}" if where else words, field=field)

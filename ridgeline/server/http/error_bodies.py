@@ -6,7 +6,6 @@ and its headers: `body_for` picks the shape by those. Knows statuses and words; 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,37 +43,11 @@ def error_body(
     return _encode({"error": told | ({"details": details} if details else {})})
 
 
-# Fields that have other names there than in chat; our messages begin with the name.
-_ANTHROPIC_NAMES = {
-    "stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
-}  # fmt: skip
-_RESPONSES_NAMES = {
-    "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "logprobs": "top_logprobs",
-    "response_format": "text.format", "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity",
-}  # fmt: skip
-_NAME = re.compile(r"([a-z_]+)(?:\.json_schema)?")
-
-
-def _renamed(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """(the message, the name that now stands in it)."""
-    first = _NAME.match(message)
-    name = names.get(first.group(1)) if first is not None else None
-    return (message, None) if first is None or name is None else (name + message[first.end() :], name)
-
-
-def responses_body(openai_body: bytes) -> bytes:
-    """The same error, for clients of the Responses API."""
-    told = msgspec.json.decode(openai_body)["error"]
-    told["message"], name = _renamed(told["message"], _RESPONSES_NAMES)
-    return openai_body if name is None else _encode({"error": told | {"param": name.partition(".")[0]}})
-
-
 def anthropic_body(status: int, openai_body: bytes) -> bytes:
     """The same error, for Anthropic's clients."""
-    told = msgspec.json.decode(openai_body)["error"]
-    message, _ = _renamed(told["message"], _ANTHROPIC_NAMES)
+    error = msgspec.json.decode(openai_body)["error"]
     kind = _ANTHROPIC_TYPES.get(status, "api_error")
-    return _encode(AnthropicError(AnthropicDetail(kind, message, told.get("details", UNSET))))
+    return _encode(AnthropicError(AnthropicDetail(kind, error["message"], error.get("details", UNSET))))
 
 
 def is_anthropic(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:

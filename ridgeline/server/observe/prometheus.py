@@ -291,7 +291,7 @@ def switch(llm: AsyncLLM, techniques: Mapping[str, bool] | None) -> None:
     """Do without techniques for this request. BadRequest for one that it alone cannot switch."""
     for name, wanted in (techniques or {}).items():
         if name != "prefix_caching":
-            raise BadRequest(f"techniques.{name[:40]} cannot be switched by a request; prefix_caching can")
+            raise BadRequest(f"techniques.{name[:40]} cannot be switched by a request; prefix_caching can", field="techniques")
         if wanted and not (llm.ready and "prefix caching" in llm.ready.techniques):
-            raise BadRequest("techniques.prefix_caching cannot be true: this server runs without it")
+            raise BadRequest("techniques.prefix_caching cannot be true: this server runs without it", field="techniques")
         CALLER.set(replace(CALLER.get(), prefix_caching=wanted))

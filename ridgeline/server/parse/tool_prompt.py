@@ -112,7 +112,7 @@ def _json(value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        raise BadRequest("messages and tools must not be nested so deep") from None
+        raise BadRequest("messages and tools must not be nested so deep", field="messages") from None
 
 
 def _parts(message: Mapping[str, Any]) -> list[Any]:

@@ -76,15 +76,15 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUs
     """BadRequest names what is wrong. Tools that may not be called are left out: the model need not hear of them."""
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise BadRequest("tool_choice needs tools")
+            raise BadRequest("tool_choice needs tools", field="tool_choice")
         return ToolUse()
     if len(tools) > MAX_TOOLS:
-        raise BadRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
+        raise BadRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", field="tools")
     plain = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in plain]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise BadRequest(f"tools has two functions with the name {twice!r}")
+        raise BadRequest(f"tools has two functions with the name {twice!r}", field="tools")
     mode, wanted = _choice(choice, names)
     if mode == "none":
         return ToolUse()
@@ -108,16 +108,17 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, Iterable[str]]:
             only(choice, "tool_choice", "type", "allowed_tools")
             only(allowed, "tool_choice.allowed_tools", "mode", "tools")
             if not tools:
-                raise BadRequest("tool_choice.allowed_tools.tools must name at least one function")
+                message = "tool_choice.allowed_tools.tools must name at least one function"
+                raise BadRequest(message, field="tool_choice.allowed_tools.tools")
             return mode, _known([_name_of(each, place) for place, each in enumerate(tools)], names)
-    raise BadRequest(f"tool_choice must be one of {known}; got {shown(choice)}")
+    raise BadRequest(f"tool_choice must be one of {known}; got {shown(choice)}", field="tool_choice")
 
 
 def only(given: Mapping[str, Any], where: str, *names: str) -> None:
     """BadRequest if it has any other field."""
     for name in given:
         if name not in names:
-            raise BadRequest(f"{where} has the unknown field {shown(name)}")
+            raise BadRequest(f"{where} has the unknown field {shown(name)}", field=where)
 
 
 def _name_of(allowed: Any, place: int) -> Any:
@@ -127,14 +128,16 @@ def _name_of(allowed: Any, place: int) -> Any:
             only(allowed, where, "type", "function")
             only(function, f"{where}.function", "name")
             return name
-    raise BadRequest(f"tool_choice.allowed_tools.tools must hold functions by their names; got {shown(allowed)}")
+    message = f"tool_choice.allowed_tools.tools must hold functions by their names; got {shown(allowed)}"
+    raise BadRequest(message, field="tool_choice.allowed_tools.tools")
 
 
 def _known(given: list[Any], names: list[str]) -> list[str]:
     known = frozenset(names)
     for name in given:
         if not isinstance(name, str) or name not in known:
-            raise BadRequest(f"tool_choice names the function {shown(name)}, which is not among the tools")
+            message = f"tool_choice names the function {shown(name)}, which is not among the tools"
+            raise BadRequest(message, field="tool_choice")
     return given
 
 
@@ -142,11 +145,11 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind not in (None, "function"):
-            raise Unsupported(f"{where}.type {shown(kind)} is not supported; only 'function' is")
-        raise BadRequest(f"{where} must be an object with type 'function' and a function")
+            raise Unsupported(f"{where}.type {shown(kind)} is not supported; only 'function' is", field=f"{where}.type")
+        raise BadRequest(f"{where} must be an object with type 'function' and a function", field=where)
     only(tool, where, "type", "function", "strict", *HINTS)
     if tool.get("type", "function") != "function":
-        raise Unsupported(f"{where}.type {shown(tool['type'])} is not supported; only 'function' is")
+        raise Unsupported(f"{where}.type {shown(tool['type'])} is not supported; only 'function' is", field=f"{where}.type")
     function = tool["function"]
     if function.get("strict") is None and "strict" in tool:      # some clients have it a level higher, as the Responses API does
         function = {**function, "strict": tool["strict"]}
@@ -160,15 +163,15 @@ def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
     only(function, where, "name", "description", "parameters", "strict", "return", *HINTS)
     name = function.get("name")
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not _NAME_CHARACTERS.issuperset(name):
-        raise BadRequest(
-            f"{where}.name must be 1 to {MAX_NAME} letters, digits, dots, underscores and dashes; got {shown(name)}"
-        )
+        message = f"{where}.name must be 1 to {MAX_NAME} letters, digits, dots, underscores and dashes; got {shown(name)}"
+        raise BadRequest(message, field=f"{where}.name")
     if not isinstance(function.get("description", ""), str | None):
-        raise BadRequest(f"{where}.description must be a text")
+        raise BadRequest(f"{where}.description must be a text", field=f"{where}.description")
     if not isinstance(function.get("parameters", {}), Mapping | None):
-        raise BadRequest(f"{where}.parameters must be a JSON schema; got {shown(function['parameters'])}")
+        message = f"{where}.parameters must be a JSON schema; got {shown(function['parameters'])}"
+        raise BadRequest(message, field=f"{where}.parameters")
     if not isinstance(function.get("strict"), bool | None):
-        raise BadRequest(f"{where}.strict must be true or false; got {shown(function['strict'])}")
+        raise BadRequest(f"{where}.strict must be true or false; got {shown(function['strict'])}", field=f"{where}.strict")
     return {key: value for key, value in function.items() if value is not None and key not in HINTS}
 
 
@@ -219,7 +222,7 @@ def moved(schema: Any, to: str) -> Any:
     try:
         return _moved(schema, to)
     except RecursionError:
-        raise BadRequest(f"tools has a schema that is nested more than {MAX_SCHEMA_DEPTH} deep") from None
+        raise BadRequest(f"tools has a schema that is nested more than {MAX_SCHEMA_DEPTH} deep", field="tools") from None
 
 
 def _moved(schema: Any, to: str) -> Any:
@@ -333,7 +336,7 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     strict tools to their schemas."""
     if tokenizer is None:
         if use.mode == "auto":
-            raise BadRequest("tools need a tokenizer, and skip_tokenizer_init is set")
+            raise BadRequest("tools need a tokenizer, and skip_tokenizer_init is set", field="tools")
         return Reading()
     templates = "\n".join(tokenizer.chat_templates.values())
     form = tool_format(options.tool_call_parser, templates)
@@ -353,7 +356,8 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
         if form is None:
             raise BadRequest(
                 "tools with tool_choice 'auto' need a known format of calls, and the chat template has another; start the "
-                f"server with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function"
+                f"server with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function",
+                field="tools",
             )
         made.format = form
         marks += MARKS.get(form, ())

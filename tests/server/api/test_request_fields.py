@@ -20,7 +20,8 @@ from served_model import ServerProcess, write_model
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.http.connection_limits import ServerOptions
-from ridgeline.server.protocol import ChatRequest, CompletionRequest, param_of, parse
+from ridgeline.server.http.failures import param_of
+from ridgeline.server.protocol import ChatRequest, CompletionRequest, parse
 
 TEMPLATE = (
     "{# <tool_call> </think> #}"
@@ -421,7 +422,7 @@ def test_what_is_refused(kind: type[Any], body: dict[str, Any], param: str, says
     given = {"messages": MESSAGES} if kind is ChatRequest else {"prompt": "a"}
     with pytest.raises((BadRequest, Unsupported)) as caught:
         parse(kind, json.dumps(given | body).encode()).params({})
-    assert says in str(caught.value) and param_of(str(caught.value)) == param
+    assert says in str(caught.value) and param_of(caught.value) == param
 
 
 @pytest.mark.parametrize(("message", "says"), [

@@ -27,7 +27,8 @@ from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.failures import describe
 from ridgeline.server.protocol import ChatRequest, CompletionRequest, parse
-from ridgeline.server.service import Service, Unavailable
+from ridgeline.server.server_errors import Unavailable
+from ridgeline.server.service import Service
 
 QUEUE = 16
 OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "2600", "--max-num-seqs", "8",
