@@ -158,8 +158,7 @@ class Scheduler:
         if num_prompt >= self.limits.max_model_len:
             raise BadRequest(
                 f"the prompt has {num_prompt} tokens, which leaves no room for an answer: "
-                f"max_model_len is {self.limits.max_model_len}",
-                field=PROMPT,
+                f"max_model_len is {self.limits.max_model_len}", field=PROMPT,
             )
         limit = self.limits.max_model_len
         if params.max_tokens is not None:

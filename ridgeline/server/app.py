@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from ridgeline.engine.client.answer_stream import AnswerStream, Batch
 from ridgeline.engine.client.processor import Prompt
-from ridgeline.engine.client.request_context import CALLER, expect_first_token
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, RidgelineError
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api import anthropic, openapi, responses_answer
@@ -47,6 +47,7 @@ from ridgeline.server.api.tokenize import (
 from ridgeline.server.http.body import LONG_BODY, away_if_long, parse_body
 from ridgeline.server.http.error_bodies import anthropic_body, is_anthropic
 from ridgeline.server.http.failures import describe, http_error
+from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
     DIRECT,
@@ -125,7 +126,7 @@ def checked_params(service: Service, request: ChatRequest | CompletionRequest) -
         return request.params(service.llm.sampling_defaults)
 
 
-async def prepare_chat(service: Service, body: bytes) -> Job:
+async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job:
     def work() -> tuple[ChatRequest, SamplingParams]:
         request = parse(ChatRequest, body)
         return request, checked_params(service, request)
@@ -134,7 +135,7 @@ async def prepare_chat(service: Service, body: bytes) -> Job:
     return await chat_job(service, request, params, "chatcmpl-", ChatWriter)
 
 
-async def prepare_completion(service: Service, body: bytes) -> Job:
+async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Job:
     def work() -> tuple[CompletionRequest, SamplingParams]:
         request = parse(CompletionRequest, body)
         return request, checked_params(service, request)
@@ -185,7 +186,7 @@ def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingPar
     return request, checked_params(service, request)
 
 
-async def prepare_messages(service: Service, body: bytes) -> Job:
+async def prepare_messages(service: Service, caller: Caller, body: bytes) -> Job:
     def work() -> tuple[anthropic.MessagesRequest, ChatRequest, SamplingParams]:
         asked = parse_body(anthropic.MessagesRequest, body)
         return asked, *as_chat(service, asked)
@@ -194,7 +195,7 @@ async def prepare_messages(service: Service, body: bytes) -> Job:
     return await chat_job(service, request, params, "msg_", partial(anthropic.MessagesWriter, asked))
 
 
-async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
+async def count_tokens(service: Service, caller: Caller, body: bytes) -> anthropic.TokenCount:
     def work() -> ChatRequest:
         return as_chat(service, parse_body(anthropic.CountRequest, body))[0]
 
@@ -202,10 +203,10 @@ async def count_tokens(service: Service, body: bytes) -> anthropic.TokenCount:
     return anthropic.TokenCount(len(await prompt_tokens(service, request)))
 
 
-async def response_chat(service: Service, body: bytes) -> tuple[Continued, ChatRequest, SamplingParams]:
+async def response_chat(service: Service, caller: Caller, body: bytes) -> tuple[Continued, ChatRequest, SamplingParams]:
     """A request of the Responses API as one of chat. A short one may go on from a long conversation."""
     asked = await away_if_long(len(body), lambda: parse_body(responses_answer.ResponsesRequest, body))
-    key = CALLER.get().key
+    key = caller.key
 
     def work() -> tuple[Continued, ChatRequest, SamplingParams]:
         continued = Continued(asked, service.stored, key)
@@ -217,18 +218,18 @@ async def response_chat(service: Service, body: bytes) -> tuple[Continued, ChatR
     return await away_if_long(size, work)
 
 
-async def prepare_response(service: Service, body: bytes) -> Job:
-    continued, request, params = await response_chat(service, body)
+async def prepare_response(service: Service, caller: Caller, body: bytes) -> Job:
+    continued, request, params = await response_chat(service, caller, body)
     writer = partial(responses_answer.ResponsesWriter, continued.asked, continued.keep)
     return await chat_job(service, request, params, "resp_", writer)
 
 
-async def count_input(service: Service, body: bytes) -> responses_answer.InputTokens:
-    _, request, _ = await response_chat(service, body)
+async def count_input(service: Service, caller: Caller, body: bytes) -> responses_answer.InputTokens:
+    _, request, _ = await response_chat(service, caller, body)
     return responses_answer.InputTokens(len(await prompt_tokens(service, request)))
 
 
-async def tokenize(service: Service, body: bytes) -> TokenizeReply:
+async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeReply:
     def work() -> tuple[TokenizeRequest, ChatRequest | None]:
         request = parse_body(TokenizeRequest, body)
         if request.model is not None:
@@ -245,7 +246,7 @@ async def tokenize(service: Service, body: bytes) -> TokenizeReply:
     return TokenizeReply.of(tokens, longest, tokenizer, bool(request.return_token_strs))
 
 
-async def detokenize(service: Service, body: bytes) -> DetokenizeReply:
+async def detokenize(service: Service, caller: Caller, body: bytes) -> DetokenizeReply:
     def work() -> DetokenizeReply:
         request = parse_body(DetokenizeRequest, body)
         if request.model is not None:
@@ -255,7 +256,7 @@ async def detokenize(service: Service, body: bytes) -> DetokenizeReply:
     return await away_if_long(len(body), work)
 
 
-async def embed(service: Service, body: bytes) -> EmbeddingReply:
+async def embed(service: Service, caller: Caller, body: bytes) -> EmbeddingReply:
     def work() -> tuple[EmbeddingRequest, SamplingParams]:
         request = parse_body(EmbeddingRequest, body)
         service.check_routing(request.model, request.priority)
@@ -273,7 +274,8 @@ async def embed(service: Service, body: bytes) -> EmbeddingReply:
         part = prompts[begin : begin + most]
         with service.slots.taking(len(part), already=1):
             stream = await service.llm.stream(
-                part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=prometheus.arrived()
+                part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=prometheus.arrived(),
+                caller=caller,
             )
             try:
                 outputs = await stream.complete()
@@ -321,21 +323,21 @@ class Question(Endpoint):
     """An endpoint whose whole answer is one struct."""
 
     def __init__(
-        self, service: Service, answer: Callable[[Service, bytes], Awaitable[Any]], dialect: Dialect = CHAT,
+        self, service: Service, answer: Callable[[Service, Caller, bytes], Awaitable[Any]], dialect: Dialect = CHAT,
         prompt_field: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(service, dialect, prompt_field)
         self._make = answer
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        await send_json(send, 200, msgspec.json.encode(await self._make(self._service, body)))
+        await send_json(send, 200, msgspec.json.encode(await self._make(self._service, caller_of(scope), body)))
 
 
 class Generation(Endpoint):
     """An endpoint that generates."""
 
     def __init__(
-        self, service: Service, prepare: Callable[[Service, bytes], Awaitable[Job]], dialect: Dialect = CHAT,
+        self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Job]], dialect: Dialect = CHAT,
         prompt_field: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(service, dialect, prompt_field)
@@ -346,16 +348,18 @@ class Generation(Endpoint):
             await self._generate(scope, body, send)
 
     async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
-        job = await self._prepare(self._service, body)
-        prometheus.switch(self._service.llm, job.request.techniques)
-        expect_first_token(job.request.ttft_deadline_ms)
+        caller = caller_of(scope)
+        job = await self._prepare(self._service, caller, body)
+        caller = prometheus.switched(self._service.llm, caller, job.request.techniques)
+        caller = caller.expecting_first_token(job.request.ttft_deadline_ms)
         count = len(job.prompts) * job.params.n
         with self._service.slots.taking(count, already=1):
             with job.request.naming_its_grammar():
                 stream = await self._service.llm.stream(
                     job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
                     arrived=prometheus.arrived(), must_fit="" if self._dialect.clips else job.request.length_field,
-                )  # fmt: skip
+                    caller=caller,
+                )
             try:
                 if job.request.stream:
                     events = EventStream(send, job.headers, self._dialect.framed, scope.get(DIRECT))

@@ -36,7 +36,7 @@ from ridgeline import SamplingParams
 from ridgeline.engine import ipc
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.processor import Frontend
-from ridgeline.engine.client.request_context import CALLER, Caller
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, ModelError, Overloaded
 from ridgeline.models.model_config import load_model_config
 from ridgeline.server.http.keys import Keys
@@ -163,13 +163,9 @@ def test_how_fast_it_comes_tells_nothing_of_other_tenants_prompts(tmp_path: Path
         return [source.randrange(250) for _ in range(1024)]
 
     async def first_token(llm: AsyncLLM, tokens: list[int], salt: str) -> tuple[float, int]:
-        token = CALLER.set(Caller(cache_salt=salt))
-        try:
-            began = time.perf_counter()
-            output = (await (await llm.stream([tokens], params)).complete())[0]
-            return time.perf_counter() - began, output.num_cached_tokens
-        finally:
-            CALLER.reset(token)
+        began = time.perf_counter()
+        output = (await (await llm.stream([tokens], params, caller=Caller(cache_salt=salt))).complete())[0]
+        return time.perf_counter() - began, output.num_cached_tokens
 
     async def scene() -> None:
         async with AsyncLLM(

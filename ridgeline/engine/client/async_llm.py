@@ -26,7 +26,7 @@ from ridgeline.engine.client.open_requests import OpenRequests
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
 from ridgeline.engine.client.prompt_limits import LONG_WORK, PromptLimits, is_brief, is_long
-from ridgeline.engine.client.request_context import CALLER, Caller
+from ridgeline.engine.client.request_context import LOCAL, Caller
 from ridgeline.engine.client.supervisor import Listener, Supervisor
 from ridgeline.engine.client.wait_estimate import LoadMeter
 from ridgeline.engine.client.watchdog import Supervision
@@ -163,13 +163,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        caller: Caller = LOCAL,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answer as it grows: each output holds everything so far, or what `output_kind` says.
 
         Leaving the loop early aborts the request.
         """
         kind = (sampling_params or SamplingParams()).output_kind
-        stream = await self.stream([prompt], sampling_params, request_id, priority)
+        stream = await self.stream([prompt], sampling_params, request_id, priority, caller=caller)
         try:
             if kind is RequestOutputKind.FINAL_ONLY:
                 yield (await stream.complete())[0]
@@ -189,6 +190,7 @@ class AsyncLLM:
         cache_salt: str = "",
         arrived: float = 0.0,
         must_fit: str = "",
+        caller: Caller = LOCAL,
     ) -> AnswerStream:
         """Send prompts to the engine. BadRequest when one cannot run, Overloaded when there is no room; then none does.
 
@@ -203,8 +205,6 @@ class AsyncLLM:
         if params.truncate_prompt_tokens is None:        # else what is too long is made to fit
             for prompt in prompts:
                 self._limits.check(prompt)
-
-        caller = CALLER.get()
 
         def make() -> list[tuple[Request, bytes, RequestState]]:
             return [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]

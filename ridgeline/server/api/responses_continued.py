@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ridgeline.engine.client.request_context import CALLER
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
 from ridgeline.server.api.responses_store import ResponseStore, Stored
 from ridgeline.server.http.body import away_if_long
+from ridgeline.server.http.gate import caller_of
 from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored
 from ridgeline.server.service import Service
 
@@ -143,8 +143,8 @@ class InputItems(msgspec.Struct):
     object: str = "list"
 
 
-def found(service: Service, name: str) -> Stored:
-    entry = service.stored.get(name, CALLER.get().key)
+def found(service: Service, name: str, key: int) -> Stored:
+    entry = service.stored.get(name, key)
     if entry is None:
         raise NotStored(f"there is no response {name[:100]!r} here: it has expired, was deleted, or was never stored")
     return entry
@@ -152,18 +152,19 @@ def found(service: Service, name: str) -> Stored:
 
 def routes(service: Service) -> list[Route]:
     async def one(request: Request) -> Response:
-        name = request.path_params["id"]
+        name, key = request.path_params["id"], caller_of(request.scope).key
         if request.method == "DELETE":
             check_query(request)
-            found(service, name)
-            service.stored.delete(name, CALLER.get().key)
+            found(service, name, key)
+            service.stored.delete(name, key)
             return _json(msgspec.json.encode(DeletedResponse(name)))
         check_query(request, "include")
-        return _json(found(service, name).response)
+        return _json(found(service, name, key).response)
 
     async def items(request: Request) -> Response:
         check_query(request, "include", "limit", "order", "after")
-        given, query = found(service, request.path_params["id"]).input, dict(request.query_params)
+        given = found(service, request.path_params["id"], caller_of(request.scope).key).input
+        query = dict(request.query_params)
 
         def listed() -> bytes:
             return msgspec.json.encode(page(msgspec.json.decode(given), query))

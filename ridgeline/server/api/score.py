@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.embeddings import EmbeddingUsage
@@ -85,7 +86,7 @@ async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tupl
     return made
 
 
-async def score(service: Service, body: bytes) -> ScoreReply:
+async def score(service: Service, caller: Caller, body: bytes) -> ScoreReply:
     def work() -> tuple[ScoreRequest, list[tuple[str, str]]]:
         request = parse_body(ScoreRequest, body)
         service.check_routing(request.model, request.priority)
@@ -97,8 +98,8 @@ async def score(service: Service, body: bytes) -> ScoreReply:
         pairs = await tokens_of(service, texts)
         stream = await service.llm.stream(
             [tokens for tokens, _ in pairs], params, priority=request.priority or 0, cache_salt=request.cache_salt or "",
-            arrived=prometheus.arrived(),
-        )  # fmt: skip
+            arrived=prometheus.arrived(), caller=caller,
+        )
         try:
             outputs = await stream.complete()
         finally:

@@ -1,7 +1,7 @@
 """What every request passes, whatever it asks for: its id, its key, its origin, its deadlines, its line in the log.
 
 An ASGI application around another. It knows headers and paths; bodies it lets through unread, and never writes down.
-What an endpoint wants in the access log it puts into `scope["ridgeline.process.log"]`.
+What an endpoint wants in the access log it puts into `scope[LOG]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from ridgeline.engine.client.request_context import CALLER, MAX_TTFT_MS, Caller
+from ridgeline.engine.client.request_context import LOCAL, MAX_TTFT_MS, Caller
 from ridgeline.errors import ConfigError
 from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.error_bodies import body_for, error_body, is_anthropic
@@ -27,7 +27,8 @@ from ridgeline.server.http.stream import DIRECT, Headers, Message, Receive, Send
 
 # What a load balancer asks, and the empty page of a browser: its data needs a key.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/dashboard"})
-LOG = "ridgeline.process.log"
+LOG = "ridgeline.log"                # in the scope: what the access log will say of this request
+CALLER = "ridgeline.caller"          # in the scope: the request's Caller
 TTFT_HEADER = b"x-ttft-deadline-ms"
 
 _REQUEST_ID = re.compile(rb"[0-9A-Za-z._:-]{1,128}")
@@ -39,6 +40,12 @@ _ORIGIN = re.compile(
     r"\*|(?:https?|app|capacitor|ionic|tauri|vscode-webview|(?:chrome|moz|safari-web)-extension)://[0-9a-z._\-\[\]:]+"
 )
 _encode = msgspec.json.Encoder().encode
+
+
+def caller_of(scope: Scope) -> Caller:
+    """The Caller that the gate made of a request's headers; without a gate, one without key and deadlines."""
+    caller: Caller = scope.get(CALLER, LOCAL)
+    return caller
 
 
 class Gate:
@@ -85,8 +92,7 @@ class Gate:
                 await send_json(send, 400, body_for(scope["path"], headers, 400, body))
                 return
         ends = time.monotonic() + self._timeout if self._timeout else None
-        # A connection's requests run in tasks of their own: nobody else sees this value.
-        CALLER.set(Caller(ttft_deadline=seconds, ends=ends, cache_salt=salt, key=number or 0))
+        scope[CALLER] = Caller(ttft_deadline=seconds, ends=ends, cache_salt=salt, key=number or 0)
         await self._app(scope, receive, send)
 
     def _cors(self, headers: Headers) -> Headers:

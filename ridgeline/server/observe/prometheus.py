@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.outputs import RequestOutput
-from ridgeline.engine.client.request_context import CALLER
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram
 from ridgeline.roofline.verdict import TERMS
@@ -287,11 +287,12 @@ def note_in_log(llm: AsyncLLM, outputs: list[RequestOutput]) -> None:
         log["timings"] = timings(llm, outputs)
 
 
-def switch(llm: AsyncLLM, techniques: Mapping[str, bool] | None) -> None:
-    """Do without techniques for this request. BadRequest for one that it alone cannot switch."""
+def switched(llm: AsyncLLM, caller: Caller, techniques: Mapping[str, bool] | None) -> Caller:
+    """The caller, with techniques off that this request wants off. BadRequest for one that a request cannot switch."""
     for name, wanted in (techniques or {}).items():
         if name != "prefix_caching":
             raise BadRequest(f"techniques.{name[:40]} cannot be switched by a request; prefix_caching can", field="techniques")
         if wanted and not (llm.ready and "prefix caching" in llm.ready.techniques):
             raise BadRequest("techniques.prefix_caching cannot be true: this server runs without it", field="techniques")
-        CALLER.set(replace(CALLER.get(), prefix_caching=wanted))
+        caller = replace(caller, prefix_caching=wanted)
+    return caller
