@@ -27,12 +27,13 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
-from ridgeline.server.http.connection_limits import ServerOptions, limited_protocol
+from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.observe import admin
 from ridgeline.server.observe.tracing import start_tracing
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service, model_name
 
 try:

@@ -12,11 +12,12 @@ from pathlib import Path
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import BadRequest
 from ridgeline.process import embedded
+from ridgeline.server.api.generation import GenerationRequest
 from ridgeline.server.api.responses_store import ResponseStore
-from ridgeline.server.http.connection_limits import ServerOptions, Slots
+from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.observe.tracing import NoTracing
-from ridgeline.server.protocol import GenerationRequest
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import STOPPED, ModelNotFound, Unavailable
 from ridgeline.text.tokenizer import Tokenizer
 

@@ -39,8 +39,10 @@ from ridgeline.engine.client.processor import Frontend
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, ModelError, Overloaded
 from ridgeline.models.model_config import load_model_config
+from ridgeline.server.api.chat import ChatRequest
+from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.keys import Keys
-from ridgeline.server.protocol import ChatRequest, CompletionRequest, parse
 from ridgeline.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -400,7 +402,7 @@ def test_twice_the_request_is_about_twice_the_work(what: str, tmp_path: Path) ->
 
     def work(kind: type[Any], body: bytes) -> None:
         try:
-            request = parse(kind, body)
+            request = parse_body(kind, body)
             params = request.params({})
             if kind is ChatRequest:
                 prompt: Any = tokenizer.apply_chat_template(request.conversation(), tokenize=True, **request.template())

@@ -6,6 +6,7 @@ depends on what the model was trained for.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any, Literal
 
@@ -13,9 +14,14 @@ import msgspec
 import numpy as np
 
 from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.client.processor import Prompt
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import FIT, Integer
+from ridgeline.server.http.body import away_if_long, parse_body
+from ridgeline.server.observe import prometheus
+from ridgeline.server.service import Service
 
 MOST_TEXTS = 2048                    # of one request, as OpenAI has it
 
@@ -93,3 +99,38 @@ def _written(output: RequestOutput, request: EmbeddingRequest) -> list[float] | 
     vector = vector / length if length > 0 and request.normalize is not False else vector
     written = request.encoding_format == "base64"
     return base64.b64encode(vector.astype("<f4").tobytes()).decode() if written else vector.tolist()
+
+
+async def embed(service: Service, caller: Caller, body: bytes) -> EmbeddingReply:
+    def work() -> tuple[EmbeddingRequest, SamplingParams]:
+        request = parse_body(EmbeddingRequest, body)
+        service.check_routing(request.model, request.priority)
+        assert service.llm.ready is not None
+        return request, request.params(service.llm.ready.max_model_len)
+
+    request, params = await away_if_long(len(body), work)
+    prompts: list[Prompt] = list(request.prompts())
+    if request.add_special_tokens is False:
+        prompts = [await plain_tokens(service, each) for each in prompts]
+    reply = EmbeddingReply([], service.name, EmbeddingUsage(0, 0))
+    # Clients send a thousand texts and more at once. Half of the room at a time leaves the other half to others.
+    most = max(1, service.slots.limit // 2)
+    for begin in range(0, len(prompts), most):
+        part = prompts[begin : begin + most]
+        with service.slots.taking(len(part), already=1):
+            stream = await service.llm.stream(
+                part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=prometheus.arrived(),
+                caller=caller,
+            )
+            try:
+                outputs = await stream.complete()
+            finally:
+                stream.close()
+        await asyncio.to_thread(reply.add, outputs, request)     # thousands of numbers each
+    return reply
+
+
+async def plain_tokens(service: Service, prompt: Prompt) -> Prompt:
+    """A text as the tokens that it is, and no others."""
+    await asyncio.sleep(0)                               # streams go on between two of thousands
+    return await service.llm.text_tokens(prompt, False) if isinstance(prompt, str) else prompt

@@ -13,9 +13,12 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.server import protocol
 from ridgeline.server.api import anthropic, responses_answer
+from ridgeline.server.api.chat import ChatChoice, ChatRequest
+from ridgeline.server.api.completions import CompletionChoice, CompletionRequest
 from ridgeline.server.api.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.api.generation import Reply
+from ridgeline.server.api.model_cards import ModelCard
 from ridgeline.server.api.responses_continued import MOST_ITEMS, DeletedResponse, InputItems
 from ridgeline.server.api.responses_request import KNOWN_INCLUDES
 from ridgeline.server.api.score import ScoreReply, ScoreRequest
@@ -64,17 +67,17 @@ class Error(msgspec.Struct):
     error: ErrorDetail
 
 
-class ChatReply(protocol.Reply):
-    choices: list[protocol.ChatChoice]
+class ChatReply(Reply):
+    choices: list[ChatChoice]
 
 
-class CompletionReply(protocol.Reply):
-    choices: list[protocol.CompletionChoice]
+class CompletionReply(Reply):
+    choices: list[CompletionChoice]
 
 
 class ModelList(msgspec.Struct):
     object: str
-    data: list[protocol.ModelCard]
+    data: list[ModelCard]
 
 
 class Version(msgspec.Struct):
@@ -100,8 +103,8 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("/v1/chat/completions", "A conversation", protocol.ChatRequest, ChatReply, streams=True),
-    Operation("/v1/completions", "A text to continue", protocol.CompletionRequest, CompletionReply, streams=True),
+    Operation("/v1/chat/completions", "A conversation", ChatRequest, ChatReply, streams=True),
+    Operation("/v1/completions", "A text to continue", CompletionRequest, CompletionReply, streams=True),
     Operation("/v1/responses", "A conversation, for clients of the Responses API", responses_answer.ResponsesRequest,
               responses_answer.ResponseReply, streams=True),
     Operation("/v1/responses/input_tokens", "How many tokens its prompt has", responses_answer.ResponsesRequest,
@@ -120,7 +123,7 @@ OPERATIONS = (
     Operation("/detokenize", "Token ids as text", DetokenizeRequest, DetokenizeReply),
     Operation("/tokenizer_info", "Its special tokens and chat template", gives=TokenizerInfo),
     Operation("/v1/models", "The one model that is served", gives=ModelList),
-    Operation("/v1/models/{name}", "The same by its name", gives=protocol.ModelCard),
+    Operation("/v1/models/{name}", "The same by its name", gives=ModelCard),
     Operation("/health", "Whether requests are taken", gives=Health),
     Operation("/health/ready", "The same", gives=Health),
     Operation("/health/live", "Whether this process answers", gives=Health),

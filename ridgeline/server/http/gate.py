@@ -19,11 +19,11 @@ import msgspec
 
 from ridgeline.engine.client.request_context import LOCAL, MAX_TTFT_MS, Caller
 from ridgeline.errors import ConfigError
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.error_bodies import body_for, error_body, is_anthropic
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.http.stream import DIRECT, Headers, Message, Receive, Send, send_json
+from ridgeline.server.options import ServerOptions
 
 # What a load balancer asks, and the empty page of a browser: its data needs a key.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/dashboard"})

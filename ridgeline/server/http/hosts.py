@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.stream import Receive, Send, send_json
+from ridgeline.server.options import ServerOptions
 
 Scope = MutableMapping[str, Any]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 
 logger = get_logger("server")
 

@@ -13,6 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMap
 from contextlib import suppress
 from typing import Any, Protocol
 
+import msgspec
+from starlette.responses import Response
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -46,6 +49,10 @@ async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tupl
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*_JSON, length, *headers]})
     await send({"type": "http.response.body", "body": body})
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 DIRECT = "ridgeline.direct"          # in the scope: a Direct, where there is one

@@ -18,7 +18,7 @@ from typing import Any
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.api.generation import structured_outputs
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
 from ridgeline.server.parse.tool_calls import (

@@ -22,9 +22,9 @@ from ridgeline.engine.ipc import Ready
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import Logprobs, TokenDelta
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.lifecycle import HttpServer, address_of, bind
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
 # Shows tools, calls and thoughts the way Qwen's templates do, so that answers are read for them.

@@ -22,8 +22,8 @@ from ridgeline.server.api.chat import ChatMessage, ChatRequest
 from ridgeline.server.api.responses_answer import ResponsesRequest, ResponsesWriter
 from ridgeline.server.api.responses_store import KEPT_SECONDS, ResponseStore
 from ridgeline.server.http.body import LONG_BODY
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.text_tokens import TextTokens
 
 NAME = "tiny"

@@ -30,7 +30,7 @@ from scripted_server import ScriptedServer
 from served_model import write_model
 
 from ridgeline.engine.ipc import Ready
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 
 ANSWER = "Arr, this be a test."
 CONTEXT = 65_536

@@ -20,11 +20,11 @@ from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import ConfigError, EngineDead, Overloaded, TimedOut
 from ridgeline.process.children import child_environment
 from ridgeline.server.app import make_app
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, OPEN_PATHS, Gate, caller_of
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import check_certificate
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
 KEYS = Keys(["sk-one", "sk-two"])

@@ -19,9 +19,10 @@ import uvicorn
 
 from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server.http import connection_limits
-from ridgeline.server.http.connection_limits import ServerOptions, Slots, limited_protocol
+from ridgeline.server.http.connection_limits import Slots, limited_protocol
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.lifecycle import NoFiles, raise_file_limit
+from ridgeline.server.options import ServerOptions
 
 MAX_BODY = 200_000
 MAX_CONNECTIONS = 5
