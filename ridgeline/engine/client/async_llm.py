@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.answer_stream import AnswerStream, only_new, so_far
+from ridgeline.engine.client.engine_commands import EngineCommands
 from ridgeline.engine.client.open_requests import OpenRequests
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
@@ -35,15 +35,12 @@ from ridgeline.engine.ipc import (
     Add,
     Deltas,
     EncodeError,
-    ForgetPrefixes,
     FromEngine,
     PrefixesForgotten,
-    Profile,
     Profiled,
     Ready,
     Refused,
     Stats,
-    Switch,
     Switched,
 )
 from ridgeline.errors import BadRequest, Overloaded, RidgelineError
@@ -78,10 +75,7 @@ class AsyncLLM:
         listener = Listener(self._take, self._opened, self._lost, self._replay, self._dead, lambda: self.num_open)
         self._engine = Supervisor(self.engine_module, self.config, supervision or Supervision(), listener)
         self._open = OpenRequests(self.load, self.metrics, self._engine.send)
-        self._switched: dict[str, bool] = {}             # techniques, as they were last switched; for engines to come
-        self._switching: deque[asyncio.Future[str]] = deque()    # switch() calls without an answer yet
-        self._forgetting: deque[asyncio.Future[bool]] = deque()  # reset_prefix_cache calls without an answer yet
-        self._profiling: asyncio.Future[Profiled] | None = None  # profile() without an answer yet
+        self._commands = EngineCommands(self._engine)
         self._frontend: Frontend | None = None           # None: not loaded yet
         self._longest_piece = 0                          # bytes of the vocabulary's longest token
         self._starting = asyncio.Lock()
@@ -209,12 +203,21 @@ class AsyncLLM:
         def make() -> list[tuple[Request, bytes, RequestState]]:
             return [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]
 
+        await self._check_grammar(params, caller)
+        made = await asyncio.to_thread(make) if is_long(prompts, params) else make()
+        return self._submit(made, request_id, arrived, caller)
+
+    async def _check_grammar(self, params: SamplingParams, caller: Caller) -> None:
+        """Compile a new grammar without holding up the event loop; afterwards its verdict is known."""
         if params.structured_outputs is not None and self._frontend is not None and self._frontend.grammars is not None:
             checker = self._frontend.grammars
             checked = checker.check_soon(params.structured_outputs, lambda: self.num_open > 0, caller.ends)
             await asyncio.wrap_future(checked)
-        made = await asyncio.to_thread(make) if is_long(prompts, params) else make()
-        # From here to the end nothing waits: the names that are free now are still free when they are taken.
+
+    def _submit(
+        self, made: list[tuple[Request, bytes, RequestState]], request_id: str | None, arrived: float, caller: Caller
+    ) -> AnswerStream:
+        """Nothing awaits in here: ids that are free at the start are still free when they are taken."""
         names = [request_id and (f"{request_id}-{place}" if place else request_id) for place in range(len(made))]
         taken = next((name for name in names if name in self._open.wire_ids), None)
         if taken is not None:
@@ -275,10 +278,7 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget every computed prefix. False, and nothing is forgotten, while requests hold part of the KV cache."""
         await self.start()
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._forgetting.append(answer)                  # the engine answers in order
-        self._engine.send(TO_ENGINE.encode(ForgetPrefixes()))
-        return await answer
+        return await self._commands.reset_prefix_cache()
 
     async def switch(self, technique: str, on: bool) -> None:
         """Leave an exact technique out on the live engine, or take it in again; engines started later do the same.
@@ -286,29 +286,12 @@ class AsyncLLM:
         BadRequest for one that cannot be switched. `ready.techniques` has what is on.
         """
         await self.start()
-        if not self._engine.is_up:
-            raise BadRequest("the engine is being started again; try later")
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._switching.append(answer)                   # the engine answers in order
-        self._engine.send(TO_ENGINE.encode(Switch(technique, on)))
-        if refused := await answer:
-            raise BadRequest(refused)
-        self._switched[technique] = on
+        await self._commands.switch(technique, on)
 
     async def profile(self, steps: int) -> Profiled:
         """Profile the engine's next steps, while it serves: they take longer meanwhile. One at a time."""
         await self.start()
-        if not self._engine.is_up or self._profiling is not None:
-            raise BadRequest("the engine is being started again, or a profile is under way; try later")
-        self._profiling = asyncio.get_running_loop().create_future()
-        try:
-            self._engine.send(TO_ENGINE.encode(Profile(steps)))
-            found = await self._profiling
-        finally:
-            self._profiling = None
-        if found.refused:
-            raise BadRequest(found.refused)
-        return found
+        return await self._commands.profile(steps)
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
@@ -368,23 +351,16 @@ class AsyncLLM:
         if isinstance(message, Deltas):
             self.running, self.free_blocks = message.running, message.free_blocks
             return self._open.take(message, message.ended or time.monotonic())
-        if isinstance(message, Switched):
-            if self.ready is not None:
+        if isinstance(message, Switched | PrefixesForgotten | Profiled):
+            if isinstance(message, Switched) and self.ready is not None:
                 self.ready.techniques = message.active
-            if self._switching and not (waiting_for := self._switching.popleft()).done():
-                waiting_for.set_result(message.refused)
+            self._commands.answered(message)
         elif isinstance(message, Stats):
             self.metrics.engine = message.stats
             if message.stats.roofline is not None:
                 self.roofline.take(time.monotonic(), message.stats.roofline)
         elif isinstance(message, Refused):
             self._open.refuse(message.request_id, message.reason, message.field)
-        elif isinstance(message, PrefixesForgotten):
-            waiting = self._forgetting.popleft()
-            if not waiting.done():                       # whoever asked may have gone
-                waiting.set_result(message.done)
-        elif isinstance(message, Profiled):
-            self._profiled(message)
         elif isinstance(message, Ready):
             self.metrics.engine_started()
         return None
@@ -392,30 +368,16 @@ class AsyncLLM:
     def _opened(self, ready: Ready) -> None:
         self.free_blocks = ready.num_blocks
         self.ready = ready
-        for technique, on in self._switched.items():
-            self._switching.append(asyncio.get_running_loop().create_future())   # nobody waits for this answer
-            self._engine.send(TO_ENGINE.encode(Switch(technique, on)))
-
-    def _profiled(self, message: Profiled) -> None:
-        if self._profiling is not None and not self._profiling.done():
-            self._profiling.set_result(message)
+        self._commands.opened()
 
     def _lost(self) -> None:
         self.running = 0
-        self._profiled(Profiled("", {}, refused="the engine was lost before it answered; try again"))
-        while self._switching:
-            if not (waiting := self._switching.popleft()).done():
-                waiting.set_result("the engine was lost before it answered; try again")
+        self._commands.lost()
 
     def _replay(self, is_last: bool) -> None:
         self._open.replay(is_last)
-        for waiting in self._forgetting:
-            if not waiting.done():
-                waiting.set_result(True)                 # the new engine knows no prefixes
-        self._forgetting.clear()
+        self._commands.replayed()
 
     def _dead(self, error: RidgelineError) -> None:
         self._open.fail_all(error)
-        for waiting in self._forgetting:
-            if not waiting.done():
-                waiting.set_exception(error)
+        self._commands.failed(error)

@@ -328,7 +328,6 @@ class Writer(ABC):
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self._wants_token_ids = bool(request.return_token_ids)
         self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
-        self._each_differs = self._usage_always or self._obfuscate or self._wants_token_ids
         self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: what stands around the text of an event
         self._told = 0                                   # tokens of all choices, in events so far
         self._begun: set[int] = set()                    # choices of which something was sent
@@ -359,6 +358,11 @@ class Writer(ABC):
             if frame is None and index in self._begun and not self._each_differs:
                 self._keep_frame(index)
         return events
+
+    @property
+    def _each_differs(self) -> bool:
+        """Whether events differ in more than their text."""
+        return self._usage_always or self._obfuscate or self._wants_token_ids
 
     def _keep_frame(self, index: int) -> None:
         """Most events of a choice differ in nothing but their text: the rest of them is written once."""
