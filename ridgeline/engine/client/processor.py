@@ -1,6 +1,6 @@
-"""Between people and the core: prompts become Requests of token ids, TokenDeltas become text.
+"""The text side of the engine: prompts become Requests of token ids, TokenDeltas become text.
 
-Used by LLM in the engine's own process and by AsyncLLM across a socket. No torch; nothing here waits or schedules.
+Used by LLM in the engine's own process and by AsyncLLM across a socket. No torch, no waiting, no scheduling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
-    prompt: NotRequired[str]             # only shown again in the output
+    prompt: NotRequired[str]             # only repeated in the output
     cache_salt: NotRequired[str]
 
 
@@ -99,8 +99,8 @@ class Frontend:
     def request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
         cache_salt: str = "",
-    ) -> tuple[Request, RequestState]:  # fmt: skip
-        """BadRequest for whatever is wrong with it, except what only the engine knows: its vocabulary and its room."""
+    ) -> tuple[Request, RequestState]:
+        """BadRequest for anything wrong with it, except what only the engine can check: vocabulary and context length."""
         if not isinstance(params, SamplingParams):
             raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
         text, tokens = self.prompt_tokens(prompt)
@@ -133,7 +133,7 @@ class Frontend:
         )
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """A word reads differently at the start of a text and after a space; both are bad."""
+        """A word has different tokens at the start of a text and after a space; both are banned."""
         if not words:
             return []
         tokenizer = self._require_tokenizer("bad_words", "bad_words")
@@ -199,20 +199,19 @@ class RequestState:
         ]
         self.output = RequestOutput(request.request_id, prompt, request.prompt_token_ids, answers)
         if params.prompt_logprobs is not None and len(request.prompt_token_ids) == 1:
-            self.output.prompt_logprobs = [None]         # the first token follows nothing; the engine has none to tell
+            self.output.prompt_logprobs = [None]         # the first token has no logprob
 
     def take(self, delta: TokenDelta) -> tuple[AnswerDelta, bool]:
-        """(what is new, whether the core must be told to stop this answer: a stop string was found here).
+        """(what is new, whether the engine must stop this answer because a stop string was found here).
 
-        An error of this answer alone is raised; the answer then has ended with finish_reason "error", and its
-        stop_reason says why.
+        An error of this answer alone is raised; the answer then has the finish_reason "error" and the cause as stop_reason.
         """
         answer = self.output.outputs[delta.index]
         stream = self._streams[delta.index] if self._streams is not None else None
         if delta.finish_reason == "error":
             self._end(answer, "error", delta.error)
             raise RequestError(delta.error)
-        if delta.index == 0:                             # the others find what the first has just computed
+        if delta.index == 0:                             # the others reuse what the first has computed
             self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.hidden is not None:
             self.output.hidden = delta.hidden
@@ -231,18 +230,22 @@ class RequestState:
             if stream.stopped_by is not None:
                 stop_here = finish is None
                 finish, reason = "stop", stream.stopped_by
-        new_logprobs = None
-        if answer.logprobs is not None:
-            new_logprobs = [at for chunk in delta.logprobs for at in self._readable(chunk)][: len(token_ids)]
-            answer.logprobs.extend(new_logprobs)
-            chosen = sum(at[token].logprob for at, token in zip(new_logprobs, token_ids, strict=True))
-            answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
+        new_logprobs = self._take_logprobs(answer, delta, token_ids)
         answer.text += text
         answer.token_ids.extend(token_ids)
         answer.text_offsets.extend(offsets)
         if finish is not None:
             self._end(answer, finish, reason)
         return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here
+
+    def _take_logprobs(self, answer: CompletionOutput, delta: TokenDelta, token_ids: list[int]) -> list[LogprobsAt] | None:
+        if answer.logprobs is None:
+            return None
+        new = [at for chunk in delta.logprobs for at in self._readable(chunk)][: len(token_ids)]
+        answer.logprobs.extend(new)
+        chosen = sum(at[token].logprob for at, token in zip(new, token_ids, strict=True))
+        answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
+        return new
 
     def _end(self, answer: CompletionOutput, finish: str | None, reason: int | str | None) -> None:
         answer.finish_reason, answer.stop_reason = finish, reason

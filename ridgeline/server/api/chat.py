@@ -345,31 +345,12 @@ class ChatWriter(Writer):
     # -- streamed ------------------------------------------------------------------------------------------------------
 
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
-        chunks: list[Any] = []
-        if index not in self._begun:
-            self._begun.add(index)
-            self._parsers[index] = self._reading.parser()
-            plain = self._parsers[index] is None
-            first = ChatChunkChoice(index, ChatDelta(role="assistant", content="" if plain else None))
-            if self._echoed:
-                first.delta.content = self._echoed
-            if self._wants_prompt_logprobs:
-                first.prompt_logprobs = prompt_logprobs(output)
-            chunks.append(first)
-        finish = delta.finish_reason
-        parser = self._parsers[index]
-        if parser is None:
-            deltas = [ChatDelta(content=delta.text)] if delta.text else []
-        else:
-            events = parser.feed(delta.text)
-            if finish:
-                events += parser.finish(_is_cut(finish, delta.stop_reason))
-            deltas = list(self._deltas(events))
-            finish = self._finish(finish, delta.stop_reason, parser)
+        chunks = [] if index in self._begun else [self._first_chunk(output, index)]
+        deltas, finish = self._new(index, delta)
         if not deltas and (delta.logprobs or (self._wants_token_ids and delta.token_ids)):
-            deltas.append(ChatDelta())                   # of tokens without text there is something to tell, too
+            deltas.append(ChatDelta())                   # carries what is known of tokens without text
         if finish:
-            deltas.append(ChatDelta())                   # as OpenAI does: clients stop at a reason, and do not read beside it
+            deltas.append(ChatDelta())                   # as OpenAI does: clients stop at a reason, and ignore text beside it
         news = [ChatChunkChoice(index, each) for each in deltas]
         if news:
             if delta.logprobs:
@@ -381,6 +362,27 @@ class ChatWriter(Writer):
             if finish:
                 news[-1].finish_reason, news[-1].stop_reason = finish, delta.stop_reason
         return chunks + news
+
+    def _first_chunk(self, output: RequestOutput, index: int) -> ChatChunkChoice:
+        """The role, and what is sent once per choice."""
+        self._begun.add(index)
+        parser = self._parsers[index] = self._reading.parser()
+        first = ChatChunkChoice(index, ChatDelta(role="assistant", content="" if parser is None else None))
+        if self._echoed:
+            first.delta.content = self._echoed
+        if self._wants_prompt_logprobs:
+            first.prompt_logprobs = prompt_logprobs(output)
+        return first
+
+    def _new(self, index: int, delta: AnswerDelta) -> tuple[list[ChatDelta], str | None]:
+        """(a delta's text as parts of the message, its finish reason)."""
+        finish, parser = delta.finish_reason, self._parsers[index]
+        if parser is None:
+            return [ChatDelta(content=delta.text)] if delta.text else [], finish
+        events = parser.feed(delta.text)
+        if finish:
+            events += parser.finish(_is_cut(finish, delta.stop_reason))
+        return list(self._deltas(events)), self._finish(finish, delta.stop_reason, parser)
 
     def _text_choice(self, index: int, text: str) -> ChatChunkChoice | None:
         return ChatChunkChoice(index, ChatDelta(content=text)) if self._parsers[index] is None else None

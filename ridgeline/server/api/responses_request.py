@@ -223,7 +223,27 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return [{"type": "message"} | {name: value for name, value in item.items() if value is not None} for item in listed]
 
     def chat(self, before: Sequence[InputItem] = ()) -> dict[str, Any]:
-        """The same as a chat request, as plain data; `before`: what the conversation has before the input."""
+        """The same request in chat's form, as plain data; `before`: the items of the conversation before the input."""
+        chat: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        chat |= {"messages": self._messages(before), "max_completion_tokens": self.max_output_tokens}
+        if self.tools:
+            chat["tools"] = [each for place, tool in enumerate(self.tools) for each in _tools(tool, f"tools[{place}]")]
+        if isinstance(self.tool_choice, ToolChoice | AllowedTools):
+            chat["tool_choice"] = self.tool_choice.plain()
+        elif self.tool_choice is not None:
+            chat["tool_choice"] = self.tool_choice
+        text, reasoning = self.text or TextOptions(), self.reasoning or Reasoning()
+        if text.format is not None:
+            chat["response_format"] = text.format.plain()
+        if text.verbosity is not None:
+            chat["verbosity"] = text.verbosity
+        if reasoning.effort is not None:
+            chat["reasoning_effort"] = reasoning.effort
+        if self.top_logprobs is not None or _LOGPROBS in (self.include or []):
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return chat
+
+    def _messages(self, before: Sequence[InputItem]) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -236,23 +256,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
                 _extend(messages, item, f"input[{place}]")
         if not messages or (isinstance(self.input, list) and not self.input):
             raise BadRequest("input must be a text or a list with at least one item", field="input")
-        chat: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        chat |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
-        if self.tools:
-            chat["tools"] = [each for place, tool in enumerate(self.tools) for each in _tools(tool, f"tools[{place}]")]
-        if isinstance(self.tool_choice, ToolChoice | AllowedTools):
-            chat["tool_choice"] = self.tool_choice.plain()
-        elif self.tool_choice is not None:
-            chat["tool_choice"] = self.tool_choice
-        if self.text is not None and self.text.format is not None:
-            chat["response_format"] = self.text.format.plain()
-        if self.text is not None and self.text.verbosity is not None:
-            chat["verbosity"] = self.text.verbosity
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            chat["reasoning_effort"] = self.reasoning.effort
-        if self.top_logprobs is not None or _LOGPROBS in (self.include or []):
-            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
-        return chat
+        return messages
 
 
 _SAME = (

@@ -126,4 +126,4 @@ class JsonMachine(Machine):
         except ValueError:
             if char:
                 raise Malformed(word) from None
-        sink(word)                                       # half a word at the end of the text is passed on as it is
+        sink(word)                                       # a part of a word at the end of the text is passed on as it is

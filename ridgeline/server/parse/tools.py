@@ -1,8 +1,8 @@
-"""Tools: what a request says of them, the schema that holds a model to them, and which parser reads its answer.
+"""Tools: a request's tools and tool_choice, the schema that enforces calls, and the parser for the answer.
 
-Which format a model writes its calls in is told by its chat template, or by an option. Where calls are demanded
-(`required`, or one function by name) the format does not matter: the answer is held to a JSON schema made here, and is
-JSON. The parsers themselves are in server/parse/tool_calls and server/parse/reasoning; prompts and HTTP are not known here.
+The chat template, or an option, decides the format in which a model writes its calls. If calls are required (`required`, or
+one function by name), the answer is constrained to a JSON schema made here instead. The parsers are in server/parse/tool_calls
+and server/parse/reasoning. Knows no prompts and no HTTP.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ridgeline.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 MAX_NAME = 128                       # Anthropic's limit; OpenAI's is 64, but a name here may have its namespace before it
-TAIL_TOKENS = 8                      # at the end of a prompt, among which "<think>" and a line break must be
+TAIL_TOKENS = 8                      # at the end of a prompt that are searched for "<think>"
 
-# Those that a model may write by itself, and three that only a schema makes it write.
+# Formats that models write by themselves; the three others come only from a schema.
 FREE = ("hermes", "llama3_json", "mistral", "pythonic")
 FORMATS: dict[str, type[CallParser]] = {
     "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser, "pythonic": PythonicParser,
     "list": ListParser, "required": RequiredParser, "named": NamedParser,
-}  # fmt: skip
+}
 MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]")}
 THINK_MARKS = ("<think>", "</think>")
 
@@ -66,14 +66,14 @@ class ToolUse:
         return [tool["function"]["name"] for tool in self.tools]
 
     def schema(self) -> dict[str, Any] | None:
-        """What the whole answer must be, where calls are demanded."""
+        """The schema of the whole answer, if calls are required."""
         if self.mode == "named":
             return parameters(self.tools[0])
         return calls_schema(self.tools, self.parallel) if self.mode == "required" else None
 
 
 def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse:
-    """BadRequest names what is wrong. Tools that may not be called are left out: the model need not hear of them."""
+    """BadRequest names the fault. Tools that may not be called are left out: the model does not see them."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise BadRequest("tool_choice needs tools", field="tool_choice")
@@ -115,7 +115,7 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, Iterable[str]]:
 
 
 def only(given: Mapping[str, Any], where: str, *names: str) -> None:
-    """BadRequest if it has any other field."""
+    """BadRequest for any other field."""
     for name in given:
         if name not in names:
             raise BadRequest(f"{where} has the unknown field {shown(name)}", field=where)
@@ -156,7 +156,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": plain_function(function, f"{where}.function")}
 
 
-HINTS = ("cache_control", "defer_loading")               # of a tool or its function, for servers that do such things
+HINTS = ("cache_control", "defer_loading")               # of a tool or its function; ignored here
 
 
 def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object; a tool that says nothing of them has none."""
+    """The schema of a tool's arguments, which are always an object; without `parameters` it has none."""
     given = tool["function"].get("parameters")
     schema = {"properties": {}} if given is None else dict(given)
     if "type" not in schema and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
@@ -201,7 +201,7 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> d
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
-        })  # fmt: skip
+        })
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema: dict[str, Any] = {"type": "array", "items": items, "minItems": 1, "$defs": definitions}
     if not parallel:
@@ -210,7 +210,7 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> d
 
 
 def answer_or_calls_schema(answer: Mapping[str, Any], use: ToolUse) -> dict[str, Any]:
-    """Either an answer of that schema or a list of calls: what a model may say that has both."""
+    """An answer of that schema, or a list of calls."""
     calls = calls_schema(use.tools, use.parallel)
     definitions = calls.pop("$defs")
     definitions["answer"] = moved(dict(answer), "#/$defs/answer")
@@ -218,7 +218,7 @@ def answer_or_calls_schema(answer: Mapping[str, Any], use: ToolUse) -> dict[str,
 
 
 def moved(schema: Any, to: str) -> Any:
-    """A schema that will stand at `to` instead of at the root: its references to itself follow."""
+    """A schema for the place `to` instead of the root, with its references adapted."""
     try:
         return _moved(schema, to)
     except RecursionError:
@@ -243,8 +243,8 @@ AFTER_REASONING = ("json", "json_object", "choice")
 
 
 def after_reasoning(asked: StructuredOutputs, inside: bool, special: bool) -> StructuredOutputs:
-    """The same language with reasoning before it, as a Lark grammar. `inside`: its beginning is in the prompt; `special`:
-    its marks are special tokens, which no text of a grammar has."""
+    """The same grammar with reasoning before it, in Lark. `inside`: the prompt has opened the reasoning; `special`: its marks
+    are special tokens, which a grammar's text cannot match."""
     if asked.choice is not None:
         answer = " | ".join(json.dumps(text) for text in asked.choice)
     else:
@@ -262,15 +262,15 @@ def after_reasoning(asked: StructuredOutputs, inside: bool, special: bool) -> St
     return structured_outputs("response_format", grammar=grammar)
 
 
-_BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"                  # between the parts of JSON, as where there is no reasoning
+_BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"                  # between the parts of JSON, as without reasoning
 
 
 # -- which parser ------------------------------------------------------------------------------------------------------
 
 
 def tool_format(option: str, templates: str) -> str | None:
-    """The format of calls: what the option says; when it is auto, what the chat template's text shows, or, where that has
-    no word for tools at all, the one that server/parse/tool_prompt tells the model. None: calls could not be read."""
+    """The format of calls: the option's; with auto, the one in the chat template's text, or Hermes' if the template does not
+    support tools (server/parse/tool_prompt). None: unknown."""
     if option != "auto":
         return None if option == "none" else option
     if "[TOOL_CALLS]" in templates:
@@ -285,7 +285,7 @@ def tool_format(option: str, templates: str) -> str | None:
 
 
 def needs_plain_text(option: str, templates: str) -> bool:
-    """Whether the chat template would leave tools and calls out, so that the messages have to tell of them."""
+    """Whether the chat template ignores tools and calls, so that they must be written into the messages."""
     return tool_format(option, templates) == "hermes" and not knows_tools(templates)
 
 
@@ -295,17 +295,17 @@ def has_reasoning(option: str, templates: str) -> bool:
 
 @dataclass(slots=True)
 class Reading:
-    """How the answers to one request are read."""
+    """How the answers to one request are parsed."""
 
     format: str | None = None        # a name in FORMATS
     names: Sequence[str] = ()
     most_calls: int | None = None
     reasoning: bool = False
-    inside: bool = False             # the prompt has begun the reasoning
-    short_ids: bool = False          # Mistral's templates take ids of nine characters only
+    inside: bool = False             # the prompt has opened the reasoning
+    short_ids: bool = False          # Mistral's templates accept only ids of nine characters
 
     def parser(self) -> MessageParser | None:
-        """For one answer; None where the text is the content as it is."""
+        """For one answer; None if all of its text is content."""
         if self.format is None and not self.reasoning:
             return None
         calls: CallParser | None = None
@@ -319,8 +319,8 @@ class Reading:
         return f"call_{secrets.token_hex(12)}"
 
     def follow(self, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
-        """Look at the prompt: a template may begin the reasoning, and the answer then starts in the middle of it; or end
-        it, and there is none. A grammar of `params` holds from the reasoning's end on."""
+        """Look at the prompt's end: a template may open the reasoning, so that the answer begins inside it, or close it at once.
+        A grammar of `params` applies after the reasoning."""
         if not self.reasoning:
             return
         tail = tokenizer.decode(list(prompt[-TAIL_TOKENS:])).rstrip()
@@ -332,8 +332,8 @@ class Reading:
 
 
 def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokenizer: Tokenizer | None) -> Reading:
-    """BadRequest when the tools could not be read from the answer. Makes `params` show tokens that are marks, and keep
-    strict tools to their schemas."""
+    """BadRequest if calls could not be parsed from the answer. Sets `params` so that mark tokens are shown and strict tools keep
+    their schemas."""
     if tokenizer is None:
         if use.mode == "auto":
             raise BadRequest("tools need a tokenizer, and skip_tokenizer_init is set", field="tools")
@@ -342,7 +342,7 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     form = tool_format(options.tool_call_parser, templates)
     asked = params.structured_outputs
     made = Reading(names=use.names, most_calls=None if use.parallel else 1, short_ids=form == "mistral")
-    # Other grammars hold from the first token on: there is no reasoning before what they describe.
+    # Other grammars apply from the first token on: no reasoning comes before them.
     free = asked is None or asked.kind in (*AFTER_REASONING, "structural_tag")
     made.reasoning = free and has_reasoning(options.reasoning_parser, templates)
     marks: tuple[str, ...] = THINK_MARKS if made.reasoning else ()
@@ -369,9 +369,9 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
 
 
 def strict_calls(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Any text, but where a Hermes call begins it is one of these tools, and those that are strict have their schema kept.
+    """Free text in which each Hermes call is to one of these tools, with the schema enforced for strict ones.
 
-    It takes marks that are ordinary text: a grammar's free text has no special tokens, and there would be no call at all.
+    Only for marks that are ordinary text: a grammar's free text cannot contain special tokens, so there would be no calls.
     """
     structures = []
     for tool in tools:
