@@ -1,4 +1,4 @@
-"""SamplingParams: how one request wants its tokens chosen. Names and defaults follow vLLM's offline API."""
+"""SamplingParams: how the tokens of one request are sampled. Names and defaults follow vLLM's offline API."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_LOGIT_BIASES = 1_024
-MAX_TOKEN_ID = 2**31 - 1             # ids travel as int32; which of them the model has, the engine says
+MAX_TOKEN_ID = 2**31 - 1             # ids are int32; the engine checks them against the vocabulary
 MAX_GRAMMAR_BYTES = 64 * 1024        # of a schema, a grammar, a structural tag, or all choices together
 MAX_SCHEMA_DEPTH = 64
 MAX_ENUM_VALUES = 1_000
-MAX_PROPERTIES = 1_000               # of one object; every one more makes each mask slower
+MAX_PROPERTIES = 1_000               # per object; each makes every mask slower
 MAX_REGEX_BYTES = 4 * 1024
 MAX_CHOICES = 1_000
 
-# vLLM's names for what is not done here -> the values that ask for nothing.
+# vLLM's fields that are not supported -> their neutral values.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "guided_decoding": (),
@@ -38,24 +38,24 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds. LLM.generate returns whole answers whatever is asked."""
+    """What each output of a stream holds. LLM.generate always returns complete answers."""
 
     CUMULATIVE = 0                   # everything so far
     DELTA = 1                        # what is new
-    FINAL_ONLY = 2                   # nothing before the end
+    FINAL_ONLY = 2                   # only the complete answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """The language an answer must be in: exactly one of these. Fields and names follow vLLM's.
+    """The grammar of an answer: exactly one of these. Fields and names follow vLLM's.
 
-    Sizes and shapes are checked here; whether it is a grammar at all is found out by compiling it (engine/client/grammar_check).
-    A schema or a structural tag given as an object is kept as its JSON text, so that equal ones are equal.
+    Sizes and shapes are checked here; engine/client/grammar_check compiles it. A schema or a structural tag given as an object
+    is kept as its JSON text, so that equal ones compare equal.
     """
 
     json: str | dict[str, Any] | None = None                 # a JSON Schema
     json_object: bool = False                                # any JSON object
-    regex: str | None = None                                 # of the whole answer, as Rust's regex crate writes them
+    regex: str | None = None                                 # for the whole answer, in the syntax of Rust's regex crate
     choice: list[str] | None = None                          # one of these texts
     grammar: str | None = None                               # Lark as llguidance takes it, or GBNF
     structural_tag: str | dict[str, Any] | None = None       # free text; after a trigger, a tag whose body has a schema
@@ -95,7 +95,7 @@ class StructuredOutputs:
 
     @property
     def key(self) -> str:
-        """Equal for equal languages: what compiled grammars are remembered by."""
+        """Equal for equal grammars: the key of caches."""
         value = getattr(self, self.kind)
         text = json.dumps(value) if isinstance(value, list) else str(value)
         return f"{self.kind}{'-' if self.disable_any_whitespace else ':'}{text}"
@@ -127,7 +127,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None                # keep only so many of the prompt's last tokens
+    truncate_prompt_tokens: int | None = None                # keep only this many of the prompt's last tokens
     pooling: str | None = None       # "last" or "mean": also give the prompt's hidden states as one vector
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Any = None
@@ -186,7 +186,7 @@ class SamplingParams:
         for name in (
             "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
             "include_stop_str_in_output",
-        ):  # fmt: skip
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise BadRequest(f"{name} must be true or false, got {shown(getattr(self, name))}", field=name)
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -234,7 +234,7 @@ class SamplingParams:
         return list(value)
 
     def _biases(self) -> dict[int, float]:
-        """JSON has no integer keys, so "42" is as good as 42. Like vLLM, beyond 100 is 100."""
+        """JSON has no integer keys, so "42" counts as 42. As in vLLM, values are clamped to ±100."""
         given: Any = self.logit_bias
         if not isinstance(given, Mapping):
             raise BadRequest(f"logit_bias must map token ids to numbers, got {shown(given)}", field="logit_bias")
@@ -264,7 +264,7 @@ class SamplingParams:
 
     def _number(self, name: str, low: float, high: float, above_low: bool = False) -> None:
         value = getattr(self, name)
-        # Compared before it is converted: an integer may be too large for a float. A NaN is in no interval.
+        # Compared before the conversion: an integer may be too large for a float. NaN is in no interval.
         ok = isinstance(value, Real) and not isinstance(value, bool)
         if not ok or not (low < value if above_low else low <= value) or not value <= high:
             interval = f"greater than {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
@@ -285,11 +285,11 @@ def _structured_outputs(given: Any) -> StructuredOutputs | None:
     return StructuredOutputs(**given)
 
 
-_schemas_are_checked = False         # whoever sends requests to this process has done it
+_schemas_are_checked = False         # the sender of this process's requests has checked them
 
 
 def take_schemas_as_checked() -> None:
-    """From now on, in this process: to check a large one takes milliseconds, which an engine has other uses for."""
+    """Skip the checks of schemas in this process: a large one takes milliseconds of the engine's time."""
     global _schemas_are_checked
     _schemas_are_checked = True
 
@@ -316,18 +316,18 @@ def _schema_text(name: str, given: Any) -> str:
     return text
 
 
-_LEAVES = (str, int, float, type(None))      # of JSON; what is neither these nor a container is refused when it is written
+_LEAVES = (str, int, float, type(None))      # of JSON; other types fail when the schema is written
 
 
 def _check_shape(name: str, value: Any) -> None:
-    """Level by level, so that depth costs no stack; what holds itself ends at the greatest depth."""
+    """Level by level, without recursion; a cyclic schema ends at the greatest depth."""
     level = [value]
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []
         for each in level:
-            if not each:                                 # of which a hostile schema has thousands
+            if not each:                                 # a hostile schema has thousands of them
                 continue
-            if isinstance(each, (dict, Mapping)):        # the first says yes at once
+            if isinstance(each, (dict, Mapping)):        # dict first: the check is faster
                 enum, properties = each.get("enum"), each.get("properties")
                 if isinstance(enum, list) and len(enum) > MAX_ENUM_VALUES:
                     message = f"{name} has an enum of {len(enum)} values; at most {MAX_ENUM_VALUES} are allowed"
@@ -374,7 +374,7 @@ def plain_token_ids(name: str, tokens: Sequence[Any], most: int | None = None) -
     if most is not None and len(tokens) > most:
         raise BadRequest(f"{name} has {len(tokens)} entries; at most {most} are allowed", field=name)
     if {*map(type, tokens)} <= {int} and (not tokens or (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID)):
-        return list(tokens)                              # the usual case, at the speed of C
+        return list(tokens)                              # the usual case, without a Python loop
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= MAX_TOKEN_ID:
             message = f"{name} must hold token ids (integers from 0 to {MAX_TOKEN_ID}), got {shown(token)}"
@@ -383,7 +383,7 @@ def plain_token_ids(name: str, tokens: Sequence[Any], most: int | None = None) -
 
 
 def is_unicode(text: str) -> bool:
-    """Lone surrogates are no text: they can be neither sent nor tokenised."""
+    """False with lone surrogates, which can be neither sent nor tokenised."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -392,10 +392,10 @@ def is_unicode(text: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value in an error message: short, on one line, whatever it is."""
+    """Any value for an error message: short, on one line."""
     try:
         text = repr(value)
-    except Exception:                                    # an integer of too many digits; an object that cannot show itself
+    except Exception:                                    # an integer with too many digits; an object whose repr fails
         return f"a value of type {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."

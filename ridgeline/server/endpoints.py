@@ -34,14 +34,14 @@ from ridgeline.server.observe import prometheus
 from ridgeline.server.server_errors import WrongMediaType
 from ridgeline.server.service import Service
 
-EVENTS_AT_ONCE = 4                   # that are written before their client is asked whether it keeps up
+EVENTS_AT_ONCE = 4                   # written before the next check whether the client keeps up
 
 
 class Endpoint(ABC):
-    """A POST with a JSON body, as a raw ASGI application: the watch over its client, and its errors."""
+    """A POST with a JSON body: reads it, watches its client, and answers errors."""
 
     def __init__(self, service: Service, dialect: Dialect = CHAT, prompt_field: str | None = None) -> None:
-        """`prompt_field`: what the prompt is called in the body, where one field has all of it."""
+        """`prompt_field`: the body's field with the prompt, if one field has all of it."""
         self._service = service
         self._dialect = dialect
         self._prompt_field = prompt_field
@@ -49,7 +49,7 @@ class Endpoint(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._service.require_ready()
-            with self._service.slots.taking(1):          # before a byte of the body is looked at
+            with self._service.slots.taking(1):          # before a byte of the body is read
                 check_media_type(scope)
                 body = await read_body(receive)
                 prometheus.note_arrival(scope)
@@ -66,7 +66,7 @@ class Endpoint(ABC):
 
 
 class Question(Endpoint):
-    """An endpoint whose whole answer is one struct."""
+    """An endpoint whose answer is one struct."""
 
     def __init__(
         self, service: Service, answer: Callable[[Service, Caller, bytes], Awaitable[Any]], dialect: Dialect = CHAT,
@@ -80,7 +80,7 @@ class Question(Endpoint):
 
 
 class Generation(Endpoint):
-    """An endpoint that generates."""
+    """An endpoint that generates tokens."""
 
     def __init__(
         self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Job]], dialect: Dialect = CHAT,
@@ -119,13 +119,13 @@ class Generation(Endpoint):
                 prometheus.note_in_log(self._service.llm, stream.outputs)
                 self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
                 stream.close()
-                stream.error = None                      # which knows this frame: no cycle is left to the garbage collector
+                stream.error = None                      # it refers to this frame: no cycle for the garbage collector
 
     async def _send_events(self, stream: AnswerStream, job: Job, events: EventStream) -> None:
-        """Nothing is sent before the first news: until then a failure still has a status of its own.
+        """Nothing is sent before the first tokens: until then a failure can still have its own status.
 
-        Whatever comes after it is written as it comes, in the same moment. Only what a client is too slow for wakes this
-        task, and the end.
+        Later tokens are written as they arrive, without waking this task. Only the end wakes it, and tokens that a slow
+        client cannot take yet.
         """
         timed = prometheus.wants_timings(job.request.return_timings) and not self._dialect.framed
 
@@ -145,7 +145,7 @@ class Generation(Endpoint):
         stream.deliver_to(deliver)
         try:
             async for batch in stream:
-                # A slow client's deltas wait as such, which is short; only a few at a time become events.
+                # A slow client's tokens wait as deltas, which are short; a few at a time become events.
                 for place in range(0, len(batch), EVENTS_AT_ONCE):
                     if new := written(batch[place : place + EVENTS_AT_ONCE]):
                         await events.write(new)

@@ -11,43 +11,43 @@ from ridgeline.config import option
 class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", low=0)
-    allowed_host: str = option("", "further names and addresses this server is reached by, separated by commas; *: any")
+    allowed_host: str = option("", "further host names and addresses that this server answers to, separated by commas; *: any")
     served_model_name: str = option(
-        "", "name of the model in requests and answers, and others it answers to, separated by commas; gpt-*: all that begin so; "
+        "", "name of the model in requests and answers, and aliases, separated by commas; gpt-*: any name that begins with gpt-; "
         "empty: the file's name",
     )
-    max_connections: int = option(4096, "open connections, idle ones included", low=1)
+    max_connections: int = option(4096, "open connections, including idle ones", low=1)
     max_queued_requests: int | None = option(
         None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1
     )
     max_queued_tokens: int = option(1_000_000, "prompt tokens that may wait at once", low=1)
-    request_timeout: int = option(600, "seconds that a request may take, waiting included; 0: any time", low=0)
+    request_timeout: int = option(600, "seconds that a request may take, including its wait; 0: no limit", low=0)
     tool_call_parser: str = option(
-        "auto", "format in which the model writes tool calls; auto: what its chat template shows",
+        "auto", "format in which the model writes tool calls; auto: as in its chat template",
         ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic"),
     )
     reasoning_parser: str = option(
-        "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template knows it",
+        "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template contains it",
         ("auto", "none", "think"),
     )
-    max_body_bytes: int = option(16 * 2**20, "size of a request's body", low=1)
+    max_body_bytes: int = option(16 * 2**20, "largest size of a request's body", low=1)
     max_stored_responses: int = option(
         1000, "answers of /v1/responses kept in memory for an hour, for previous_response_id; 0: none", low=0
     )
-    max_stored_bytes: int = option(64 * 2**20, "size of all of them together", low=0)
-    drain_timeout: int = option(30, "seconds that running requests get to finish when the server is told to stop", low=0)
-    max_engine_restarts: int = option(3, "times that a dead or hung engine is started again within ten minutes", low=0)
+    max_stored_bytes: int = option(64 * 2**20, "largest size of all stored answers together", low=0)
+    drain_timeout: int = option(30, "seconds that running requests get to finish when the server stops", low=0)
+    max_engine_restarts: int = option(3, "restarts of a dead or hung engine within ten minutes", low=0)
     engine_timeout: int = option(
-        60, "seconds without a finished step after which a busy engine counts as hung; 0: any time", low=0
+        60, "seconds without a finished step after which a busy engine counts as hung; 0: no limit", low=0
     )
     api_key_file: str = option("", "file with API keys, one per line; RIDGELINE_API_KEY holds keys too, separated by commas")
     api_key: str = option("", "API keys, separated by commas; other users of the machine can read them in the process list")
-    insecure_no_auth: bool = option(False, "listen where others can reach it without any API key")
+    insecure_no_auth: bool = option(False, "allow listening on a public address without API keys")
     allowed_origins: str = option("", "origins whose web pages may use this server, separated by commas; *: all")
     ssl_certfile: str = option("", "certificate chain (PEM) for HTTPS; needs ssl_keyfile")
     ssl_keyfile: str = option("", "private key (PEM) for HTTPS; needs ssl_certfile")
-    admin_socket: str = option("", "path of a unix socket for `ridgeline admin`, open to this user alone; empty: none")
+    admin_socket: str = option("", "path of a unix socket for `ridgeline admin`, for this user only; empty: none")
     otlp_traces_endpoint: str = option(
-        "", "OpenTelemetry collector for traces, like http://localhost:4318/v1/traces; empty: what OTEL_* variables say, or none"
+        "", "OpenTelemetry collector for traces, like http://localhost:4318/v1/traces; empty: by the OTEL_* variables, or none"
     )
-    access_log: str = option("", "file for a line of JSON per request, without prompts or keys; -: stderr")
+    access_log: str = option("", "file for one line of JSON per request, without prompts or keys; -: stderr")

@@ -1,6 +1,6 @@
-"""What the endpoints share: the engine, the options, who may ask, and whether anybody may ask now.
+"""What the endpoints share: the engine, the options, the API keys, and whether requests are accepted now.
 
-Knows no HTTP: its refusals are errors with words for clients; server/http/failures gives them their statuses.
+Knows no HTTP: it raises errors, and server/http/failures gives them their statuses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import STOPPED, ModelNotFound, Unavailable
 from ridgeline.text.tokenizer import Tokenizer
 
-ANY = "*"                            # at the end of a name in --served-model-name: whatever begins like it
+ANY = "*"                            # at the end of a name in --served-model-name: every name that begins with the rest
 NOT_READY = {
     "stopping": "the server is stopping",
     "loading": "the engine is not ready",
@@ -49,18 +49,18 @@ class Service:
         self.stored = ResponseStore(self.options.max_stored_responses, self.options.max_stored_bytes)
 
     def check(self, request: GenerationRequest) -> None:
-        """What the request's type alone cannot know."""
+        """What depends on this server, not on the request's type."""
         self.check_routing(request.model, request.priority)
 
     def check_routing(self, model: str | None, priority: int | None) -> None:
-        if model:                                        # some clients send none as an empty one
+        if model:                                        # some clients send an empty name
             self.check_name(model)
         if priority and self.llm.config.scheduler.scheduling_policy != "priority":
             raise BadRequest("priority needs a server started with --scheduling-policy priority", field="priority")
 
     @property
     def names(self) -> list[str]:
-        """All that the model answers to; its own is the first, and stands in every answer."""
+        """All names of the model; the first is used in answers."""
         listed = _listed(self.options.served_model_name)
         return [self.name, *(name for name in listed if name != self.name and not name.endswith(ANY))]
 
@@ -72,7 +72,7 @@ class Service:
             raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is", field="model")
 
     def open(self) -> None:
-        """The engine is ready: requests are taken from now on."""
+        """The engine is ready: accept requests."""
         assert self.llm.ready is not None
         self.slots.predicted_wait = self.llm.predicted_wait
         self.llm.max_queued_tokens = self.options.max_queued_tokens
@@ -80,7 +80,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        """ok; or why no requests are taken: stopping, loading, stalled, restarting or dead."""
+        """ok, or why no requests are accepted: stopping, loading, stalled, restarting or dead."""
         if self.stopping:
             return "stopping"
         return self.llm.state if self.slots.limit else "loading"

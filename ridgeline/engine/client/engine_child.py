@@ -1,8 +1,7 @@
-"""The engine's process as its front end holds it: the child, its two sockets, its last words.
+"""The engine's process as seen from the client: the child process, its two sockets, its last messages.
 
-What runs in that process is engine/core/engine_process, and its end of the sockets engine/core/frontend_socket. When
-to start one, and what its
-messages mean, is for others: engine/client/supervisor and engine/client/async_llm.
+The process runs engine/core/engine_process, with engine/core/frontend_socket at the other end of the sockets.
+engine/client/supervisor decides when to start one; engine/client/async_llm handles its messages.
 """
 
 from __future__ import annotations
@@ -43,11 +42,10 @@ _STACKS_SECONDS = 0.5                # for a hung engine to write its stacks
 
 
 class EngineChild:
-    """The child process and its sockets. Calls back, on the event loop, with each message and at its loss.
+    """The child process and its sockets. Calls back on the event loop, with each message and when the process is lost.
 
-    A message that is much work is taken in piece by piece: what `on_message` returns is iterated until it is through,
-    with turns of the event loop between. `lost` is why the process is of no use any more: it ended, it said that it
-    failed, or it was stopped.
+    A large message is handled piece by piece: the iterator that `on_message` returns is run to its end, and other tasks may
+    run in between. `lost` is the reason why the process is unusable: it ended, reported a failure, or was stopped.
     """
 
     def __init__(

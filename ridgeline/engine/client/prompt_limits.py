@@ -75,7 +75,7 @@ def is_long(prompts: Sequence[Prompt], params: SamplingParams) -> bool:
 
 
 def _given(prompt: Prompt) -> Any:
-    """A prompt's text or token ids, of whatever type they are."""
+    """A prompt's text or token ids, of any type."""
     if not isinstance(prompt, Mapping):
         return prompt
     tokens = prompt.get("prompt_token_ids")

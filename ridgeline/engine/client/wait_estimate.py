@@ -1,9 +1,9 @@
-"""How long a new request will wait, from what the engine did lately.
+"""Predicts how long a new request will wait, from the engine's recent throughput.
 
-    wait = prompt tokens that wait / prompt tokens begun per second, counted while any waited
-         = answers too many for the rows / answers finished per second, counted while any ran      (the longer of both)
+    wait = waiting prompt tokens / prompt tokens begun per second, measured while any waited
+         = answers beyond max_num_seqs / answers finished per second, measured while any ran      (the longer of both)
 
-Both rates forget with a half-life. Knows numbers and a clock; whether to refuse is for whoever asks.
+Both rates decay with a half-life. Knows numbers and a clock; the caller decides whether to refuse a request.
 """
 
 from __future__ import annotations

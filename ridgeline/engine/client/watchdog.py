@@ -1,6 +1,6 @@
-"""When an engine counts as hung, and how often it may be started again.
+"""When an engine counts as hung, and how often it may be restarted.
 
-Knows clocks and counts. Processes, signals and requests are engine/client/async_llm's, which asks here what to do.
+Knows clocks and counts; engine/client/supervisor has the process and acts on these rules.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Dialect:
     """How an endpoint writes errors and events; by default as OpenAI's chat does."""
 
     names: Mapping[str, str] = NO_NAMES  # chat's fields -> the same fields in this dialect; the first that fits counts
-    framed = False                   # the writer's events are whole, with a name each
+    framed = False                   # the writer's events are complete, with a name each
     clips = False                    # max_tokens may exceed the room that is left; the answer then ends where the context does
 
     def error(self, status: int, body: bytes) -> bytes:
@@ -49,7 +49,7 @@ class AnthropicDialect(NamedEvents):
         "stop": "stop_sequences", "response_format.json_schema": "output_config.format",
         "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
     })
-    clips = True                     # its clients must name a length without knowing the prompt's, and are told where it ended
+    clips = True                     # its clients must set max_tokens without knowing the prompt's length
 
     def error(self, status: int, body: bytes) -> bytes:
         return anthropic_body(status, body)

@@ -23,7 +23,7 @@ from ridgeline.server.http.body import away_if_long, parse_body
 from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service
 
-MOST_TEXTS = 2048                    # of one request, as OpenAI has it
+MOST_TEXTS = 2048                    # per request, OpenAI's limit
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -37,7 +37,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     add_special_tokens: bool | None = None
     normalize: bool | None = None
     user: Any = None                                     # a hint
-    dimensions: Any = None                               # not done here
+    dimensions: Any = None                               # not supported
 
     def check(self) -> None:
         if self.dimensions is not None:
@@ -59,12 +59,12 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return self.input  # type: ignore[return-value]
 
     def params(self, longest: int) -> SamplingParams:
-        """The engine always says one token; it is thrown away. `longest`: tokens that a prompt and its answer may have."""
+        """The engine always samples one token; it is dropped. `longest`: the context length."""
         cut = max(1, longest - 1) if self.truncate_prompt_tokens == FIT else self.truncate_prompt_tokens
         return SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, pooling=self.pooling or "last",
             truncate_prompt_tokens=cut,
-        )  # fmt: skip
+        )
 
 
 class Embedding(msgspec.Struct):
@@ -113,7 +113,7 @@ async def embed(service: Service, caller: Caller, body: bytes) -> EmbeddingReply
     if request.add_special_tokens is False:
         prompts = [await plain_tokens(service, each) for each in prompts]
     reply = EmbeddingReply([], service.name, EmbeddingUsage(0, 0))
-    # Clients send a thousand texts and more at once. Half of the room at a time leaves the other half to others.
+    # Clients send a thousand texts at once. Taking half of the slots at a time leaves the other half to other clients.
     most = max(1, service.slots.limit // 2)
     for begin in range(0, len(prompts), most):
         part = prompts[begin : begin + most]
@@ -126,11 +126,11 @@ async def embed(service: Service, caller: Caller, body: bytes) -> EmbeddingReply
                 outputs = await stream.complete()
             finally:
                 stream.close()
-        await asyncio.to_thread(reply.add, outputs, request)     # thousands of numbers each
+        await asyncio.to_thread(reply.add, outputs, request)     # thousands of numbers per vector
     return reply
 
 
 async def plain_tokens(service: Service, prompt: Prompt) -> Prompt:
-    """A text as the tokens that it is, and no others."""
-    await asyncio.sleep(0)                               # streams go on between two of thousands
+    """A text as token ids, without special tokens."""
+    await asyncio.sleep(0)                               # let streams go on between thousands of texts
     return await service.llm.text_tokens(prompt, False) if isinstance(prompt, str) else prompt

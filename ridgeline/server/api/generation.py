@@ -1,6 +1,8 @@
-"""What chat and completions have in common: the fields of a request, and how an answer is written.
+"""What chat and completions share: the fields of a request, and how an answer is written.
 
-Field names are OpenAI's, and vLLM's where OpenAI has none. No ASGI, no sockets: structs in, structs and bytes out.
+Field names are OpenAI's, or vLLM's where OpenAI has none. A field that is not declared is refused by name; so is a known one that
+is not supported. Hints that cannot change an answer are accepted and ignored. No ASGI, no sockets: structs in, structs and bytes
+out.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
-ONLY_THE_LIKELIEST = 1e-9            # a top_p that one token always has
+ONLY_THE_LIKELIEST = 1e-9            # as top_p: only the most likely token is left
 DONE = b"[DONE]"
-MARK = "\x00text\x00"                # where an event's text goes; nothing behind it holds anything like it
-PADDING = 64                         # with include_obfuscation an event's length tells no more than how many of these
+MARK = "\x00text\x00"                # stands for an event's text; nothing after it contains it
+PADDING = 64                         # with include_obfuscation, events are padded to multiples of this length
 
-# Whether the model has a token id is the engine's to say; what is larger than this could not even be sent there.
+# The engine checks token ids against the vocabulary; larger numbers than these could not be sent to it.
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_TTFT_MS)]  # milliseconds
 
 encode = msgspec.json.Encoder().encode
 
 
-# -- what may be asked -------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -46,7 +48,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take. None means the default, as if the field were not there."""
+    """The fields of both endpoints. None means the default, as if the field were missing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -82,7 +84,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     cache_salt: str | None = None
     ttft_deadline_ms: Deadline | None = None
     return_timings: bool | None = None
-    techniques: dict[str, bool] | None = None            # switched for this request alone; see server/observe/prometheus
+    techniques: dict[str, bool] | None = None            # switched for this request only; see server/observe/prometheus
 
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None
@@ -107,7 +109,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
 
-    # Known to clients, not done here.
+    # Known to clients, not supported here.
     lora_request: Any = None
     truncation_side: Any = None
     thinking_token_budget: Any = None
@@ -122,33 +124,33 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options", "guided_decoding_backend", "request_id", "session_id", "stream_interval",
         "mm_processor_kwargs", "media_io_kwargs",
-    )  # fmt: skip
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that ask for nothing and are let through
+    )
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that change nothing and are accepted
         "truncation_side": ("left",), "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
         "lora_request": (), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
         "guided_whitespace_pattern": (),
-    }  # fmt: skip
+    }
 
     def check(self) -> None:
-        """Refuse what is understood and not done."""
+        """Refuse fields that are known and not supported."""
         refuse(self, self.REFUSED)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", field="stream_options")
 
     @property
     def length_field(self) -> str:
-        """The field that says how long an answer may be; empty where none does."""
+        """The field that limits the answer's length; empty if none is set."""
         return "" if self.max_tokens is None else "max_tokens"
 
     def sampling(
         self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any], **other: Any
     ) -> SamplingParams:
-        """What the request says, and the model's defaults for the rest. An answer's grammar is the caller's to add."""
+        """The request's parameters, and the model's defaults for the rest. The caller adds the grammar."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.truncate_prompt_tokens not in (None, FIT):
             given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        if given.get("top_p") == 0:                      # OpenAI's range begins there
+        if given.get("top_p") == 0:                      # OpenAI's range includes 0
             given["top_p"] = ONLY_THE_LIKELIEST
         try:
             return SamplingParams(**dict(defaults) | given | other)
@@ -158,7 +160,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
             raise error.renamed("max_tokens", self.length_field) from None
 
     def structured(self) -> StructuredOutputs | None:
-        """The language that the answer is held to, by whichever name it was asked for."""
+        """The answer's grammar, by whichever field the request sets it."""
         asked: dict[str, dict[str, Any]] = {}
         if self.structured_outputs is not None:
             asked["structured_outputs"] = self.structured_outputs
@@ -196,21 +198,21 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Unsupported for a field that asks for something: it is there, and has none of the values that do not."""
+    """Unsupported for a field that is set to anything but one of its neutral values."""
     for name, neutral in fields.items():
         value = getattr(request, name)
         if value is not None and value not in neutral:
             raise Unsupported(f"{name} is not supported by this server; leave it out", field=name)
 
 
-FIT = -1                             # as truncate_prompt_tokens: cut to what the context has room for
+FIT = -1                             # as truncate_prompt_tokens: cut the prompt to fit the context
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias",
     "ignore_eos", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output",
-)  # fmt: skip
+)
 
 
 def structured_outputs(name: str, **fields: Any) -> StructuredOutputs:
@@ -231,7 +233,7 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     if kind not in ("text", "json_object", "json_schema"):
         message = f"response_format.type must be text, json_object or json_schema; got {shown(given)}"
         raise BadRequest(message, field="response_format.type")
-    if kind == "json_object" and isinstance(given.get("schema"), Mapping):           # as llama.cpp and others take it
+    if kind == "json_object" and isinstance(given.get("schema"), Mapping):           # the form of llama.cpp and others
         kind, given = "json_schema", {"type": "json_schema", "json_schema": {"schema": given["schema"]}} | {
             name: value for name, value in given.items() if name not in ("type", "schema")
         }
@@ -254,7 +256,7 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     raise BadRequest(message, field="response_format.json_schema")
 
 
-# -- how answers are written -------------------------------------------------------------------------------------------
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -286,7 +288,7 @@ class Usage(msgspec.Struct):
         return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
     def only(self, completion_tokens: int) -> None:
-        """As it was when so many tokens were told: more may have come since."""
+        """Count only the first `completion_tokens`: more may have arrived since."""
         self.completion_tokens = min(self.completion_tokens, completion_tokens)
         self.total_tokens = self.prompt_tokens + self.completion_tokens
 
@@ -302,7 +304,7 @@ class Reply(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = f"ridgeline-{__version__}"
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: Any = UNSET         # of chat; completions have them in their choices
+    prompt_logprobs: Any = UNSET         # in chat; completions have them in their choices
     obfuscation: str | UnsetType = UNSET
 
 
@@ -311,7 +313,7 @@ class Writer(ABC):
 
     object = ""
     chunk_object = ""
-    one_prompt = False               # else each choice tells of its own
+    one_prompt = False               # else each choice has the tokens of its own prompt
 
     def __init__(
         self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None
@@ -328,17 +330,17 @@ class Writer(ABC):
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self._wants_token_ids = bool(request.return_token_ids)
         self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
-        self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: what stands around the text of an event
-        self._told = 0                                   # tokens of all choices, in events so far
-        self._begun: set[int] = set()                    # choices of which something was sent
-        self._sent = False                               # anything at all
+        self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: the bytes before and after an event's text
+        self._sent_tokens = 0                                   # tokens of all choices in events so far
+        self._begun: set[int] = set()                    # choices with an event
+        self._sent = False                               # any event
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
-        """Everything that is new, an event each; an answer's tokens without visible text wait for the next."""
+        """An event for each delta; tokens without visible text wait for the next."""
         events = []
         for prompt, delta in batch:
             index = prompt * self._params.n + delta.index
-            self._told += len(delta.token_ids)
+            self._sent_tokens += len(delta.token_ids)
             frame = self._frames.get(index)
             if frame is not None and delta.finish_reason is None and delta.logprobs is None:
                 if delta.text:
@@ -348,12 +350,12 @@ class Writer(ABC):
                 reply = self._reply([choice])
                 if self._usage_always:
                     reply.usage = self._usage_of(outputs)
-                    reply.usage.only(self._told)
+                    reply.usage.only(self._sent_tokens)
                 elif self._usage:
                     reply.usage = None
                 if not self._sent:
                     self._sent = True
-                    self._tell_of_prompt(reply, outputs)
+                    self._add_prompt_tokens(reply, outputs)
                 events.append(self._event(reply))
             if frame is None and index in self._begun and not self._each_differs:
                 self._keep_frame(index)
@@ -365,7 +367,7 @@ class Writer(ABC):
         return self._usage_always or self._obfuscate or self._wants_token_ids
 
     def _keep_frame(self, index: int) -> None:
-        """Most events of a choice differ in nothing but their text: the rest of them is written once."""
+        """Most events of a choice differ only in their text: the rest is encoded once."""
         choice = self._text_choice(index, MARK)
         if choice is not None:
             reply = self._reply([choice])
@@ -382,14 +384,14 @@ class Writer(ABC):
         return [self._event(reply), DONE]
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
-        told = [(output, answer) for output in outputs for answer in self._told_of(output)]
-        choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(told)]
+        listed = [(output, answer) for output in outputs for answer in self._returned(output)]
+        choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(listed)]
         reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
-        self._tell_of_prompt(reply, outputs)
+        self._add_prompt_tokens(reply, outputs)
         return encode(reply)
 
-    def _told_of(self, output: RequestOutput) -> list[CompletionOutput]:
-        """The answers to a prompt that a whole reply has."""
+    def _returned(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The answers to a prompt that the reply contains."""
         return output.outputs
 
     def _reply(self, choices: list[Any]) -> Reply:
@@ -402,8 +404,8 @@ class Writer(ABC):
         reply.obfuscation = secrets.token_hex(PADDING)[: 1 + -(len(event) + len(',"obfuscation":"x"')) % PADDING]
         return encode(reply)
 
-    def _tell_of_prompt(self, reply: Reply, outputs: list[RequestOutput]) -> None:
-        """In a whole answer, or in a stream's first event."""
+    def _add_prompt_tokens(self, reply: Reply, outputs: list[RequestOutput]) -> None:
+        """The prompt's tokens, in a complete answer or a stream's first event."""
         if self._wants_token_ids and self.one_prompt:
             reply.prompt_token_ids = outputs[0].prompt_token_ids
 
@@ -412,15 +414,15 @@ class Writer(ABC):
 
     @abstractmethod
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
-        """The choices that tell of this delta, an event each."""
+        """The choices for this delta, one event each."""
 
     @abstractmethod
     def _text_choice(self, index: int, text: str) -> Any:
-        """The choice of an event that tells of text alone; None where text is not all that there is to tell."""
+        """The choice of an event that has only text; None if events have more."""
 
     @abstractmethod
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> Any:
-        """One whole answer."""
+        """One complete answer."""
 
     def _text(self, token: int) -> str:
         if self._tokenizer is None or self._names_tokens_by_id:
@@ -432,7 +434,7 @@ class Writer(ABC):
 
 
 def ranked(at: LogprobsAt, count: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens at a position, likeliest first."""
+    """The `count` most likely tokens at a position, the most likely first."""
     places = sorted((logprob.rank or 0, token) for token, logprob in at.items())
     return [(token, finite(at[token].logprob)) for rank, token in places if rank <= count]
 

@@ -37,7 +37,7 @@ from ridgeline.server.service import Service
 
 @dataclass(slots=True)
 class Job:
-    """A request that was understood: what to run, and how to write it down."""
+    """A request that was parsed and checked: what to run, and the writer of its answer."""
 
     request: GenerationRequest
     params: SamplingParams
@@ -47,14 +47,14 @@ class Job:
 
 
 async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
-    """A chat's prompt, by the model's own template. What that has no word for, the messages say."""
+    """A chat's prompt, by the model's own template. Tools that the template does not support are written into the messages."""
     messages, given = request.conversation(), request.template()
     tokenizer = service.tokenizer
     if tokenizer is not None and (given["tools"] or any(map(tells_of_tools, messages))):
         templates = "\n".join(tokenizer.chat_templates.values())
         if needs_plain_text(service.options.tool_call_parser, templates):
             tools, given["tools"] = given["tools"] or [], None
-            messages = await asyncio.to_thread(in_plain_text, messages, tools, templates)    # some clients bring 100 kB
+            messages = await asyncio.to_thread(in_plain_text, messages, tools, templates)    # tools may take 100 kB
         elif any(message.get("tool_calls") for message in messages):
             messages = await asyncio.to_thread(mended, messages)
     return await service.llm.chat_tokens(messages, **given)
@@ -63,7 +63,7 @@ async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
 async def chat_job(
     service: Service, request: ChatRequest, params: SamplingParams, prefix: str, writer: Callable[..., ChatWriter]
 ) -> Job:
-    """What every dialect of chat runs."""
+    """The job of a chat request, in whichever dialect it came."""
     read = reading(request.tool_use(), params, service.options, service.tokenizer)
     tokens = await prompt_tokens(service, request)
     fit(service, request, params)
@@ -75,7 +75,7 @@ async def chat_job(
 
 
 def checked_params(service: Service, request: ChatRequest | CompletionRequest) -> SamplingParams:
-    """What the request asks for; an error if it may not."""
+    """The request's sampling parameters, checked."""
     service.check(request)
     with request.naming_its_grammar():
         return request.params(service.llm.sampling_defaults)
@@ -111,7 +111,7 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> J
 
 
 async def around_gap(service: Service, prompt: Prompt, suffix: str) -> Prompt:
-    """A prompt whose answer is what stands between it and `suffix`."""
+    """A prompt for filling in the middle, between `prompt` and `suffix`."""
     if not isinstance(prompt, str):
         raise BadRequest("suffix needs a prompt of text", field="suffix")
     begin, hole, end = middle_marks(service.llm.get_tokenizer())
@@ -120,7 +120,7 @@ async def around_gap(service: Service, prompt: Prompt, suffix: str) -> Prompt:
 
 
 def fit(service: Service, request: GenerationRequest, params: SamplingParams) -> None:
-    """truncate_prompt_tokens -1: as many of the prompt's last tokens as leave room for the answer that is asked for."""
+    """truncate_prompt_tokens -1: keep as many of the prompt's last tokens as leave room for max_tokens."""
     if request.truncate_prompt_tokens == FIT:
         assert service.llm.ready is not None
         params.truncate_prompt_tokens = max(1, service.llm.ready.max_model_len - (params.max_tokens or 1))
@@ -128,11 +128,11 @@ def fit(service: Service, request: GenerationRequest, params: SamplingParams) ->
 
 class ChatLike(Protocol):
     def chat(self) -> dict[str, Any]:
-        """The same as a chat request, as plain data."""
+        """The same request in chat's form, as plain data."""
 
 
 def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingParams]:
-    """A request in another dialect as one of chat, checked like one that came as such."""
+    """A request in another dialect as a chat request, checked like one."""
     try:
         plain = msgspec.json.encode(asked.chat())
     except (OverflowError, RecursionError):
@@ -159,7 +159,7 @@ async def count_tokens(service: Service, caller: Caller, body: bytes) -> anthrop
 
 
 async def response_chat(service: Service, caller: Caller, body: bytes) -> tuple[Continued, ChatRequest, SamplingParams]:
-    """A request of the Responses API as one of chat. A short one may go on from a long conversation."""
+    """A request of the Responses API as a chat request. A short one may continue a long stored conversation."""
     asked = await away_if_long(len(body), lambda: parse_body(ResponsesRequest, body))
     key = caller.key
 

@@ -1,6 +1,6 @@
-"""Earlier responses: how a conversation goes on from one, and `/v1/responses/{id}`, where they are fetched, listed and deleted.
+"""Stored responses: how a conversation continues from one, and `/v1/responses/{id}` to fetch, list and delete them.
 
-How they are kept is server/api/responses_store's to know, what they are server/api/responses_answer'.
+server/api/responses_store keeps them; server/api/responses_answer writes them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ridgeline.server.http.gate import caller_of
 from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored
 from ridgeline.server.service import Service
 
-MOST_ITEMS = 100                     # of an input in one answer
+MOST_ITEMS = 100                     # per page
 
 
 class Output(msgspec.Struct):
-    """Of a response that was written down, what a prompt can use."""
+    """The part of a stored response that a prompt uses."""
 
     output: list[dict[str, Any]]
 
 
 class Continued:
-    """A request of the Responses API behind the conversation that it goes on from, with the items that it names by their ids."""
+    """A request of the Responses API with the conversation that it continues, and with its item references resolved."""
 
     def __init__(self, asked: ResponsesRequest, store: ResponseStore, key: int) -> None:
         self.asked = asked
@@ -51,7 +51,7 @@ class Continued:
     def chat(self) -> dict[str, Any]:
         chat = self.asked.chat(self._earlier)
         if self._store.is_on and self.asked.store is not False:
-            items = [kept_item(item) for item in self.asked.items() if in_prompt(item)]  # sound: they have become messages
+            items = [kept_item(item) for item in self.asked.items() if in_prompt(item)]  # valid: they have become messages
             self._given, self._ids = msgspec.json.encode(items), [item["id"] for item in items]
             if self._store.could_keep(len(self._given) + len(self._before)):
                 self.keep = self._kept
@@ -60,20 +60,20 @@ class Continued:
     def _recalled(self, name: str) -> bytes:
         """The items of a conversation up to the end of an earlier response."""
         if not self._store.is_on:
-            message = "previous_response_id: no response is stored here; send the whole conversation as input"
+            message = "previous_response_id: this server stores no responses; send the whole conversation as input"
             raise Unsupported(message, field="previous_response_id")
         entry = self._store.get(name, self._key)
         if entry is None:
             raise PreviousNotStored(
-                f"previous_response_id: there is no response {name[:100]!r} here, or no longer; send the whole conversation",
+                f"previous_response_id: no response {name[:100]!r} is stored here, or no longer; send the whole conversation",
                 field="previous_response_id",
             )
         parts = (entry.before, entry.input, msgspec.json.encode(_output(entry)))
         return b"[" + b",".join(part[1:-1] for part in parts if part != b"[]") + b"]"
 
     def _resolved(self, items: list[InputItem]) -> list[InputItem]:
-        """The items, with what they refer to instead of references. Each may be named once, or a short body would be endless."""
-        known: dict[str, dict[str, Any]] = {}            # by id, of every response that was looked into
+        """The items, with references replaced by their items. Each may be named once: a short body must not become endless."""
+        known: dict[str, dict[str, Any]] = {}            # by id, the items of every response read so far
         seen: set[str] = set()
         made = []
         for place, item in enumerate(items):
@@ -82,7 +82,7 @@ class Continued:
                 continue
             item.require(f"input[{place}]", "id")
             if any(getattr(item, name) is not None for name in _BESIDE):
-                message = f"input[{place}] is an item_reference, which has an id and nothing beside it"
+                message = f"input[{place}] is an item_reference, which may have an id and nothing else"
                 raise BadRequest(message, field=f"input[{place}]")
             name = item.id or ""
             if name in seen:
@@ -114,7 +114,7 @@ _BESIDE = ("role", "content", "call_id", "name", "namespace", "arguments", "outp
 
 
 def recalled_bytes(asked: ResponsesRequest, store: ResponseStore, key: int) -> int:
-    """How much of what is stored has to be read for this request."""
+    """The bytes of stored responses that this request refers to."""
     names = {asked.previous_response_id}
     if isinstance(asked.input, list):
         names |= {store.with_item(item.id, key) for item in asked.input if item.refers and item.id is not None}
@@ -125,7 +125,7 @@ def recalled_bytes(asked: ResponsesRequest, store: ResponseStore, key: int) -> i
 def _output(entry: Stored) -> list[dict[str, Any]]:
     output = msgspec.json.decode(entry.response, type=Output).output
     for part in (part for item in output for part in item.get("content") or []):
-        part.pop("logprobs", None)                       # which no prompt has
+        part.pop("logprobs", None)                       # not part of prompts
     return output
 
 
@@ -193,7 +193,7 @@ def check_query(request: Request, *known: str) -> None:
 
 
 def page(items: list[dict[str, Any]], query: dict[str, str]) -> InputItems:
-    """The newest first, unless `order` is asc; at most `limit` of them, behind the one called `after`."""
+    """The newest first, unless `order` is asc; at most `limit` of them, after the item with the id `after`."""
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise BadRequest(f"order must be asc or desc; got {order[:20]!r}", field="order")
@@ -211,13 +211,13 @@ def page(items: list[dict[str, Any]], query: dict[str, str]) -> InputItems:
 
 
 def in_prompt(item: dict[str, Any]) -> bool:
-    """Thoughts that came without their words, as summaries or encrypted, say nothing to a prompt."""
+    """False for reasoning without its text (summaries, encrypted): a prompt cannot use it."""
     return item["type"] != "reasoning" or bool(item.get("content"))
 
 
 def kept_item(item: dict[str, Any]) -> dict[str, Any]:
-    """As it is listed: with a name of its own, which clients seldom give, and its content as parts. What no prompt has is not
-    kept, however long it is: summaries and encrypted forms of thoughts, annotations."""
+    """The item as it is listed: with an id, which clients seldom send, and its content as parts. What prompts do not use is not
+    stored: summaries and encrypted forms of reasoning, annotations."""
     kind = item["type"]
     made = {name: value for name, value in item.items() if name in _KEPT}
     made["id"] = item.get("id") or f"{_PREFIX.get(kind, 'item')}_{secrets.token_hex(12)}"

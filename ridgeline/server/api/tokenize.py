@@ -1,6 +1,6 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's names: what a prompt is in token ids, and the way back.
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's names: a prompt as token ids, and back.
 
-Types and the work on a tokenizer; the length of a text is limited by whoever calls, before it is tokenised.
+Types, and the work on a tokenizer. The caller limits the length of a text before it is tokenised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise BadRequest(message, field="add_special_tokens")
 
     def chat(self) -> dict[str, Any]:
-        """The same as a chat request, as plain data."""
+        """The same request in chat's form, as plain data."""
         names = ("model", "messages", "chat_template_kwargs", "tools")
         chat = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.continue_final_message:
@@ -75,7 +75,7 @@ class DetokenizeReply(msgspec.Struct):
 
     @classmethod
     def of(cls, tokens: list[int], tokenizer: Tokenizer) -> DetokenizeReply:
-        """An id that the vocabulary has not would be dropped without a word; here it is an error."""
+        """BadRequest for an id outside the vocabulary; the tokenizer would drop it silently."""
         unknown = next((token for token in tokens if token >= tokenizer.vocab_size), None)
         if unknown is not None:
             raise BadRequest(f"tokens holds {unknown}; the vocabulary ends at {tokenizer.vocab_size - 1}", field="tokens")
@@ -83,7 +83,7 @@ class DetokenizeReply(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
-    """What a client needs that has no tokenizer of its own, as far as this server's has it."""
+    """For clients without a tokenizer of their own."""
 
     chat_template: str | None
     bos_token: str | None

@@ -1,6 +1,6 @@
-"""A JSON body as a struct, or one line that names the field and what it should hold; long ones away from the event loop.
+"""Parses a JSON body into a struct; errors name the field and what it should hold. Long bodies are parsed in a thread.
 
-Knows msgspec's words, no endpoint.
+Knows msgspec's messages, no endpoints.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from msgspec.inspect import DictType, FloatType, IntType, ListType, NoneType, St
 from ridgeline.errors import BadRequest, UnknownField
 
 MAX_MESSAGE = 500                    # characters
-LONG_BODY = 64 * 1024                # bytes; what is longer is parsed and checked away from the event loop
+LONG_BODY = 64 * 1024                # bytes; longer bodies are parsed and checked in a thread
 
-EXACT = 2**53                        # whole numbers up to here are the same as floats
+EXACT = 2**53                        # integers up to here are exact as floats
 
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
@@ -30,7 +30,7 @@ _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 class Checked(Protocol):
     def check(self) -> None:
-        """Refuse what the types alone let through."""
+        """Refuse what the types alone cannot."""
 
 
 T = TypeVar("T", bound=Checked)
@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 
 
 async def away_if_long(num_bytes: int, work: Callable[[], Made]) -> Made:
-    """Do `work`, which reads so many bytes; many of them away from the event loop."""
+    """Do `work`, which reads `num_bytes`; in a thread if they are many."""
     return await asyncio.to_thread(work) if num_bytes > LONG_BODY else work()
 
 
@@ -48,14 +48,14 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 
 def parse_body(kind: type[T], body: bytes) -> T:
-    """The request, checked; BadRequest or Unsupported in words that name the field."""
+    """The request, checked. BadRequest or Unsupported name the field."""
     try:
         try:
             request: T = _decoder(kind).decode(body)
         except msgspec.ValidationError as error:
             if not _FLOAT_FOR_INT.match(str(error)) and not _UNKNOWN_FIELD.search(str(error)):
                 raise
-            # Read again, all of it: what follows the float may be no JSON at all.
+            # Parse all of it again: the rest after the float may be invalid JSON.
             mended = _without_nulls(_mend(kind)(msgspec.json.decode(body)), _type(kind))
             request = msgspec.convert(mended, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -72,7 +72,7 @@ def _type(kind: Any) -> Type:
 
 
 def _without_nulls(value: Any, kind: Type) -> Any:
-    """Null is as if a field were not there, so one that a struct does not know is no error. What has no struct keeps its own."""
+    """A null counts as a missing field, so unknown fields that are null are dropped. Data without a struct keeps its nulls."""
     kinds = _kinds(kind)
     if isinstance(value, list):
         item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
@@ -92,8 +92,8 @@ def _has_structs(kind: Type) -> bool:
     return any(isinstance(each, StructType) for each in _kinds(kind))
 
 
-# JSON has one kind of number, and some clients write 16 as 16.0. What makes it 16 again is made once for each type of body, and
-# is None where a type has no integers inside: most of a body is never looked at, and 1.0 in somebody's schema stays.
+# JSON has one kind of number, and some clients write 16 as 16.0. The function that turns it into 16 is made once per type of
+# body, and is None for types without integers: most of a body is never visited, and a 1.0 inside a client's JSON schema stays.
 Mend = Callable[[Any], Any]
 
 
@@ -103,14 +103,14 @@ def _mend(kind: type[Any]) -> Mend:
 
 
 def _mend_of(kind: Type, around: tuple[type[Any], ...]) -> Mend | None:
-    """`around`: the structs this is inside of. What holds itself (blocks of a message) has no integers but those of its own."""
+    """`around`: the structs that this type is inside of. Recursive ones (blocks of a message) are visited once."""
     kinds = _kinds(kind)
     integer = _is_integer(kind)
     item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
     items = item and _mend_of(item, around)
     integers = item is not None and _is_integer(item)
     values = next((_mend_of(each.value_type, around) for each in kinds if isinstance(each, DictType)), None)
-    # Of structs that a tag tells apart, all together: none has a name for an integer that another has for something else.
+    # Tagged unions are merged: no name is an integer in one struct and something else in another.
     structs = [each for each in kinds if isinstance(each, StructType) and each.cls not in around]
     fields = [(field.encode_name, _mend_of(field.type, (*around, each.cls))) for each in structs for field in each.fields]
     named = {name: mend for name, mend in fields if mend is not None}
@@ -139,7 +139,7 @@ def _is_integer(kind: Type) -> bool:
 
 
 def _whole(values: list[Any]) -> list[int] | None:
-    """Whole floats and nothing else as integers: a prompt may have millions, and none of these loops is Python's."""
+    """A list of only whole floats as integers. A prompt may have millions: none of these loops runs in Python."""
     if set(map(type, values)) != {float} or max(values) >= EXACT or min(values) <= -EXACT:
         return None
     made = list(map(int, values))
@@ -147,7 +147,7 @@ def _whole(values: list[Any]) -> list[int] | None:
 
 
 def _choices(kind: Any, field: str) -> str:
-    """What may stand in a field that has a few words to choose from."""
+    """The choices of a field with a fixed set of words."""
     found = _words(get_type_hints(kind).get(field))
     return f"; one of {', '.join(found)} works" if found else ""
 

@@ -1,8 +1,8 @@
-"""What one client may cost: sizes, times and numbers, and the HTTP protocol that holds everybody to them.
+"""Limits on what one client may cost (sizes, times, numbers), and the HTTP protocol that enforces them.
 
-uvicorn with httptools reads headers of any size and waits for a slow client for ever. LimitedProtocol adds the missing
-limits below the application: whatever breaks one is answered in a line and cut off, before the application sees it.
-Routes, models and requests are not known here.
+uvicorn with httptools reads headers of any size and waits for a slow client for ever. LimitedProtocol adds the missing limits
+below the application: a connection that exceeds one gets an error and is closed, before the application sees it. Knows no
+routes, models or requests.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MAX_HEADERS = 100
 MAX_HEAD = 64 * 1024                 # all headers together
 HEAD_SECONDS = 10.0                  # from the connection, or a request's first byte, to the end of its headers
 BODY_SECONDS = 28.0                  # from there to the end of the body: refused and closed within 30 s
-WRITE_SECONDS = 60.0                 # a client that reads nothing for so long is gone
-WRITE_BUFFER = 16 * 1024             # bytes that wait here for a client, beside what the system holds for it
-LINGER_SECONDS = 1.0                 # a refused client gets that long to read why, before the connection closes
+WRITE_SECONDS = 60.0                 # a client that reads nothing for this long is disconnected
+WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
+LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
 
 
 class Slots:
-    """How many answers may run or wait at once. One is taken before a request is even read."""
+    """How many answers may run or wait at once. A request takes a slot before its body is read."""
 
     def __init__(self) -> None:
         self.limit = 0
@@ -43,7 +43,7 @@ class Slots:
     def taking(self, count: int, already: int = 0) -> Iterator[None]:
         """Room for `count` answers, of which `already` were taken before."""
         if count > self.limit:
-            raise BadRequest(f"{count} answers are asked for at once; at most {self.limit} can be queued here")
+            raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
         if self.taken + count - already > self.limit:
             message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
             raise Overloaded(message, self.predicted_wait())
@@ -55,7 +55,7 @@ class Slots:
 
 
 class LimitExceeded(Exception):
-    """Raised inside the parser's callbacks to make it stop."""
+    """Raised in the parser's callbacks to stop it."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class LimitExceeded(Exception):
 
 
 class DirectWrites:
-    """Parts of an answer's body for its connection, without the way through ASGI; see server/http/stream.Direct.
+    """Writes parts of an answer's body to its connection without ASGI; see server/http/stream.Direct.
 
     The same bytes as uvicorn's own `send` would write, in the middle of a body that `send` has begun and will end.
     """
@@ -81,13 +81,13 @@ class DirectWrites:
 
     def write(self, body: bytes) -> None:
         cycle = self._cycle
-        if not cycle.disconnected:                       # else nobody reads it; the endpoint will hear of it
+        if not cycle.disconnected:                       # else the endpoint will be cancelled
             self.bytes_out += len(body)
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
 
 
 class UntilClose:
-    """uvicorn's `send` for a client of HTTP/1.0, which knows no chunks: an answer without a length ends with its connection."""
+    """uvicorn's `send` for HTTP/1.0, which has no chunked encoding: an answer without a length ends with its connection."""
 
     __slots__ = ("_cycle", "_has_length", "_send")
 
@@ -103,7 +103,7 @@ class UntilClose:
             if not self._has_length:
                 cycle.chunked_encoding = False
         elif not self._has_length:
-            cycle.expected_content_length = len(message.get("body", b""))    # whatever comes is as long as it should be
+            cycle.expected_content_length = len(message.get("body", b""))    # any length is right
         await self._send(message)
 
 
@@ -114,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unparsed = 0                               # bytes since the parser last made sense of something
+        self._unparsed = 0                               # bytes since the parser's last callback
         self._head_bytes = 0
         self._body_bytes = 0
         self._hosts = 0
@@ -122,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limit: LimitExceeded | None = None
         self._refused = False
         self.url = b""
-        self._in_message = False                         # a request has begun to arrive and is not whole
+        self._in_message = False                         # a request has begun to arrive and is incomplete
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
 
@@ -132,7 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         if len(self.connections) > self.options.max_connections:
-            self._refuse(503, f"the server has its {self.options.max_connections} connections; try again later")
+            self._refuse(503, f"all {self.options.max_connections} connections of this server are in use; try again later")
         else:
             self._expect_within(HEAD_SECONDS)
 
@@ -147,13 +147,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed += len(data)
         super().data_received(data)
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            self._expect_within(HEAD_SECONDS)            # bytes that begin nothing, such as empty lines
-        # A header, a chunk's extension or a trailer without end: the parser keeps it all, and tells us nothing.
+            self._expect_within(HEAD_SECONDS)            # bytes before a request, such as empty lines
+        # An endless header, chunk extension or trailer: the parser buffers it without a callback.
         if self._unparsed > MAX_HEAD and not self._refused:
             self._refuse(431, f"a part of the request's head is larger than {MAX_HEAD} bytes")
 
     def send_400_response(self, msg: str) -> None:
-        """Called when the parser stopped: at something that is not HTTP, or because a callback below stopped it."""
+        """Called when the parser stopped: at invalid HTTP, or because a callback stopped it."""
         if self._limit is not None:
             self._refuse(self._limit.status, str(self._limit))
         else:
@@ -186,10 +186,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(431, f"the headers are larger than {MAX_HEAD} bytes")
         lower = name.lower()
         if lower == b"content-length" and value.strip().isdigit():
-            self._check_body(int(value))                 # no need to wait for a body that will be too large
+            self._check_body(int(value))                 # refuse a body that will be too large before it arrives
         elif lower == b"host":
             self._hosts += 1
-            if self._hosts > 1:                          # a proxy before us may have gone by the other one
+            if self._hosts > 1:                          # a proxy in front may have used the other one
                 self._stop(400, "the request needs one Host header")
         elif lower == b"transfer-encoding":
             self._is_coded = True
@@ -236,7 +236,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_slow(self, seconds: float) -> None:
         if self._in_message:
-            self._refuse(408, f"the request was not whole after {seconds:g} s")
+            self._refuse(408, f"the request was not complete after {seconds:g} s")
         else:
             self.transport.close()
 
@@ -262,7 +262,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # -- refusal -------------------------------------------------------------------------------------------------------
 
     def _refuse(self, status: int, message: str) -> None:
-        """Say why, take nothing more in, and close. An application that already works on it sees a lost client."""
+        """Send the error, read nothing more, and close. An application that works on the request sees a disconnect."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -278,13 +278,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if answering:
             cycle.disconnected = True
             cycle.message_event.set()
-        # Closing with unread bytes would reset the connection, and the client might never see the answer.
+        # Closing with unread bytes would reset the connection, and the client might not see the error.
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-
     def _path(self) -> str:
-        """As far as it is known; the URL comes first."""
+        """The path, as far as it is known."""
         return self.url.partition(b"?")[0].decode("latin-1")
 
 

@@ -232,7 +232,7 @@ def _moved(schema: Any, to: str) -> Any:
             if key == "$ref" and isinstance(value, str) and value.startswith("#"):
                 made[key] = to + value[1:]
             elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
-                made[key] = {name: _moved(each, to) for name, each in value.items()}     # whatever their names
+                made[key] = {name: _moved(each, to) for name, each in value.items()}     # names, not keywords
             else:
                 made[key] = value if key in ("enum", "const", "default", "examples") else _moved(value, to)
         return made

@@ -253,7 +253,7 @@ FILES: dict[str, Expected] = {
     "anthropic/tools_runner_search_tool.py": "Fetching weather for a in c",
     "anthropic/tools_stream.py": "snapshot: {'location': 'a'",
     "anthropic/fallbacks.py": "non-streaming: tiny",
-    "anthropic/message_threads.py": (anthropic.BadRequestError, "thread: no conversation is held here"),
+    "anthropic/message_threads.py": (anthropic.BadRequestError, "thread: conversations are not stored here"),
     "anthropic/images.py": (anthropic.BadRequestError, "only text is supported by this server, no images"),
     "anthropic/web_search.py": (anthropic.BadRequestError, "is one of Anthropic's own; only custom tools work here"),
     "anthropic/web_search_stream.py": (anthropic.BadRequestError, "is one of Anthropic's own; only custom tools work here"),
