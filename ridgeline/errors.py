@@ -1,8 +1,16 @@
-"""What can go wrong, in two kinds: one request failed, or the engine is dead.
+"""Errors of two kinds: one request failed, or the engine is dead.
 
-A request error is told to that client and says what to change; nobody else notices. An engine error is told to every
-waiting request. `ConfigError` and `ModelError` are raised before the engine exists. Each carries one line for a person.
+A request error is sent to that request's client and says what to change; other requests go on. An engine error is sent to
+every open request. `ConfigError` and `ModelError` are raised before the engine exists. Each error carries one line of text.
 """
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Self
+
+PROMPT = "prompt_token_ids"          # the engine's name for a request's prompt, as an error's `field`
 
 
 class RidgelineError(Exception):
@@ -18,15 +26,38 @@ class ModelError(RidgelineError):
 
 
 class RequestError(RidgelineError):
-    """This request failed; the engine and every other request go on."""
+    """This request failed; the engine and every other request go on.
+
+    `field` is the request's field at fault, as a path such as `messages[0].content`; empty if no single field is. The message
+    names it too, but only for people: code reads `field`.
+    """
+
+    def __init__(self, message: str = "", *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+    def is_about(self, field: str) -> bool:
+        """Whether the error concerns this field or a part of it."""
+        return self.field == field or self.field.startswith((f"{field}.", f"{field}["))
+
+    def renamed(self, field: str, name: str) -> Self:
+        """The same error for a request in which `field` is called `name`."""
+        error = copy.copy(self)
+        error.field = name + self.field.removeprefix(field)
+        error.args = (re.sub(rf"(?<!\w){re.escape(field)}(?!\w)", lambda _: name, str(self), count=1),)
+        return error
 
 
 class BadRequest(RequestError):
     """The client asked for something invalid (HTTP 400)."""
 
 
+class UnknownField(BadRequest):
+    """The request has a field that its type does not have; `field` is its name as the client wrote it."""
+
+
 class PromptTooLong(BadRequest):
-    """More tokens than the model's context has; clients know this error by its code and shorten the conversation."""
+    """More tokens than the model's context holds. Clients recognise this error by its code and shorten the conversation."""
 
 
 class Unsupported(RequestError):
@@ -36,7 +67,7 @@ class Unsupported(RequestError):
 class Overloaded(RequestError):
     """No room now; the same request may succeed later, in about `retry_after` seconds if that is known (HTTP 429)."""
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
+    def __init__(self, message: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
@@ -50,6 +81,6 @@ class EngineDead(RidgelineError):
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line for a person, whatever kind it is."""
+    """Any error as one line of text."""
     words = " ".join(str(error).split())
     return words if isinstance(error, RidgelineError) else f"{type(error).__name__}: {words[:300]}".rstrip(": ")

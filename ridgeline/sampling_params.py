@@ -1,4 +1,4 @@
-"""SamplingParams: how one request wants its tokens chosen. Names and defaults follow vLLM's offline API."""
+"""SamplingParams: how the tokens of one request are sampled. Names and defaults follow vLLM's offline API."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_LOGIT_BIASES = 1_024
-MAX_TOKEN_ID = 2**31 - 1             # ids travel as int32; which of them the model has, the engine says
+MAX_TOKEN_ID = 2**31 - 1             # ids are int32; the engine checks them against the vocabulary
 MAX_GRAMMAR_BYTES = 64 * 1024        # of a schema, a grammar, a structural tag, or all choices together
 MAX_SCHEMA_DEPTH = 64
 MAX_ENUM_VALUES = 1_000
-MAX_PROPERTIES = 1_000               # of one object; every one more makes each mask slower
+MAX_PROPERTIES = 1_000               # per object; each makes every mask slower
 MAX_REGEX_BYTES = 4 * 1024
 MAX_CHOICES = 1_000
 
-# vLLM's names for what is not done here -> the values that ask for nothing.
+# vLLM's fields that are not supported -> their neutral values.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "guided_decoding": (),
@@ -38,24 +38,24 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds. LLM.generate returns whole answers whatever is asked."""
+    """What each output of a stream holds. LLM.generate always returns complete answers."""
 
     CUMULATIVE = 0                   # everything so far
     DELTA = 1                        # what is new
-    FINAL_ONLY = 2                   # nothing before the end
+    FINAL_ONLY = 2                   # only the complete answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """The language an answer must be in: exactly one of these. Fields and names follow vLLM's.
+    """The grammar of an answer: exactly one of these. Fields and names follow vLLM's.
 
-    Sizes and shapes are checked here; whether it is a grammar at all is found out by compiling it (engine/client/grammar_check).
-    A schema or a structural tag given as an object is kept as its JSON text, so that equal ones are equal.
+    Sizes and shapes are checked here; engine/client/grammar_check compiles it. A schema or a structural tag given as an object
+    is kept as its JSON text, so that equal ones compare equal.
     """
 
     json: str | dict[str, Any] | None = None                 # a JSON Schema
     json_object: bool = False                                # any JSON object
-    regex: str | None = None                                 # of the whole answer, as Rust's regex crate writes them
+    regex: str | None = None                                 # for the whole answer, in the syntax of Rust's regex crate
     choice: list[str] | None = None                          # one of these texts
     grammar: str | None = None                               # Lark as llguidance takes it, or GBNF
     structural_tag: str | dict[str, Any] | None = None       # free text; after a trigger, a tag whose body has a schema
@@ -64,14 +64,17 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
-                raise BadRequest(f"structured_outputs.{name} must be true or false, got {shown(getattr(self, name))}")
+                field = f"structured_outputs.{name}"
+                raise BadRequest(f"{field} must be true or false, got {shown(getattr(self, name))}", field=field)
         kinds = ("json", "regex", "choice", "grammar", "structural_tag")
         given = [name for name in kinds if getattr(self, name) is not None] + ["json_object"] * self.json_object
         if len(given) != 1:
             names = "json, json_object, regex, choice, grammar or structural_tag"
-            raise BadRequest(f"structured_outputs needs exactly one of {names}, got {' and '.join(given) or 'none'}")
+            message = f"structured_outputs needs exactly one of {names}, got {' and '.join(given) or 'none'}"
+            raise BadRequest(message, field="structured_outputs")
         if self.disable_any_whitespace and given[0] not in ("json", "json_object"):
-            raise BadRequest("structured_outputs.disable_any_whitespace goes with json or json_object only")
+            field = "structured_outputs.disable_any_whitespace"
+            raise BadRequest(f"{field} goes with json or json_object only", field=field)
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text("structured_outputs.json", self.json))
         elif self.structural_tag is not None:
@@ -92,7 +95,7 @@ class StructuredOutputs:
 
     @property
     def key(self) -> str:
-        """Equal for equal languages: what compiled grammars are remembered by."""
+        """Equal for equal grammars: the key of caches."""
         value = getattr(self, self.kind)
         text = json.dumps(value) if isinstance(value, list) else str(value)
         return f"{self.kind}{'-' if self.disable_any_whitespace else ':'}{text}"
@@ -124,7 +127,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None                # keep only so many of the prompt's last tokens
+    truncate_prompt_tokens: int | None = None                # keep only this many of the prompt's last tokens
     pooling: str | None = None       # "last" or "mean": also give the prompt's hidden states as one vector
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Any = None
@@ -169,42 +172,44 @@ class SamplingParams:
             self._integer("max_tokens", 1, 2**31 - 1)
         self._integer("min_tokens", 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise BadRequest(f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})")
+            message = f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})"
+            raise BadRequest(message, field="min_tokens")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_LOGPROBS)
         if self.truncate_prompt_tokens is not None:
             self._integer("truncate_prompt_tokens", 1, 2**31 - 1)
         if self.pooling not in (None, "last", "mean"):
-            raise BadRequest(f"pooling must be 'last' or 'mean', got {shown(self.pooling)}")
+            raise BadRequest(f"pooling must be 'last' or 'mean', got {shown(self.pooling)}", field="pooling")
         if self.pooling is not None and (self.n, self.max_tokens) != (1, 1):
-            raise BadRequest("pooling needs n and max_tokens to be 1: its answer is the prompt's vector")
+            raise BadRequest("pooling needs n and max_tokens to be 1: its answer is the prompt's vector", field="pooling")
         for name in (
             "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
             "include_stop_str_in_output",
-        ):  # fmt: skip
+        ):
             if not isinstance(getattr(self, name), bool):
-                raise BadRequest(f"{name} must be true or false, got {shown(getattr(self, name))}")
+                raise BadRequest(f"{name} must be true or false, got {shown(getattr(self, name))}", field=name)
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise BadRequest(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}")
+            raise BadRequest(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}", field="output_kind")
         for name, neutral in _NOT_DONE.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                raise Unsupported(f"{name} is not supported; leave it out")
+                raise Unsupported(f"{name} is not supported; leave it out", field=name)
             setattr(self, name, None)
         self._texts("stop", MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
         if self.stop and not self.detokenize:
-            raise BadRequest("stop strings need detokenize=True; use stop_token_ids instead")
+            raise BadRequest("stop strings need detokenize=True; use stop_token_ids instead", field="stop")
         self._texts("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
         if not all(word.strip() for word in self.bad_words):
-            raise BadRequest("bad_words must hold more than blanks")
+            raise BadRequest("bad_words must hold more than blanks", field="bad_words")
         self._tokens()
 
     def _tokens(self) -> None:
         self.stop_token_ids = plain_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
-                raise BadRequest("allowed_token_ids must not be empty; leave it out to allow every token")
+                message = "allowed_token_ids must not be empty; leave it out to allow every token"
+                raise BadRequest(message, field="allowed_token_ids")
             name, limit = "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS
             self.allowed_token_ids = plain_token_ids(name, self.allowed_token_ids, limit)
         plain_token_ids("logit_bias", list(self.logit_bias or {}), MAX_LOGIT_BIASES)
@@ -212,37 +217,41 @@ class SamplingParams:
     def _texts(self, name: str, most: int, longest: int) -> None:
         texts = getattr(self, name)
         if len(texts) > most:
-            raise BadRequest(f"{name} has {len(texts)} strings; at most {most} are allowed")
+            raise BadRequest(f"{name} has {len(texts)} strings; at most {most} are allowed", field=name)
         for text in texts:
             if not isinstance(text, str) or not text:
-                raise BadRequest(f"{name} must hold non-empty strings, got {shown(text)}")
+                raise BadRequest(f"{name} must hold non-empty strings, got {shown(text)}", field=name)
             if len(text) > longest:
-                raise BadRequest(f"{name} holds a string of {len(text)} characters; at most {longest} are allowed")
+                message = f"{name} holds a string of {len(text)} characters; at most {longest} are allowed"
+                raise BadRequest(message, field=name)
             if not is_unicode(text):
-                raise BadRequest(f"{name} must hold valid Unicode, got {shown(text)}")
+                raise BadRequest(f"{name} must hold valid Unicode, got {shown(text)}", field=name)
 
     def _list(self, name: str) -> list[Any]:
         value = getattr(self, name)
         if not isinstance(value, (list, tuple, set, frozenset)):
-            raise BadRequest(f"{name} must be a list, got {shown(value)}")
+            raise BadRequest(f"{name} must be a list, got {shown(value)}", field=name)
         return list(value)
 
     def _biases(self) -> dict[int, float]:
-        """JSON has no integer keys, so "42" is as good as 42. Like vLLM, beyond 100 is 100."""
+        """JSON has no integer keys, so "42" counts as 42. As in vLLM, values are clamped to ±100."""
         given: Any = self.logit_bias
         if not isinstance(given, Mapping):
-            raise BadRequest(f"logit_bias must map token ids to numbers, got {shown(given)}")
+            raise BadRequest(f"logit_bias must map token ids to numbers, got {shown(given)}", field="logit_bias")
         if len(given) > MAX_LOGIT_BIASES:
-            raise BadRequest(f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIASES} are allowed")
+            message = f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIASES} are allowed"
+            raise BadRequest(message, field="logit_bias")
         biases = {}
         for token, bias in given.items():
             try:
                 number = float(bias)
                 biases[int(token)] = min(100.0, max(-100.0, number))
             except (TypeError, ValueError, OverflowError):
-                raise BadRequest(f"logit_bias must map token ids to numbers, got {shown(token)}: {shown(bias)}") from None
+                message = f"logit_bias must map token ids to numbers, got {shown(token)}: {shown(bias)}"
+                raise BadRequest(message, field="logit_bias") from None
             if not math.isfinite(number):
-                raise BadRequest(f"logit_bias values must be finite, got {bias!r} for token {shown(token)}")
+                message = f"logit_bias values must be finite, got {bias!r} for token {shown(token)}"
+                raise BadRequest(message, field="logit_bias")
         return biases
 
     def _integer(self, name: str, low: int, high: int, hint: str = "") -> None:
@@ -250,16 +259,16 @@ class SamplingParams:
         if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
             too_large = isinstance(value, Integral) and int(value) > high
             bound = f"at least {low}" if high == 2**31 - 1 and not too_large else f"between {low} and {high}"
-            raise BadRequest(f"{name} must be an integer {bound}{hint}, got {shown(value)}")
+            raise BadRequest(f"{name} must be an integer {bound}{hint}, got {shown(value)}", field=name)
         setattr(self, name, int(value))
 
     def _number(self, name: str, low: float, high: float, above_low: bool = False) -> None:
         value = getattr(self, name)
-        # Compared before it is converted: an integer may be too large for a float. A NaN is in no interval.
+        # Compared before the conversion: an integer may be too large for a float. NaN is in no interval.
         ok = isinstance(value, Real) and not isinstance(value, bool)
         if not ok or not (low < value if above_low else low <= value) or not value <= high:
             interval = f"greater than {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
-            raise BadRequest(f"{name} must be a number {interval}, got {shown(value)}")
+            raise BadRequest(f"{name} must be a number {interval}, got {shown(value)}", field=name)
         setattr(self, name, float(value))
 
 
@@ -267,19 +276,20 @@ def _structured_outputs(given: Any) -> StructuredOutputs | None:
     if given is None or isinstance(given, StructuredOutputs):
         return given
     if not isinstance(given, Mapping):
-        raise BadRequest(f"structured_outputs must be an object, got {shown(given)}")
+        raise BadRequest(f"structured_outputs must be an object, got {shown(given)}", field="structured_outputs")
     known = StructuredOutputs.__dataclass_fields__
     for name in given:
         if name not in known:
-            raise BadRequest(f"structured_outputs has no field {shown(name)}; it has {', '.join(known)}")
+            message = f"structured_outputs has no field {shown(name)}; it has {', '.join(known)}"
+            raise BadRequest(message, field="structured_outputs")
     return StructuredOutputs(**given)
 
 
-_schemas_are_checked = False         # whoever sends requests to this process has done it
+_schemas_are_checked = False         # the sender of this process's requests has checked them
 
 
 def take_schemas_as_checked() -> None:
-    """From now on, in this process: to check a large one takes milliseconds, which an engine has other uses for."""
+    """Skip the checks of schemas in this process: a large one takes milliseconds of the engine's time."""
     global _schemas_are_checked
     _schemas_are_checked = True
 
@@ -291,88 +301,89 @@ def _schema_text(name: str, given: Any) -> str:
             return given
         _grammar_text(name, given, MAX_GRAMMAR_BYTES)
     elif not isinstance(given, Mapping):
-        raise BadRequest(f"{name} must be an object or its JSON text, got {shown(given)}")
+        raise BadRequest(f"{name} must be an object or its JSON text, got {shown(given)}", field=name)
     try:
         value = json.loads(given) if isinstance(given, str) else given
         if not isinstance(value, Mapping):
-            raise BadRequest(f"{name} must be a JSON object, got {shown(value)}")
+            raise BadRequest(f"{name} must be a JSON object, got {shown(value)}", field=name)
         _check_shape(name, value)
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except RecursionError:
-        raise BadRequest(f"{name} is nested more than {MAX_SCHEMA_DEPTH} deep") from None
+        raise BadRequest(f"{name} is nested more than {MAX_SCHEMA_DEPTH} deep", field=name) from None
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"{name} is not JSON: {shown(str(error))}") from None
+        raise BadRequest(f"{name} is not JSON: {shown(str(error))}", field=name) from None
     _grammar_text(name, text, MAX_GRAMMAR_BYTES)
     return text
 
 
-_LEAVES = (str, int, float, type(None))      # of JSON; what is neither these nor a container is refused when it is written
+_LEAVES = (str, int, float, type(None))      # of JSON; other types fail when the schema is written
 
 
 def _check_shape(name: str, value: Any) -> None:
-    """Level by level, so that depth costs no stack; what holds itself ends at the greatest depth."""
+    """Level by level, without recursion; a cyclic schema ends at the greatest depth."""
     level = [value]
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []
         for each in level:
-            if not each:                                 # of which a hostile schema has thousands
+            if not each:                                 # a hostile schema has thousands of them
                 continue
-            if isinstance(each, (dict, Mapping)):        # the first says yes at once
+            if isinstance(each, (dict, Mapping)):        # dict first: the check is faster
                 enum, properties = each.get("enum"), each.get("properties")
                 if isinstance(enum, list) and len(enum) > MAX_ENUM_VALUES:
-                    raise BadRequest(f"{name} has an enum of {len(enum)} values; at most {MAX_ENUM_VALUES} are allowed")
+                    message = f"{name} has an enum of {len(enum)} values; at most {MAX_ENUM_VALUES} are allowed"
+                    raise BadRequest(message, field=name)
                 if isinstance(properties, (dict, Mapping)) and len(properties) > MAX_PROPERTIES:
-                    raise BadRequest(
-                        f"{name} has an object of {len(properties)} properties; at most {MAX_PROPERTIES} are allowed"
-                    )
+                    message = f"{name} has an object of {len(properties)} properties; at most {MAX_PROPERTIES} are allowed"
+                    raise BadRequest(message, field=name)
                 below += [child for child in each.values() if not isinstance(child, _LEAVES)]
             else:
                 below += [child for child in each if not isinstance(child, _LEAVES)]
         if len(below) > MAX_GRAMMAR_BYTES:
-            raise BadRequest(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes")
+            raise BadRequest(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes", field=name)
         if not below:
             return
         level = below
-    raise BadRequest(f"{name} is nested more than {MAX_SCHEMA_DEPTH} deep")
+    raise BadRequest(f"{name} is nested more than {MAX_SCHEMA_DEPTH} deep", field=name)
 
 
 def _choices(given: Any) -> list[str]:
     name = "structured_outputs.choice"
     if not isinstance(given, (list, tuple)) or not given:
-        raise BadRequest(f"{name} must be a list of texts, got {shown(given)}")
+        raise BadRequest(f"{name} must be a list of texts, got {shown(given)}", field=name)
     if len(given) > MAX_CHOICES:
-        raise BadRequest(f"{name} has {len(given)} entries; at most {MAX_CHOICES} are allowed")
+        raise BadRequest(f"{name} has {len(given)} entries; at most {MAX_CHOICES} are allowed", field=name)
     for text in given:
         _grammar_text(name, text, MAX_GRAMMAR_BYTES)
     if sum(len(text.encode()) for text in given) > MAX_GRAMMAR_BYTES:
-        raise BadRequest(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes")
+        raise BadRequest(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes", field=name)
     return list(given)
 
 
 def _grammar_text(name: str, text: Any, most: int) -> None:
     if not isinstance(text, str) or not text.strip():
-        raise BadRequest(f"{name} must be a text that is not blank, got {shown(text)}")
+        raise BadRequest(f"{name} must be a text that is not blank, got {shown(text)}", field=name)
     if not is_unicode(text):
-        raise BadRequest(f"{name} must be valid Unicode, got {shown(text)}")
+        raise BadRequest(f"{name} must be valid Unicode, got {shown(text)}", field=name)
     size = len(text.encode())
     if size > most:
-        raise BadRequest(f"{name} has {size} bytes; at most {most} are allowed")
+        raise BadRequest(f"{name} has {size} bytes; at most {most} are allowed", field=name)
 
 
 def plain_token_ids(name: str, tokens: Sequence[Any], most: int | None = None) -> list[int]:
     """Token ids as plain integers from 0 to MAX_TOKEN_ID, or a BadRequest that begins with `name`."""
     if most is not None and len(tokens) > most:
-        raise BadRequest(f"{name} has {len(tokens)} entries; at most {most} are allowed")
+        raise BadRequest(f"{name} has {len(tokens)} entries; at most {most} are allowed", field=name)
     if {*map(type, tokens)} <= {int} and (not tokens or (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID)):
-        return list(tokens)                              # the usual case, at the speed of C
+        return list(tokens)                              # the usual case, without a Python loop
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= MAX_TOKEN_ID:
-            raise BadRequest(f"{name} must hold token ids (integers from 0 to {MAX_TOKEN_ID}), got {shown(token)}")
+            message = f"{name} must hold token ids (integers from 0 to {MAX_TOKEN_ID}), got {shown(token)}"
+            raise BadRequest(message, field=name)
     return [int(token) for token in tokens]
 
 
 def is_unicode(text: str) -> bool:
-    """Lone surrogates are no text: they can be neither sent nor tokenised."""
+    """False with lone surrogates, which can be neither sent nor tokenised."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -381,10 +392,10 @@ def is_unicode(text: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value in an error message: short, on one line, whatever it is."""
+    """Any value for an error message: short, on one line."""
     try:
         text = repr(value)
-    except Exception:                                    # an integer of too many digits; an object that cannot show itself
+    except Exception:                                    # an integer with too many digits; an object whose repr fails
         return f"a value of type {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -31,9 +31,9 @@ from ridgeline.engine.ipc import Abort, Add, Alive, Deltas, Ready, Shutdown
 from ridgeline.errors import EngineDead
 from ridgeline.messages import TokenDelta
 from ridgeline.process.children import start_child
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.lifecycle import raise_file_limit, uvloop
 from ridgeline.server.lifecycle import run as run_server
+from ridgeline.server.options import ServerOptions
 
 KEPT_UP = 0.97                       # of the offered rate
 CONTEXT = 2**20

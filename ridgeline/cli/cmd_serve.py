@@ -17,9 +17,9 @@ from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
 from ridgeline.process.progress import progress_bar
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import run as run_server
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service, model_name
 from ridgeline.version import __version__
 

@@ -143,6 +143,7 @@ class Refused(msgspec.Struct, tag=True):
 
     request_id: str
     reason: str
+    field: str = ""                  # the request's field at fault
 
 
 class PrefixesForgotten(msgspec.Struct, tag=True):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager, SequenceBlocks
-from ridgeline.errors import BadRequest
+from ridgeline.errors import PROMPT, BadRequest
 from ridgeline.messages import Logprobs, Request, RowAdded, Snapshot, StepPlan, StepResult, TokenDelta, Want
 from ridgeline.scheduler.policy import (
     AGED_PRIORITY,
@@ -154,11 +154,11 @@ class Scheduler:
         if request.request_id in self._live:
             raise BadRequest(f"request id {request.request_id!r} is already running")
         if num_prompt == 0:
-            raise BadRequest("the prompt is empty; it needs at least one token")
+            raise BadRequest("the prompt is empty; it needs at least one token", field=PROMPT)
         if num_prompt >= self.limits.max_model_len:
             raise BadRequest(
                 f"the prompt has {num_prompt} tokens, which leaves no room for an answer: "
-                f"max_model_len is {self.limits.max_model_len}"
+                f"max_model_len is {self.limits.max_model_len}", field=PROMPT,
             )
         limit = self.limits.max_model_len
         if params.max_tokens is not None:

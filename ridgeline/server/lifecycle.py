@@ -1,7 +1,7 @@
-"""The life of the server's process: it takes its port, answers while the engine loads, and stops in order.
+"""The server's process: it binds its port, answers while the engine loads, and shuts down in order.
 
-Around server/app: uvicorn with our way to stop, signals, TLS, and what a process with thousands of connections asks of its
-system. What is answered is not known here.
+Runs server/app in uvicorn with a shutdown of our own, signals, TLS, and the system limits that thousands of connections need.
+Knows no endpoints.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
-from ridgeline.server.http.connection_limits import ServerOptions, limited_protocol
+from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.observe import admin
 from ridgeline.server.observe.tracing import start_tracing
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service, model_name
 
 try:
@@ -43,13 +44,13 @@ except ImportError:                  # optional: asyncio's own loop does the sam
 logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
-GOODBYE_SECONDS = 1.0                # for the last words to clients whose requests are cut short
-OTHER_FILES = 32                     # that a server has open besides connections: pipes, sockets to the engine, logs, modules
-NO_FILES_SECONDS = 10.0              # between two lines that say that files have run out
+GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
+OTHER_FILES = 32                     # open besides connections: pipes, sockets to the engine, logs, modules
+NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
 LARGE_BLOCK = 512 * 1024             # bytes
 _M_MMAP_THRESHOLD = -3               # of malloc.h
-COLLECT_AFTER = 50_000               # objects made and not freed, before the youngest are looked through for garbage
-DEAD_SECONDS = 2.0                   # how long health answers 503 after the engine's death, before the server leaves
+COLLECT_AFTER = 50_000               # net allocations before a collection of the youngest generation
+DEAD_SECONDS = 2.0                   # how long /health answers 503 after the engine's death, before the server exits
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -72,7 +73,7 @@ def bind(options: ServerOptions) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with our way to stop: let running requests finish for a while, then tell them, then end the engine."""
+    """uvicorn with a graceful shutdown: let running requests finish for a while, then fail them and end the engine."""
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
@@ -92,7 +93,7 @@ class HttpServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._service.stopping = True                    # before anything else: who asks for health looks elsewhere now
+        self._service.stopping = True                    # first of all: load balancers see it in /health and look elsewhere
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
@@ -109,12 +110,12 @@ class HttpServer(uvicorn.Server):
             logger.info("waiting for %d answers to finish; Ctrl-C again stops at once", slots.taken)
             while slots.taken and self._service.llm.is_alive and time.monotonic() < deadline and not self.force_exit:
                 await asyncio.sleep(0.05)
-        await self._service.llm.shutdown()               # whoever still waits is told now
+        await self._service.llm.shutdown()               # fails the requests that are still open
         deadline = time.monotonic() + GOODBYE_SECONDS
         while slots.taken and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()                 # it does not even read its error
+            connection.transport.abort()                 # a client that does not even read its error
 
 
 async def serve(
@@ -123,18 +124,18 @@ async def serve(
     on_loading: Callable[[int, int], None],
     on_ready: Callable[[Service, str], None],
 ) -> None:
-    """Answer on `listener` from now on (503 until the engine is ready), until told to stop. Raises why it cannot go on."""
+    """Serve on `listener` until a signal stops it; 503 until the engine is ready. Raises the reason if it cannot go on."""
     llm, server = service.llm, HttpServer(service)
     asyncio.get_running_loop().set_exception_handler(NoFiles())
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Ours from now until the process ends. uvicorn sets the same while it serves and then puts back what was there;
-        # it raises again only the signals that its own handle_exit, which ours replaces, has noted.
+        # Until the process ends. uvicorn sets the same handler while it serves, restores the old one afterwards, and raises
+        # again only the signals that its own handle_exit (replaced here) has noted.
         signal.signal(number, server.handle_exit)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(llm.start(on_loading))
     try:
         await asyncio.wait({http, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if http.done() or server.should_exit:            # told to stop while loading
+        if http.done() or server.should_exit:            # stopped while loading
             return await http
         starting.result()
         service.open()
@@ -142,7 +143,7 @@ async def serve(
         on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
-        if http.done() or server.should_exit:            # told to stop, and so was the engine
+        if http.done() or server.should_exit:            # stopped, and the engine with it
             return await http
         logger.error("%s", died.result())
         await asyncio.sleep(DEAD_SECONDS)
@@ -155,8 +156,8 @@ async def serve(
 
 
 def collect_rarely() -> None:
-    """What the server is made of will never be garbage, and open streams are long-lived: looking through all of it for
-    cycles, which Python does after every 700 objects, takes a third of the time that a token costs here."""
+    """The server's own objects are never garbage, and open streams live long. Python's default, a collection every 700 objects,
+    takes a third of the time that a token costs in this process."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 20, 50)
@@ -201,15 +202,15 @@ def run(
 
 
 def give_back_large_blocks() -> None:
-    """glibc serves large blocks from the system and gives them back, until it has seen one freed: from then on blocks up to
-    that size stay with the process. A threshold that is set once does not move, so a body of 16 MB leaves nothing."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)        # other C libraries have none, and no such habit
+    """Keep glibc's mmap threshold fixed. By default it grows to the largest block freed, and blocks below it stay with the
+    process; with a fixed one, a body of 16 MB is returned to the system."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)        # only glibc has it, and needs it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def raise_file_limit(connections: int) -> int:
-    """A connection is a file; the usual soft limit of 1,024 leaves no room for anything else. How many there may be."""
+    """Raise the limit on file descriptors, of which each connection needs one. How many connections there may be."""
     wanted = 2 * connections + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -224,15 +225,15 @@ def raise_file_limit(connections: int) -> int:
 
 
 class NoFiles:
-    """asyncio's handler of errors that nobody waits for, with a line every few seconds where a burst of connections has taken the
-    last file: asyncio tells of each of two thousand attempts to take another, with a traceback, and tries again in a second."""
+    """asyncio's handler of unawaited errors, with one log line every few seconds when file descriptors run out: asyncio would log
+    each of two thousand failed accepts with a traceback, and try again a second later."""
 
     def __init__(self) -> None:
-        self._told = -NO_FILES_SECONDS
+        self._logged = -NO_FILES_SECONDS
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not str(context.get("message", "")).startswith("socket.accept() out of system resource"):
             loop.default_exception_handler(context)
-        elif time.monotonic() - self._told >= NO_FILES_SECONDS:
-            self._told = time.monotonic()
-            logger.warning("no file is left for another connection; those that come wait")
+        elif time.monotonic() - self._logged >= NO_FILES_SECONDS:
+            self._logged = time.monotonic()
+            logger.warning("out of file descriptors: new connections wait until one closes (raise `ulimit -n`)")

@@ -1,6 +1,6 @@
-"""What the endpoints share: the engine, the options, who may ask, and whether anybody may ask now.
+"""What the endpoints share: the engine, the options, the API keys, and whether requests are accepted now.
 
-Knows no HTTP: its refusals are errors with words for clients; server/http/failures gives them their statuses.
+Knows no HTTP: it raises errors, and server/http/failures gives them their statuses.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.engine.client.async_llm import AsyncLLM
-from ridgeline.errors import BadRequest, RequestError, RidgelineError
+from ridgeline.errors import BadRequest
 from ridgeline.process import embedded
+from ridgeline.server.api.generation import GenerationRequest
 from ridgeline.server.api.responses_store import ResponseStore
-from ridgeline.server.http.connection_limits import ServerOptions, Slots
+from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.observe.tracing import NoTracing
-from ridgeline.server.protocol import GenerationRequest
+from ridgeline.server.options import ServerOptions
+from ridgeline.server.server_errors import STOPPED, ModelNotFound, Unavailable
 from ridgeline.text.tokenizer import Tokenizer
 
-ANY = "*"                            # at the end of a name in --served-model-name: whatever begins like it
-STOPPED = "the engine has stopped"
+ANY = "*"                            # at the end of a name in --served-model-name: every name that begins with the rest
 NOT_READY = {
     "stopping": "the server is stopping",
     "loading": "the engine is not ready",
@@ -28,30 +29,6 @@ NOT_READY = {
     "restarting": "the engine is being started again",
     "dead": STOPPED,
 }
-
-
-class Unavailable(RidgelineError):
-    """The server takes no requests now, and says why in words meant for clients (HTTP 503)."""
-
-
-class ModelNotFound(RequestError):
-    """A request for a model that is not served here (HTTP 404)."""
-
-
-class NotStored(RequestError):
-    """A response that is not kept here (HTTP 404)."""
-
-
-class ItemNotStored(RequestError):
-    """An item that a request names by its id, and that is not kept here (HTTP 404)."""
-
-
-class PreviousNotStored(BadRequest):
-    """A conversation that is to go on from one (HTTP 400); clients know this error by its code and send all of it."""
-
-
-class WrongMediaType(RequestError):
-    """A body that does not say it is JSON (HTTP 415). Browsers cannot send JSON to a foreign site unasked."""
 
 
 @dataclass(slots=True)
@@ -72,18 +49,18 @@ class Service:
         self.stored = ResponseStore(self.options.max_stored_responses, self.options.max_stored_bytes)
 
     def check(self, request: GenerationRequest) -> None:
-        """What the request's type alone cannot know."""
+        """What depends on this server, not on the request's type."""
         self.check_routing(request.model, request.priority)
 
     def check_routing(self, model: str | None, priority: int | None) -> None:
-        if model:                                        # some clients send none as an empty one
+        if model:                                        # some clients send an empty name
             self.check_name(model)
         if priority and self.llm.config.scheduler.scheduling_policy != "priority":
-            raise BadRequest("priority needs a server started with --scheduling-policy priority")
+            raise BadRequest("priority needs a server started with --scheduling-policy priority", field="priority")
 
     @property
     def names(self) -> list[str]:
-        """All that the model answers to; its own is the first, and stands in every answer."""
+        """All names of the model; the first is used in answers."""
         listed = _listed(self.options.served_model_name)
         return [self.name, *(name for name in listed if name != self.name and not name.endswith(ANY))]
 
@@ -92,10 +69,10 @@ class Service:
             return
         beginnings = tuple(each[:-1] for each in _listed(self.options.served_model_name) if each.endswith(ANY))
         if not beginnings or not name.startswith(beginnings):
-            raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is")
+            raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is", field="model")
 
     def open(self) -> None:
-        """The engine is ready: requests are taken from now on."""
+        """The engine is ready: accept requests."""
         assert self.llm.ready is not None
         self.slots.predicted_wait = self.llm.predicted_wait
         self.llm.max_queued_tokens = self.options.max_queued_tokens
@@ -103,7 +80,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        """ok; or why no requests are taken: stopping, loading, stalled, restarting or dead."""
+        """ok, or why no requests are accepted: stopping, loading, stalled, restarting or dead."""
         if self.stopping:
             return "stopping"
         return self.llm.state if self.slots.limit else "loading"

@@ -74,7 +74,8 @@ class ChatTemplate:
         for name in variables.keys() & (RESERVED | self.special_tokens.keys()):
             raise BadRequest(f"chat template variable {name!r} is reserved; choose another name")
         if continue_final_message and add_generation_prompt:
-            raise BadRequest("continue_final_message needs add_generation_prompt=false: no new message begins")
+            message = "continue_final_message needs add_generation_prompt=false: no new message begins"
+            raise BadRequest(message, field="continue_final_message")
         conversation = plain_messages(messages)
         if continue_final_message:
             # The space after the mark shows whether the template trims messages.
@@ -103,7 +104,8 @@ class ChatTemplate:
 def _cut_at_mark(text: str) -> str:
     place = text.rfind(CONTINUE_MARK)
     if place < 0:
-        raise BadRequest("continue_final_message: the chat template leaves out the final message")
+        message = "continue_final_message: the chat template leaves out the final message"
+        raise BadRequest(message, field="continue_final_message")
     kept = text[:place]
     return kept if text.startswith(" ", place + len(CONTINUE_MARK)) else kept.rstrip()
 
@@ -114,20 +116,20 @@ def _cut_at_mark(text: str) -> str:
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A copy in the form templates expect: content is a string, the arguments of tool calls are objects."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise BadRequest("messages must be a list with at least one message")
+        raise BadRequest("messages must be a list with at least one message", field="messages")
     return [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BadRequest(f"{where} must be an object with a role and a content")
+        raise BadRequest(f"{where} must be an object with a role and a content", field=where)
     if message["role"] in ("user", "system") and message.get("content") is None:
-        raise BadRequest(f"{where}.content is missing; a message of role {message['role']} needs it")
+        raise BadRequest(f"{where}.content is missing; a message of role {message['role']} needs it", field=f"{where}.content")
     plain = {**message, "content": _plain_content(message.get("content"), f"{where}.content")}
     calls = plain.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list):
-            raise BadRequest(f"{where}.tool_calls must be a list")
+            raise BadRequest(f"{where}.tool_calls must be a list", field=f"{where}.tool_calls")
         plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
     reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
     if reasoning is not None:        # clients and templates call it by different names
@@ -141,7 +143,7 @@ def _plain_content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(f"{where} must be a string or a list of text parts")
+        raise BadRequest(f"{where} must be a string or a list of text parts", field=where)
     return "\n".join(_part_text(part, f"{where}[{place}]") for place, part in enumerate(content))
 
 
@@ -150,25 +152,26 @@ def _part_text(part: Any, where: str) -> str:
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if not isinstance(part, Mapping) or kind not in TEXT_PARTS:
-        raise Unsupported(f"{where} is of type {str(kind)[:40]!r}; only text parts are supported")
+        raise Unsupported(f"{where} is of type {str(kind)[:40]!r}; only text parts are supported", field=where)
     if not isinstance(part.get("text"), str):
-        raise BadRequest(f"{where}.text must be a text")
+        raise BadRequest(f"{where}.text must be a text", field=f"{where}.text")
     for name, value in part.items():
         if name not in PART_FIELDS and value is not None:
-            raise Unsupported(f"{where}.{str(name)[:40]} is not supported; a text part has a type and a text")
+            message = f"{where}.{str(name)[:40]} is not supported; a text part has a type and a text"
+            raise Unsupported(message, field=where)
     return str(part["text"])
 
 
 def _plain_call(call: Any, where: str) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise BadRequest(f"{where} must be an object with a function")
+        raise BadRequest(f"{where} must be an object with a function", field=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise BadRequest(f"{where}.function.arguments is not valid JSON") from None
+            raise BadRequest(f"{where}.function.arguments is not valid JSON", field=where) from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -188,7 +191,8 @@ class TemplateProcess:
         try:
             request = _to_line({"source": source, "variables": variables, "seconds": self.seconds})
         except (TypeError, ValueError, RecursionError):
-            raise BadRequest("messages, tools and template variables must be plain JSON data") from None
+            message = "messages, tools and template variables must be plain JSON data"
+            raise BadRequest(message, field="messages") from None
         if len(request) > MAX_INPUT_BYTES:
             raise BadRequest(f"the messages take {len(request):,} bytes as JSON; {MAX_INPUT_BYTES:,} are allowed")
         with self._lock:

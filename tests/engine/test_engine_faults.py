@@ -23,7 +23,7 @@ from ridgeline import SamplingParams
 from ridgeline.engine import ipc
 from ridgeline.engine.client import answer_stream, open_requests, watchdog
 from ridgeline.engine.client.async_llm import AsyncLLM
-from ridgeline.engine.client.request_context import CALLER, Caller
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.engine.client.wait_estimate import LoadMeter
 from ridgeline.engine.client.watchdog import Pulse, Restarts, Supervision
 from ridgeline.errors import BadRequest, EngineDead, Overloaded, RequestError
@@ -368,13 +368,10 @@ def test_queued_tokens_and_deadlines_are_limits(llm: AsyncLLM, run: Run, monkeyp
         await first.complete()
         await (await llm.stream([[5] * 10], params)).complete()
         monkeypatch.setattr(llm, "predicted_wait", lambda: 3.0)
-        token = CALLER.set(Caller(ttft_deadline=2.5))
         with pytest.raises(Overloaded, match=r"after about 3\.0 s; the deadline is 2\.5 s") as caught:
-            await llm.stream([[5] * 10], params)
+            await llm.stream([[5] * 10], params, caller=Caller(ttft_deadline=2.5))
         assert caught.value.retry_after == 3.0
-        CALLER.set(Caller(ttft_deadline=3.5))
-        await (await llm.stream([[5] * 10], params)).complete()
-        CALLER.reset(token)
+        await (await llm.stream([[5] * 10], params, caller=Caller(ttft_deadline=3.5))).complete()
 
     run(scene())
 
@@ -382,12 +379,8 @@ def test_queued_tokens_and_deadlines_are_limits(llm: AsyncLLM, run: Run, monkeyp
 @pytest.mark.reliability("S-06")
 def test_callers_with_different_salts_share_no_prefix(llm: AsyncLLM, run: Run) -> None:
     async def cached(salt: str) -> int:
-        token = CALLER.set(Caller(cache_salt=salt))
-        try:
-            stream = await llm.stream([list(range(50, 90))], SamplingParams(max_tokens=1))
-            return int((await stream.complete())[0].num_cached_tokens)
-        finally:
-            CALLER.reset(token)
+        stream = await llm.stream([list(range(50, 90))], SamplingParams(max_tokens=1), caller=Caller(cache_salt=salt))
+        return int((await stream.complete())[0].num_cached_tokens)
 
     async def scene() -> list[int]:
         return [await cached(salt) for salt in ("one", "one", "two", "two")]

@@ -36,11 +36,13 @@ from ridgeline import SamplingParams
 from ridgeline.engine import ipc
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.processor import Frontend
-from ridgeline.engine.client.request_context import CALLER, Caller
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, ModelError, Overloaded
 from ridgeline.models.model_config import load_model_config
+from ridgeline.server.api.chat import ChatRequest
+from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.keys import Keys
-from ridgeline.server.protocol import ChatRequest, CompletionRequest, parse
 from ridgeline.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -168,13 +170,9 @@ def test_how_fast_it_comes_tells_nothing_of_other_tenants_prompts(tmp_path: Path
         return [source.randrange(250) for _ in range(1024)]
 
     async def first_token(llm: AsyncLLM, tokens: list[int], salt: str) -> tuple[float, int]:
-        token = CALLER.set(Caller(cache_salt=salt))
-        try:
-            began = time.perf_counter()
-            output = (await (await llm.stream([tokens], params)).complete())[0]
-            return time.perf_counter() - began, output.num_cached_tokens
-        finally:
-            CALLER.reset(token)
+        began = time.perf_counter()
+        output = (await (await llm.stream([tokens], params, caller=Caller(cache_salt=salt))).complete())[0]
+        return time.perf_counter() - began, output.num_cached_tokens
 
     async def scene() -> None:
         async with AsyncLLM(
@@ -414,7 +412,7 @@ def test_twice_the_request_is_about_twice_the_work(what: str, tmp_path: Path) ->
 
     def work(kind: type[Any], body: bytes) -> None:
         try:
-            request = parse(kind, body)
+            request = parse_body(kind, body)
             params = request.params({})
             if kind is ChatRequest:
                 prompt: Any = tokenizer.apply_chat_template(request.conversation(), tokenize=True, **request.template())

@@ -1,8 +1,8 @@
-"""The answers to a caller's prompts as they grow: what AsyncLLM hands out, and how readers get it.
+"""The growing answers to a caller's prompts, as AsyncLLM returns them.
 
-A reader waits for batches, or gives a sink that is called with each delta as it comes: then nobody has to be woken for a
-token. Where the sink cannot take one, and while its reader is at work on what was left, deltas wait here, a bounded number
-of them. Knows asyncio and outputs; nothing of engines, and nothing of what a sink does.
+A reader awaits batches, or sets a sink that is called with each delta as it arrives, which wakes no task per token. While the
+sink cannot take deltas, or the reader still works on earlier ones, a bounded number of deltas waits here. Knows asyncio and
+outputs; no engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class AnswerStream:
     """The growing answers to one or several prompts: an async iterator over batches of (prompt number, AnswerDelta).
 
     A batch is everything that came since the last one, so a slow reader gets fewer and larger batches. `outputs` holds
-    the whole so far. Whoever stops reading early must call close(), which aborts what still runs.
+    the whole so far. A reader that stops early must call close(), which aborts the
+    unfinished requests.
     """
 
     def __init__(self, abort: Callable[[str], None]) -> None:
@@ -41,7 +42,7 @@ class AnswerStream:
         self._ended = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    # -- for whoever reads ---------------------------------------------------------------------------------------------
+    # -- the reader's side ---------------------------------------------------------------------------------------------
 
     def __aiter__(self) -> AnswerStream:
         return self
@@ -62,25 +63,25 @@ class AnswerStream:
         raise StopAsyncIteration
 
     def deliver_to(self, sink: Sink) -> None:
-        """From now on: whatever comes while the reader waits for its next batch goes to `sink`, at once and in order. The
-        iterator has what the sink did not take, and ends as ever."""
+        """Deltas that arrive while the reader waits for its next batch go to `sink`, at once and in order. The iterator
+        yields what the sink did not take, and ends as before."""
         self._sink = sink
 
     async def complete(self) -> list[RequestOutput]:
-        """All answers, once they are whole; nobody is woken for the parts."""
+        """All answers, once they are complete; deltas wake no task."""
         await self._ended.wait()
         if self.error is not None:
             raise self.error
         return self.outputs
 
     def close(self) -> None:
-        """Abort whatever still runs. Does nothing after the end."""
+        """Abort the unfinished requests. Does nothing after the end."""
         unfinished, self._unfinished = self._unfinished, set()
         self.end()
         for wire_id in unfinished:
             self._abort(wire_id)
 
-    # -- for whoever fills it ------------------------------------------------------------------------------------------
+    # -- the engine client's side --------------------------------------------------------------------------------------
 
     def add(self, wire_id: str, state: RequestState) -> int:
         """One more prompt; its number."""
@@ -93,7 +94,7 @@ class AnswerStream:
             try:
                 if self._sink([(place, delta)]):
                     return
-            except Exception as error:                   # this reader's alone: whoever pushes has others to serve
+            except Exception as error:                   # the error of this reader alone: other streams go on
                 self.fail(error)
                 return
         if len(self._new) >= UNREAD and _join(self._new, place, delta):
@@ -113,8 +114,8 @@ class AnswerStream:
         self.close()
 
     def end_at(self, moment: float) -> None:
-        """It fails if it has not ended at that moment, by time.monotonic()."""
-        error = TimedOut("the request was not answered in the time that this server gives to one")
+        """The stream fails if it has not ended by then; `moment` is a time.monotonic()."""
+        error = TimedOut("the request was not answered within this server's request_timeout")
         self._timer = asyncio.get_running_loop().call_later(max(0.0, moment - time.monotonic()), self.fail, error)
 
     def end(self) -> None:
@@ -143,7 +144,7 @@ def _join(unread: Batch, place: int, delta: AnswerDelta) -> bool:
 
 
 def so_far(output: RequestOutput) -> RequestOutput:
-    """As it is now: the original goes on growing."""
+    """A copy of what there is now: the original goes on growing."""
     answers = [
         replace(answer, token_ids=answer.token_ids.copy(), logprobs=answer.logprobs and answer.logprobs.copy())
         for answer in output.outputs
@@ -152,7 +153,7 @@ def so_far(output: RequestOutput) -> RequestOutput:
 
 
 def only_new(output: RequestOutput, batch: Batch) -> RequestOutput:
-    """Of answers with news, their new tokens and text."""
+    """The new tokens and text of the answers in `batch`."""
     answers: dict[int, CompletionOutput] = {}
     for _, delta in batch:
         whole = output.outputs[delta.index]

@@ -1,32 +1,30 @@
-"""AsyncLLM: the engine core in another process, its answers as async streams here.
+"""AsyncLLM: the engine core in another process, its answers as async streams in this one.
 
-This side holds the tokenizer: prompts become token ids and tokens become text in this process, so the engine's process
-only ever computes. Knows asyncio; no torch, and nothing of HTTP.
+Tokenising and detokenising happen in this process; the engine's process only computes. Knows asyncio; no torch, no HTTP.
 
     stream()/generate() ─ Add, Abort ─▶ engine process          one frame each
     AnswerStream        ◀─ Deltas ──── engine process          one frame per step, for all requests
 
-What it is made of: engine/client/supervisor keeps a process alive (engine/client/engine_child is one),
-engine/client/open_requests knows what is
-in it and takes it to the next one when it dies, engine/client/answer_stream is what readers have in their hands.
+supervisor keeps the engine's process (engine_child) alive, open_requests resumes requests in the next process when one dies,
+answer_stream is what readers get, and engine_commands sends what is not a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.answer_stream import AnswerStream, only_new, so_far
+from ridgeline.engine.client.engine_commands import EngineCommands
 from ridgeline.engine.client.open_requests import OpenRequests
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
 from ridgeline.engine.client.prompt_limits import LONG_WORK, PromptLimits, is_brief, is_long
-from ridgeline.engine.client.request_context import CALLER, Caller
+from ridgeline.engine.client.request_context import LOCAL, Caller
 from ridgeline.engine.client.supervisor import Listener, Supervisor
 from ridgeline.engine.client.wait_estimate import LoadMeter
 from ridgeline.engine.client.watchdog import Supervision
@@ -35,15 +33,12 @@ from ridgeline.engine.ipc import (
     Add,
     Deltas,
     EncodeError,
-    ForgetPrefixes,
     FromEngine,
     PrefixesForgotten,
-    Profile,
     Profiled,
     Ready,
     Refused,
     Stats,
-    Switch,
     Switched,
 )
 from ridgeline.errors import BadRequest, Overloaded, RidgelineError
@@ -59,7 +54,7 @@ from ridgeline.text.tokenizer import Tokenizer
 class AsyncLLM:
     """`AsyncLLM()` is the embedded model; options are those of `ridgeline.config`, names as in vLLM.
 
-    `supervision` says what is done about an engine that dies or hangs; by default a dead one stays dead.
+    `supervision`: how often an engine that dies or hangs is restarted; by default never.
     """
 
     engine_module = "ridgeline.engine.core.engine_process"           # what runs in the engine's process
@@ -72,16 +67,13 @@ class AsyncLLM:
         self.metrics = ServingMetrics()
         self.roofline = LiveView()
         self.max_queued_tokens: int | None = None        # prompt tokens that may wait; None: any number
-        self.ready: Ready | None = None                  # what the engine said of itself; None before start() is through
-        self.running = 0                                 # sequences that have a row
+        self.ready: Ready | None = None                  # what the engine reported at its start; None before that
+        self.running = 0                                 # sequences in the running batch
         self.free_blocks = 0
         listener = Listener(self._take, self._opened, self._lost, self._replay, self._dead, lambda: self.num_open)
         self._engine = Supervisor(self.engine_module, self.config, supervision or Supervision(), listener)
         self._open = OpenRequests(self.load, self.metrics, self._engine.send)
-        self._switched: dict[str, bool] = {}             # techniques, as they were last switched; for engines to come
-        self._switching: deque[asyncio.Future[str]] = deque()    # switch() calls without an answer yet
-        self._forgetting: deque[asyncio.Future[bool]] = deque()  # reset_prefix_cache calls without an answer yet
-        self._profiling: asyncio.Future[Profiled] | None = None  # profile() without an answer yet
+        self._commands = EngineCommands(self._engine)
         self._frontend: Frontend | None = None           # None: not loaded yet
         self._longest_piece = 0                          # bytes of the vocabulary's longest token
         self._starting = asyncio.Lock()
@@ -89,12 +81,12 @@ class AsyncLLM:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self, on_loading: Callable[[int, int], None] | None = None) -> None:
-        """Start the engine and wait until it is ready. `on_loading(done, total)` hears of the weights' bytes."""
+        """Start the engine and wait until it is ready. `on_loading(done, total)` is called with bytes of weights loaded."""
         async with self._starting:
             if self._engine.process is None:
                 if on_loading is not None:
                     self._engine.on_loading = on_loading
-                # A wrong model is told at once, and by its own error.
+                # A wrong model fails at once, with its own error.
                 await asyncio.to_thread(load_model_config, model_path(self.config))
                 try:
                     await self._engine.start(meanwhile=self.load_tokenizer)
@@ -104,8 +96,8 @@ class AsyncLLM:
         self._engine.require_alive()
 
     async def load_tokenizer(self) -> None:
-        """The tokenizer and chat template, which start() else loads beside the weights. Called before, it tells a mistake
-        in them before there is an engine."""
+        """Load the tokenizer and chat template; start() does it too, while the engine loads weights. Called before start(), a
+        mistake in them is found before an engine is started."""
         if self._frontend is not None:
             return
         frontend = await asyncio.to_thread(Frontend.load, self.config.model, model_path(self.config))
@@ -115,7 +107,7 @@ class AsyncLLM:
 
     @property
     def is_alive(self) -> bool:
-        """Started to the end, and neither dead nor shut down. It may be on its way back; `state` says more."""
+        """Started, and neither dead nor shut down. It may be restarting; see `state`."""
         return self.ready is not None and self._engine.is_alive
 
     @property
@@ -135,15 +127,15 @@ class AsyncLLM:
 
     @property
     def num_aborted(self) -> int:
-        """Requests that were ended from this side."""
+        """Requests aborted by this process."""
         return self._open.num_aborted
 
     async def died(self) -> RidgelineError:
-        """Waits until the engine is no more, and says why."""
+        """Wait for the engine's final end; the reason."""
         return await self._engine.died()
 
     async def shutdown(self) -> None:
-        """End the engine's process. Requests that still wait get EngineDead."""
+        """End the engine's process. Open requests fail with EngineDead."""
         await self._engine.shutdown()
         if self._frontend is not None and self._frontend.grammars is not None:
             self._frontend.grammars.close()
@@ -163,13 +155,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        caller: Caller = LOCAL,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answer as it grows: each output holds everything so far, or what `output_kind` says.
 
         Leaving the loop early aborts the request.
         """
         kind = (sampling_params or SamplingParams()).output_kind
-        stream = await self.stream([prompt], sampling_params, request_id, priority)
+        stream = await self.stream([prompt], sampling_params, request_id, priority, caller=caller)
         try:
             if kind is RequestOutputKind.FINAL_ONLY:
                 yield (await stream.complete())[0]
@@ -189,32 +182,40 @@ class AsyncLLM:
         cache_salt: str = "",
         arrived: float = 0.0,
         must_fit: str = "",
+        caller: Caller = LOCAL,
     ) -> AnswerStream:
-        """Send prompts to the engine. BadRequest when one cannot run, Overloaded when there is no room; then none does.
+        """Send prompts to the engine. BadRequest if one cannot run, Overloaded if there is no room; then none is sent.
 
-        Without `sampling_params` the model's own defaults count.
-        The first prompt goes by `request_id`, further ones by `request_id`-1, -2 and so on. `arrived` is when its client
-        had sent it all, by time.monotonic(); 0: now. An answer ends at the latest where the context does; with `must_fit`, the
-        name of the field that says how long it may be, one that has no room for that is refused instead.
+        Without `sampling_params` the model's own defaults are used.
+        The first prompt's id is `request_id`, further ones are `request_id`-1, -2 and so on. `arrived`: the time.monotonic() at
+        which the whole request had arrived; 0: now. An answer ends at the latest where the context does. With `must_fit`, the
+        name of the field that sets max_tokens, a request whose max_tokens do not fit into the context is refused instead.
         """
         arrived = arrived or time.monotonic()
         await self.start()
         params = sampling_params or self.get_default_sampling_params()
-        if params.truncate_prompt_tokens is None:        # else what is too long is made to fit
+        if params.truncate_prompt_tokens is None:        # else a long prompt is cut
             for prompt in prompts:
                 self._limits.check(prompt)
-
-        caller = CALLER.get()
 
         def make() -> list[tuple[Request, bytes, RequestState]]:
             return [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]
 
+        await self._check_grammar(params, caller)
+        made = await asyncio.to_thread(make) if is_long(prompts, params) else make()
+        return self._submit(made, request_id, arrived, caller)
+
+    async def _check_grammar(self, params: SamplingParams, caller: Caller) -> None:
+        """Compile a new grammar without holding up the event loop; afterwards its verdict is known."""
         if params.structured_outputs is not None and self._frontend is not None and self._frontend.grammars is not None:
             checker = self._frontend.grammars
             checked = checker.check_soon(params.structured_outputs, lambda: self.num_open > 0, caller.ends)
             await asyncio.wrap_future(checked)
-        made = await asyncio.to_thread(make) if is_long(prompts, params) else make()
-        # From here to the end nothing waits: the names that are free now are still free when they are taken.
+
+    def _submit(
+        self, made: list[tuple[Request, bytes, RequestState]], request_id: str | None, arrived: float, caller: Caller
+    ) -> AnswerStream:
+        """Nothing awaits in here: ids that are free at the start are still free when they are taken."""
         names = [request_id and (f"{request_id}-{place}" if place else request_id) for place in range(len(made))]
         taken = next((name for name in names if name in self._open.wire_ids), None)
         if taken is not None:
@@ -242,8 +243,8 @@ class AsyncLLM:
         add_special_tokens: bool = False,
         **template: Any,
     ) -> list[int]:
-        """A conversation through the model's chat template, as the token ids of a prompt. Most templates write the special
-        tokens themselves; `add_special_tokens` is for those that do not."""
+        """A conversation as prompt token ids, by the model's chat template. Most templates write the special tokens themselves;
+        `add_special_tokens` is for those that do not."""
         await self.start()
         tokenizer = self.get_tokenizer()
 
@@ -251,13 +252,13 @@ class AsyncLLM:
             return tokenizer.apply_chat_template(
                 messages, tokenize=True, add_generation_prompt=add_generation_prompt, add_special_tokens=add_special_tokens,
                 check=self._limits.check_text, **template,
-            )  # fmt: skip
+            )
 
-        # A thread costs several switches, of 5 ms each when this one is busy; a short chat takes a tenth of that.
+        # A thread costs several switches, of 5 ms each when this one is busy; rendering a short chat takes a tenth of that.
         return render() if not template.get("tools") and is_brief(messages) else await asyncio.to_thread(render)
 
     async def text_tokens(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A text as token ids. Of what could be no prompt here, for its length, there are none: BadRequest."""
+        """A text as token ids. BadRequest if it is too long for a prompt."""
         await self.start()
         tokenizer = self.get_tokenizer()
         self._limits.check_text(text)
@@ -268,47 +269,27 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End one prompt's answers where they are, with the finish reason "abort"; other prompts of its stream go on.
 
-        Unknown ids are no error: it may have finished meanwhile.
+        An unknown id is no error: the request may have finished.
         """
         self._open.abort(request_id)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every computed prefix. False, and nothing is forgotten, while requests hold part of the KV cache."""
+        """Empty the prefix cache. False, and nothing changes, while requests hold part of the KV cache."""
         await self.start()
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._forgetting.append(answer)                  # the engine answers in order
-        self._engine.send(TO_ENGINE.encode(ForgetPrefixes()))
-        return await answer
+        return await self._commands.reset_prefix_cache()
 
     async def switch(self, technique: str, on: bool) -> None:
-        """Leave an exact technique out on the live engine, or take it in again; engines started later do the same.
+        """Turn an exact technique off or on in the running engine; engines started later do the same.
 
-        BadRequest for one that cannot be switched. `ready.techniques` has what is on.
+        BadRequest for one that cannot be switched. `ready.techniques` lists what is on.
         """
         await self.start()
-        if not self._engine.is_up:
-            raise BadRequest("the engine is being started again; try later")
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._switching.append(answer)                   # the engine answers in order
-        self._engine.send(TO_ENGINE.encode(Switch(technique, on)))
-        if refused := await answer:
-            raise BadRequest(refused)
-        self._switched[technique] = on
+        await self._commands.switch(technique, on)
 
     async def profile(self, steps: int) -> Profiled:
-        """Profile the engine's next steps, while it serves: they take longer meanwhile. One at a time."""
+        """Profile the engine's next steps while it serves; they take longer meanwhile. One profile at a time."""
         await self.start()
-        if not self._engine.is_up or self._profiling is not None:
-            raise BadRequest("the engine is being started again, or a profile is under way; try later")
-        self._profiling = asyncio.get_running_loop().create_future()
-        try:
-            self._engine.send(TO_ENGINE.encode(Profile(steps)))
-            found = await self._profiling
-        finally:
-            self._profiling = None
-        if found.refused:
-            raise BadRequest(found.refused)
-        return found
+        return await self._commands.profile(steps)
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
@@ -330,9 +311,9 @@ class AsyncLLM:
         return PromptLimits(self.ready.max_model_len, self._longest_piece)
 
     def _require_room(self, tokens: int, caller: Caller) -> None:
-        """Overloaded when so many prompt tokens more are too many, or their first answer would come too late."""
+        """Overloaded if the queue has no room for `tokens` more, or the first token would come after the caller's deadline."""
         waiting, most, wait = self.load.waiting_tokens, self.max_queued_tokens, self.predicted_wait()
-        if most is not None and waiting and waiting + tokens > most:     # whoever finds nobody waiting may always come
+        if most is not None and waiting and waiting + tokens > most:     # an empty queue takes any request
             raise Overloaded(f"{waiting} prompt tokens are waiting, of at most {most}; try again later", wait)
         if caller.ttft_deadline is not None and wait is not None and wait > caller.ttft_deadline:
             raise Overloaded(
@@ -340,14 +321,13 @@ class AsyncLLM:
             )
 
     def predicted_wait(self) -> float | None:
-        """Seconds that a new request would wait before it begins; None while nothing is known."""
+        """Seconds that a new request would wait before it begins; None: not known yet."""
         return self.load.wait(self.ready.max_num_seqs) if self.ready is not None else None
 
     def _make(
         self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str, caller: Caller, must_fit: str
     ) -> tuple[Request, bytes, RequestState]:
-        """(request, its frame for the engine, state here). Whatever can be wrong with a request is found here, before any other
-        part of it exists."""
+        """(request, its frame for the engine, its state here). Every check of a request is made here, before anything is sent."""
         assert self._frontend is not None
         request, state = self._frontend.request(prompt, params, priority=priority, cache_salt=cache_salt)
         self._limits.check_length(len(request.prompt_token_ids))
@@ -361,30 +341,23 @@ class AsyncLLM:
         except EncodeError as error:
             raise BadRequest(f"the request cannot be sent to the engine: {error}") from None
 
-    # -- news from the engine ------------------------------------------------------------------------------------------
+    # -- messages from the engine --------------------------------------------------------------------------------------
 
     def _take(self, message: FromEngine) -> Iterator[None] | None:
-        """Told of a step, it returns the rest of the work."""
+        """Handle a message; for a step's tokens, the rest of the work is returned."""
         if isinstance(message, Deltas):
             self.running, self.free_blocks = message.running, message.free_blocks
             return self._open.take(message, message.ended or time.monotonic())
-        if isinstance(message, Switched):
-            if self.ready is not None:
+        if isinstance(message, Switched | PrefixesForgotten | Profiled):
+            if isinstance(message, Switched) and self.ready is not None:
                 self.ready.techniques = message.active
-            if self._switching and not (waiting_for := self._switching.popleft()).done():
-                waiting_for.set_result(message.refused)
+            self._commands.answered(message)
         elif isinstance(message, Stats):
             self.metrics.engine = message.stats
             if message.stats.roofline is not None:
                 self.roofline.take(time.monotonic(), message.stats.roofline)
         elif isinstance(message, Refused):
-            self._open.refuse(message.request_id, message.reason)
-        elif isinstance(message, PrefixesForgotten):
-            waiting = self._forgetting.popleft()
-            if not waiting.done():                       # whoever asked may have gone
-                waiting.set_result(message.done)
-        elif isinstance(message, Profiled):
-            self._profiled(message)
+            self._open.refuse(message.request_id, message.reason, message.field)
         elif isinstance(message, Ready):
             self.metrics.engine_started()
         return None
@@ -392,30 +365,16 @@ class AsyncLLM:
     def _opened(self, ready: Ready) -> None:
         self.free_blocks = ready.num_blocks
         self.ready = ready
-        for technique, on in self._switched.items():
-            self._switching.append(asyncio.get_running_loop().create_future())   # nobody waits for this answer
-            self._engine.send(TO_ENGINE.encode(Switch(technique, on)))
-
-    def _profiled(self, message: Profiled) -> None:
-        if self._profiling is not None and not self._profiling.done():
-            self._profiling.set_result(message)
+        self._commands.opened()
 
     def _lost(self) -> None:
         self.running = 0
-        self._profiled(Profiled("", {}, refused="the engine was lost before it answered; try again"))
-        while self._switching:
-            if not (waiting := self._switching.popleft()).done():
-                waiting.set_result("the engine was lost before it answered; try again")
+        self._commands.lost()
 
     def _replay(self, is_last: bool) -> None:
         self._open.replay(is_last)
-        for waiting in self._forgetting:
-            if not waiting.done():
-                waiting.set_result(True)                 # the new engine knows no prefixes
-        self._forgetting.clear()
+        self._commands.replayed()
 
     def _dead(self, error: RidgelineError) -> None:
         self._open.fail_all(error)
-        for waiting in self._forgetting:
-            if not waiting.done():
-                waiting.set_exception(error)
+        self._commands.failed(error)

@@ -1,8 +1,7 @@
-"""The engine's process as its front end holds it: the child, its two sockets, its last words.
+"""The engine's process as seen from the client: the child process, its two sockets, its last messages.
 
-What runs in that process is engine/core/engine_process, and its end of the sockets engine/core/frontend_socket. When
-to start one, and what its
-messages mean, is for others: engine/client/supervisor and engine/client/async_llm.
+The process runs engine/core/engine_process, with engine/core/frontend_socket at the other end of the sockets.
+engine/client/supervisor decides when to start one; engine/client/async_llm handles its messages.
 """
 
 from __future__ import annotations
@@ -36,18 +35,17 @@ from ridgeline.process.log import get_logger
 
 logger = get_logger("async_llm")
 
-_TURN_SECONDS = 0.005                # news are taken in for so long before the event loop gets a turn
-_STOP_SECONDS = 5.0                  # how long an engine may take to leave when asked
-_LAST_WORDS_SECONDS = 1.0            # for reading what a dead engine has left to be read
+_TURN_SECONDS = 0.005                # messages are handled for at most this long before other tasks run
+_STOP_SECONDS = 5.0                  # for an engine to exit when asked
+_LAST_WORDS_SECONDS = 1.0            # for reading the messages that a dead engine left
 _STACKS_SECONDS = 0.5                # for a hung engine to write its stacks
 
 
 class EngineChild:
-    """The child process and its sockets. Calls back, on the event loop, with each message and at its loss.
+    """The child process and its sockets. Calls back on the event loop, with each message and when the process is lost.
 
-    A message that is much work is taken in piece by piece: what `on_message` returns is iterated until it is through,
-    with turns of the event loop between. `lost` is why the process is of no use any more: it ended, it said that it
-    failed, or it was stopped.
+    A large message is handled piece by piece: the iterator that `on_message` returns is run to its end, and other tasks may
+    run in between. `lost` is the reason why the process is unusable: it ended, reported a failure, or was stopped.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class EngineChild:
         self._sockets = SocketDir()
         self._context = zmq.Context()
         self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.setsockopt(zmq.SNDHWM, 0)        # as many as there are open requests; those are limited before
+        self._to_engine.setsockopt(zmq.SNDHWM, 0)        # at most one per open request, and those are limited elsewhere
         self._to_engine.bind(self._sockets.address("to-engine"))
         self._from_engine = self._context.socket(zmq.PULL)
         self._from_engine.bind(self._sockets.address("from-engine"))
@@ -76,7 +74,7 @@ class EngineChild:
         self._loop.add_reader(self._fd, self._read)
         settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid()}
         self._child = start_child(module, json.dumps(settings))
-        # Also when nobody calls stop(): at the latest when the interpreter ends.
+        # Also without stop(): at the latest when the interpreter ends.
         self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
         threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
 
@@ -88,13 +86,13 @@ class EngineChild:
         try:
             self._to_engine.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
-            pass                                         # the other end is gone; _watch says so in a moment
+            pass                                         # the process is gone; _watch reports it in a moment
 
     def lose(self, why: RidgelineError) -> None:
-        """The first reason counts. From now on nothing it says is heard; what it has said is taken in to the end."""
+        """The first reason counts. No further messages are received; those that have arrived are still handled."""
         if not self.lost.done():
             self.lost.set_result(why)
-            self._loop.remove_reader(self._fd)           # what nobody reads would wake the event loop for ever
+            self._loop.remove_reader(self._fd)           # an unread socket would wake the event loop for ever
             for _ in self._work or ():
                 pass
             self._on_lost()
@@ -107,7 +105,7 @@ class EngineChild:
         await asyncio.sleep(_STACKS_SECONDS)
 
     async def stop(self, gently: bool = False, at_once: bool = False) -> None:
-        """Returns when the process is gone and nothing of it is left."""
+        """Return when the process is gone and its sockets are closed."""
         self.lose(EngineDead("the engine's process was stopped"))
         if self._cleanup.alive:
             if at_once:
@@ -154,7 +152,7 @@ class EngineChild:
         except DecodeError as error:
             self._bad_frames += 1
             logger.warning("dropped a frame from the engine (%d so far): %s", self._bad_frames, error)
-        except Exception:                                # what comes behind it must be read all the same
+        except Exception:                                # the messages after it must still be read
             logger.exception("a message from the engine could not be taken in")
         return True
 
@@ -164,7 +162,7 @@ class EngineChild:
         try:
             self._loop.call_soon_threadsafe(self._ended, code)
         except RuntimeError:
-            pass                                         # the event loop is closed: nobody is left to be told
+            pass                                         # the event loop is closed: there is no one to inform
 
     def _ended(self, code: int) -> None:
         until = time.monotonic() + _LAST_WORDS_SECONDS   # its last words say more than its exit code

@@ -1,16 +1,14 @@
-"""Does this grammar compile? Asked by the front end of every request that brings one, before the engine hears of it.
+"""Compiles each request's grammar before the request goes to the engine, to refuse those that cannot be used.
 
-The compiler runs in a process of its own (grammar/compile_worker) with limits on time and memory: what exceeds them
-is refused, and
-nobody else notices. Verdicts are remembered, so a grammar that is used again costs nothing here.
+The compiler runs in a process of its own (grammar/compile_worker) with limits on time and memory. A grammar that exceeds them is
+refused; other requests are not affected. Verdicts are cached, so a grammar that is used again costs nothing here.
 
 That process runs at a lower CPU priority than token generation. So there are two limits. A grammar that needs too much CPU time
 is refused, and remembered. One that is not ready in time because other processes had the CPUs only fails its request, for now.
 
-Each new grammar is tried first, with a little of a processor's time, which is enough for nearly all. What was not through
-comes after all that have not been tried. While others generate, both get only a share of the processors, however many come, and
-those that take long the smaller one: they share caches and memory with whoever generates, where coming behind does not help.
-What would have to wait too long for its turn is refused, for now.
+Each new grammar is first tried with a little CPU time, which is enough for nearly all. Those that need more wait until every new
+one was tried. While requests generate, both kinds get only a share of the CPUs, the slow ones the smaller: they compete for
+caches and memory bandwidth, which priorities do not divide. A grammar that would wait too long gets Overloaded.
 """
 
 from __future__ import annotations
@@ -42,26 +40,34 @@ _CPU_PART = 0.75                     # of it, the CPU time that one grammar may 
 _START_SECONDS = 60.0                # what the process may take to be there: on a loaded machine, many times the usual half
 _VERDICT_BYTES = 8 * 2**20           # of grammars whose verdict is remembered
 _ENTRY_BYTES = 256
-_LATE_SECONDS = 0.4                  # after which no answer comes, whatever the reason
-_RETRY_SECONDS = 60.0                # how long a grammar that took too much is refused without a look
-TRY_SECONDS = 0.02                   # of a processor, that each is tried with, …
-_TRY_LIMIT = 0.3                     # … for so long at most, however little of a processor it got
-_PENDING_BYTES = 16 * 2**20          # of grammars that wait; how many requests may wait is the server's to bound, …
-_PENDING_ENTRY = 8 * 2**10           # … and this is the least that each counts for
-_PATIENCE_SECONDS = 30.0             # how long one waits, at most
-_TURN_SECONDS = 1.0                  # how long, at most, for what another one has taken, …
-_TRY_TURN_SECONDS = 0.2              # … and before it is tried
-SHARE = 0.015 * (os.cpu_count() or 1)                    # of a processor's time while others generate, for what takes long, …
-TRY_SHARE = 0.03 * (os.cpu_count() or 1)                 # … and for trying the new ones, …
-AT_ONCE = 0.1                        # … beyond so many seconds of it
-_LOOK_SECONDS = 0.05                 # how often one that waits for its turn looks whether others still generate
+_LATE_SECONDS = 0.4                  # beyond its limit, after which no answer is expected
+_RETRY_SECONDS = 60.0                # how long a grammar that took too long is refused without another try
+TRY_SECONDS = 0.02                   # CPU seconds that each new grammar is tried with, …
+_TRY_LIMIT = 0.3                     # … within this many seconds of wall-clock time
+_PENDING_BYTES = 16 * 2**20          # of waiting grammars; the server limits the number of requests, …
+_PENDING_ENTRY = 8 * 2**10           # … and each counts for at least this
+_PATIENCE_SECONDS = 30.0             # the longest wait of one
+_TURN_SECONDS = 1.0                  # the longest wait because of CPU time that earlier ones took, …
+_TRY_TURN_SECONDS = 0.2              # … and the same before its first try
+SHARE = 0.015 * (os.cpu_count() or 1)                    # of the CPUs while requests generate, for slow grammars, …
+TRY_SHARE = 0.03 * (os.cpu_count() or 1)                 # … and for first tries, …
+AT_ONCE = 0.1                        # … beyond this many CPU seconds saved up
+_LOOK_SECONDS = 0.05                 # how often a waiting grammar checks whether requests still generate
+
+# llguidance's reason to refuse a oneOf names an option of its own, which requests do not have.
+_ONE_OF = "coerce_one_of"
+_OVERLAP = (
+    "an answer could fit two branches of a oneOf, which cannot be kept to; use anyOf, or tell the branches apart by a "
+    "required property with a const"
+)
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> GrammarVocabulary:
-    """For a model whose logits have `vocab_size` ids. BadRequest where answers have no end."""
+    """For a model whose logits have `vocab_size` ids. BadRequest if it has no end token."""
     vocabulary = GrammarVocabulary.of(tokenizer.token_pieces(), tokenizer.special_ids, end_ids, vocab_size)
     if not vocabulary.end_ids:
-        raise BadRequest("structured_outputs needs a model with an end token; this one has none")
+        message = "structured_outputs needs a model with an end token; this one has none"
+        raise BadRequest(message, field="structured_outputs")
     return vocabulary
 
 
@@ -70,7 +76,7 @@ class GrammarChecker:
 
     def __init__(self, tokenizer: Tokenizer, backend: str = "auto", seconds: float = COMPILE_SECONDS) -> None:
         self._tokenizer = tokenizer
-        self._backend = backend                          # which library compiles
+        self._backend = backend                          # the library that compiles
         self._seconds = seconds
         self._verdicts: ByteLimitedCache[_Verdict] = ByteLimitedCache(_VERDICT_BYTES)
         self._compiler: _Compiler | None = None
@@ -82,7 +88,7 @@ class GrammarChecker:
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
 
     def check(self, asked: StructuredOutputs, seconds: float | None = None) -> None:
-        """BadRequest when it cannot be used. Waits for the compiler, unless the verdict is known."""
+        """BadRequest if it cannot be used. Waits for the compiler, unless the verdict is known."""
         self._is_through(asked, self._seconds if seconds is None else seconds)
 
     def _is_through(self, asked: StructuredOutputs, seconds: float, try_seconds: float = 0.0) -> bool:
@@ -96,7 +102,7 @@ class GrammarChecker:
             if verdict is None:
                 return False
             self._verdicts.put(asked.key, verdict, _ENTRY_BYTES + 4 * len(asked.key) + len(verdict.refusal))
-        verdict.tell()
+        verdict.require_good(asked)
         return True
 
     def _is_good(self, asked: StructuredOutputs) -> bool:
@@ -104,23 +110,23 @@ class GrammarChecker:
         verdict = self._verdicts.get(asked.key)
         if verdict is None or verdict.until < time.monotonic():
             return False
-        verdict.tell()
+        verdict.require_good(asked)
         return True
 
     def check_soon(
         self, asked: StructuredOutputs, others_generate: Callable[[], bool] = lambda: False, ends: float | None = None
     ) -> Future[None]:
-        """The same, elsewhere: for callers that must not wait. Overloaded when too much waits already, or it waits for too long.
+        """check() in a thread, for callers that must not block. Overloaded if too much waits already, or it waits for too long.
 
-        `ends`, by time.monotonic(): nobody wants it later. Nor once the future is cancelled."""
+        `ends`: the time.monotonic() after which its result is of no use. Cancelling the future gives it up too."""
         outcome: Future[None] = Future()
         if self._is_good(asked):
             outcome.set_result(None)
             return outcome
         size = _PENDING_ENTRY + 4 * len(asked.key)
         if not self._pending.add(size):
-            told = f"grammars of {_PENDING_BYTES >> 20} MiB are waiting to be compiled; try again later"
-            raise Overloaded(told, self._seconds)
+            message = f"grammars of {_PENDING_BYTES >> 20} MiB are waiting to be compiled; try again later"
+            raise Overloaded(message, self._seconds)
         outcome.add_done_callback(lambda _: self._pending.remove(size))
         now = time.monotonic()
         waiting = _Waiting(asked, outcome, min(now + _PATIENCE_SECONDS, ends or math.inf), others_generate)
@@ -149,7 +155,7 @@ class GrammarChecker:
                 time.sleep(_LOOK_SECONDS)
             self._wait_for_turn(waiting, self._allowance)
             if not waiting.is_left:
-                # Who has waited for its turns has that much less.
+                # The time spent waiting for its turns is part of its limit.
                 left = self._seconds - (time.monotonic() - waiting.begun)
                 self.check(waiting.asked, max(left, self._seconds - _TURN_SECONDS - _TRY_TURN_SECONDS))
         except Exception as error:
@@ -158,7 +164,7 @@ class GrammarChecker:
             waiting.end()
 
     def _wait_for_turn(self, waiting: _Waiting, allowance: _Allowance) -> None:
-        """Overloaded if that takes too long."""
+        """Overloaded if the wait is too long."""
         waiting.require_patience(0.0)
         while (turn := allowance.seconds_until_turn()) and waiting.others_generate() and not waiting.is_left:
             waiting.require_patience(turn)
@@ -186,7 +192,8 @@ class GrammarChecker:
         if answer.verdict == "busy":
             raise Overloaded("the machine is too busy to compile a grammar; try again later", self._seconds)
         if answer.verdict in ("good", "refused"):
-            return _Verdict(answer.reason)
+            overlaps = _ONE_OF in answer.reason
+            return _Verdict(f"structured_outputs.{asked.kind} cannot be used: {_OVERLAP}" if overlaps else answer.reason)
         reason = "takes too much memory to compile"
         if answer.verdict == "late":
             reason = f"takes more than {cpu_seconds:.2g} s of CPU time to compile"
@@ -195,21 +202,21 @@ class GrammarChecker:
         return _Verdict(refusal, time.monotonic() + _RETRY_SECONDS)
 
     def close(self) -> None:
-        """End the process; it is started again when somebody asks."""
+        """End the process; the next check starts it again."""
         compiler, self._compiler = self._compiler, None
         if compiler is not None:
             compiler.end()
 
 
 class _Waiting:
-    """One that nobody knows yet, and who asked for it."""
+    """A grammar without a verdict, and the request that waits for it."""
 
     def __init__(
         self, asked: StructuredOutputs, outcome: Future[None], until: float, others_generate: Callable[[], bool]
     ) -> None:
         self.asked = asked
         self.others_generate = others_generate
-        self.begun = 0.0                                 # when its turn to be tried came up, by time.monotonic()
+        self.begun = 0.0                                 # when its first try began, by time.monotonic()
         self._outcome = outcome
         self._until = until                              # by time.monotonic()
 
@@ -218,12 +225,12 @@ class _Waiting:
         return self._outcome.cancelled()
 
     def require_patience(self, seconds: float) -> None:
-        """Overloaded where so much longer is too long."""
+        """Overloaded if `seconds` more are too long a wait."""
         if time.monotonic() + seconds > self._until:
             raise Overloaded("too many new grammars are waiting to be compiled; try again later", max(1.0, seconds))
 
     def end(self, error: Exception | None = None) -> None:
-        with suppress(InvalidStateError):                # it has ended, or was cancelled
+        with suppress(InvalidStateError):                # done or cancelled
             if error is None:
                 self._outcome.set_result(None)
             else:
@@ -231,7 +238,7 @@ class _Waiting:
 
 
 class _Pending:
-    """The grammars that wait."""
+    """The waiting grammars."""
 
     def __init__(self) -> None:
         self.untried: set[_Waiting] = set()
@@ -252,8 +259,8 @@ class _Pending:
 
 
 class _Allowance:
-    """Of the processors' time, for new grammars: a share, saved up to a little. What one grammar took beyond it delays the next,
-    but for no longer than a turn's time."""
+    """A budget of CPU time for new grammars: it grows by a share of the time, up to `most`. A grammar that overdraws it delays
+    the next one, by `turn` seconds at most."""
 
     def __init__(self, share: float, most: float, turn: float) -> None:
         self._share, self._most, self._turn = share, most, turn
@@ -269,16 +276,16 @@ class _Allowance:
 
 
 class _Verdict(NamedTuple):
-    refusal: str                     # empty: it can be used
+    refusal: str                     # empty: the grammar can be used
     until: float = math.inf
 
-    def tell(self) -> None:
+    def require_good(self, asked: StructuredOutputs) -> None:
         if self.refusal:
-            raise BadRequest(self.refusal)
+            raise BadRequest(self.refusal, field=f"structured_outputs.{asked.kind}")
 
 
 class _Compiler:
-    """The process (grammar/compile_worker), ready to be asked."""
+    """The process (grammar/compile_worker), once it is ready."""
 
     def __init__(self, backend: str, vocabulary: GrammarVocabulary) -> None:
         self._process = start_child(
@@ -295,14 +302,14 @@ class _Compiler:
         return self._process.poll() is None
 
     def ask(self, frame: bytes, seconds: float) -> bytes:
-        """TimeoutError or EOFError, and then the process is gone."""
+        """TimeoutError or EOFError; then the process was ended."""
         source, target = self._process.stdout, self._process.stdin
         assert source is not None and target is not None
         deadline = time.monotonic() + seconds
         answer, in_time = None, True
-        with suppress(OSError):                          # it is gone: no answer says so
+        with suppress(OSError):                          # the process is gone: there is no answer
             write_frame(target, frame)
-            # An answer is short and written at once: when its first byte is there, the rest is.
+            # An answer is short and written at once: with its first byte the rest is there.
             in_time = bool(select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0])
             answer = read_frame(source) if in_time else None
         if answer is None:

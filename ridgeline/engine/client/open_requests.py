@@ -1,8 +1,8 @@
-"""The requests that are in the engine, seen from the front end: what comes of them, and how they go on in another engine.
+"""The requests that are in the engine, as the client's process sees them, and how they resume in another engine.
 
-A request is open from the frame that brings it to the engine until its last answer has ended, or nobody wants it any more.
-All that has come of it is here, so an engine that is lost takes nothing along: the request goes to the next with the
-tokens that have arrived. What was handed on to readers is never handed on again. No processes, no sockets.
+A request is open from the frame that adds it until its last answer has ended or its reader closes the stream. All tokens
+received are kept here, so a lost engine loses none: the request resumes in the next engine after those tokens, and readers get
+no token twice. No processes, no sockets.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ridgeline.errors import BadRequest, RequestError, RidgelineError
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.metrics import RequestTimes, ServingMetrics
 
-MAX_REPLAYS = 2                      # a request that came no further in so many engines may be what ends them
-_AT_ONCE = 64                        # deltas that are taken in before others may have a turn
+MAX_REPLAYS = 2                      # a request that made no progress in more engines than this may be what kills them
+_AT_ONCE = 64                        # deltas handled before other tasks may run
 
 
 class OpenRequest:
-    """A request that is in the engine, or will be once there is one again."""
+    """A request in the engine, or waiting for a restarted one."""
 
     __slots__ = ("begun", "place", "replayed_at", "replays", "request", "request_id", "state", "stream", "times")
 
@@ -31,8 +31,8 @@ class OpenRequest:
         self, request_id: str, request: Request, state: RequestState, stream: AnswerStream, place: int, times: RequestTimes
     ) -> None:
         self.begun = False                               # a token has come
-        self.replays = 0                                 # engines it went to since it last came further …
-        self.replayed_at = 0                             # … than so many tokens
+        self.replays = 0                                 # engines it was sent to since it last had more …
+        self.replayed_at = 0                             # … tokens than this
         self.request_id = request_id
         self.request = request
         self.state = state
@@ -49,7 +49,7 @@ class OpenRequest:
         return sum(len(answer.token_ids) for answer in self.state.output.outputs)
 
     def again(self) -> Request:
-        """The request for another engine: it goes on from what has arrived here."""
+        """The request for another engine: it resumes after the tokens received."""
         if not self.begun:
             return self.request
         answers = self.state.output.outputs
@@ -59,12 +59,12 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """All of them. `send` brings a frame to the engine; without one it does nothing, and replay() makes up for it."""
+    """All open requests. `send` sends a frame to the engine; without an engine it does nothing, and replay() makes up for it."""
 
     def __init__(self, load: LoadMeter, metrics: ServingMetrics, send: Callable[[bytes], None]) -> None:
-        self.by_wire_id: dict[str, OpenRequest] = {}     # wire ids are never used twice, whatever callers name theirs
+        self.by_wire_id: dict[str, OpenRequest] = {}     # wire ids are never used twice, whatever ids callers choose
         self.wire_ids: dict[str, str] = {}               # ids that callers chose -> wire ids
-        self.num_aborted = 0                             # ended from this side
+        self.num_aborted = 0                             # by this process
         self._load = load
         self._metrics = metrics
         self._send = send
@@ -99,7 +99,7 @@ class OpenRequests:
                 self._send(TO_ENGINE.encode(Abort(wire_id)))
 
     def abandon(self, wire_id: str) -> None:
-        """Nobody wants its answer any more."""
+        """Its reader has gone: abort it."""
         self.forget(wire_id, tell_engine=True)
 
     def abort(self, request_id: str) -> None:
@@ -116,19 +116,19 @@ class OpenRequests:
                 opened.stream.push(opened.place, opened.state.take(last)[0])
         opened.stream.finish(wire_id)
 
-    def refuse(self, wire_id: str, reason: str) -> None:
-        """The engine did not take it."""
+    def refuse(self, wire_id: str, reason: str, field: str) -> None:
+        """The engine did not take the request."""
         if wire_id in self.by_wire_id:
-            self.by_wire_id[wire_id].stream.fail(BadRequest(reason))
+            self.by_wire_id[wire_id].stream.fail(BadRequest(reason, field=field))
 
     def fail_all(self, error: RidgelineError) -> None:
         for opened in list(self.by_wire_id.values()):
             opened.stream.fail(error)
 
     def replay(self, is_last: bool) -> None:
-        """Everything open goes to the new engine, in the order in which it came.
+        """Send all open requests to the new engine, in the order in which they came.
 
-        Into the last one that may be started goes nothing that may have ended the others: no token came of it in any.
+        The last engine that may be started gets no request that may have killed the others: one without any new token.
         """
         for wire_id, opened in list(self.by_wire_id.items()):
             tokens = opened.num_tokens
@@ -136,21 +136,21 @@ class OpenRequests:
             opened.replayed_at = tokens
             if is_last and opened.replays > MAX_REPLAYS:
                 opened.stream.fail(RequestError(f"the engine failed {opened.replays} times with this request in it"))
-            elif wire_id in self.by_wire_id:             # else its stream failed with a part of it
+            elif wire_id in self.by_wire_id:             # else its stream failed because of another of its prompts
                 self._send(TO_ENGINE.encode(Add(opened.again())))
 
     def take(self, news: Deltas, ended: float) -> Iterator[None]:
-        """What a step brought, some answers at a time."""
+        """Handle a step's tokens, some answers at a time."""
         opened = self.by_wire_id
         for wire_id in news.started:
             if wire_id in opened:
                 self._metrics.started(opened[wire_id].times, news.began)
         for number, delta in enumerate(news.deltas, 1):
             each = opened.get(delta.request_id)
-            if each is not None:                         # else it was aborted while this was on its way
+            if each is not None:                         # else it was aborted meanwhile
                 try:
                     self._take_delta(each, delta, ended)
-                except Exception as error:               # one request's fault must not cost others their tokens
+                except Exception as error:               # one request's failure must not cost others their tokens
                     each.stream.fail(error)
             if not number % _AT_ONCE:
                 yield
@@ -158,9 +158,9 @@ class OpenRequests:
     def _take_delta(self, opened: OpenRequest, delta: TokenDelta, ended: float) -> None:
         state = opened.state
         if state.output.outputs[delta.index].finished():
-            return                                       # a stop string has ended it here
+            return                                       # a stop string ended it in this process
         if opened.replays:
-            delta.num_cached_tokens = state.output.num_cached_tokens     # that of the first time counts
+            delta.num_cached_tokens = state.output.num_cached_tokens     # the first engine's count stays
         if not opened.begun:
             opened.begun = True
             self._load.begun(len(opened.request.prompt_token_ids), opened.request.params.n)

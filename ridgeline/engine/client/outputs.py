@@ -17,7 +17,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-LogprobsAt = dict[int, Logprob]      # the token at one position, and the most likely ones there
+LogprobsAt = dict[int, Logprob]      # the token at one position, and the most likely tokens there
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class RequestOutput:
     prompt_logprobs: list[LogprobsAt | None] | None = None
     num_cached_tokens: int = 0
     hidden: np.ndarray | None = None                             # the prompt as a vector, with SamplingParams.pooling
-    metrics: RequestTimes | None = None                          # of an AsyncLLM's; LLM measures nothing per request
+    metrics: RequestTimes | None = None                          # set by AsyncLLM only; LLM measures nothing per request
     lora_request: Any = None
 
 

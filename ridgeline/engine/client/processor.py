@@ -1,6 +1,6 @@
-"""Between people and the core: prompts become Requests of token ids, TokenDeltas become text.
+"""The text side of the engine: prompts become Requests of token ids, TokenDeltas become text.
 
-Used by LLM in the engine's own process and by AsyncLLM across a socket. No torch; nothing here waits or schedules.
+Used by LLM in the engine's own process and by AsyncLLM across a socket. No torch, no waiting, no scheduling.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from ridgeline.config import ModelOptions
 from ridgeline.engine.client.grammar_check import GrammarChecker
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
-from ridgeline.errors import BadRequest, ConfigError, ModelError, RequestError
+from ridgeline.errors import PROMPT, BadRequest, ConfigError, ModelError, RequestError
 from ridgeline.messages import Logprobs, Request, TokenDelta
 from ridgeline.models.model_config import read_json
 from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
@@ -37,7 +37,7 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
-    prompt: NotRequired[str]             # only shown again in the output
+    prompt: NotRequired[str]             # only repeated in the output
     cache_salt: NotRequired[str]
 
 
@@ -88,19 +88,19 @@ class Frontend:
                 raise BadRequest(f"a prompt as a dict holds {known}; got {shown(sorted(map(str, prompt)))}")
             text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is not None and not isinstance(text, str):
-                raise BadRequest(f"prompt must be a text, got {shown(text)}")
+                raise BadRequest(f"prompt must be a text, got {shown(text)}", field="prompt")
             return (text, _token_ids(tokens)) if tokens is not None else self.prompt_tokens(text or "")
         if isinstance(prompt, str):
             if not prompt:
-                raise BadRequest("the prompt is empty; it needs at least one token")
+                raise BadRequest("the prompt is empty; it needs at least one token", field=PROMPT)
             return prompt, self._require_tokenizer("a text prompt").encode(prompt)
         return None, _token_ids(prompt)
 
     def request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
         cache_salt: str = "",
-    ) -> tuple[Request, RequestState]:  # fmt: skip
-        """BadRequest for whatever is wrong with it, except what only the engine knows: its vocabulary and its room."""
+    ) -> tuple[Request, RequestState]:
+        """BadRequest for anything wrong with it, except what only the engine can check: vocabulary and context length."""
         if not isinstance(params, SamplingParams):
             raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
         text, tokens = self.prompt_tokens(prompt)
@@ -109,9 +109,9 @@ class Frontend:
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
         if params.stop:
-            self._require_tokenizer("stop")
+            self._require_tokenizer("stop", "stop")
         if params.structured_outputs is not None:
-            self._require_tokenizer("structured_outputs")
+            self._require_tokenizer("structured_outputs", "structured_outputs")
             assert self.grammars is not None
             self.grammars.check(params.structured_outputs)
         request = Request(
@@ -133,17 +133,18 @@ class Frontend:
         )
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """A word reads differently at the start of a text and after a space; both are bad."""
+        """A word has different tokens at the start of a text and after a space; both are banned."""
         if not words:
             return []
-        tokenizer = self._require_tokenizer("bad_words")
+        tokenizer = self._require_tokenizer("bad_words", "bad_words")
         variants = [space + word.lstrip() for word in words for space in ("", " ")]
         encoded = [tokenizer.encode(variant, add_special_tokens=False) for variant in variants]
         return [list(unique) for unique in dict.fromkeys(tuple(tokens) for tokens in encoded if tokens)]
 
-    def _require_tokenizer(self, what: str) -> Tokenizer:
+    def _require_tokenizer(self, what: str, field: str = "") -> Tokenizer:
         if self.tokenizer is None:
-            raise BadRequest(f"{what} needs a tokenizer, and skip_tokenizer_init is set; give token ids instead")
+            message = f"{what} needs a tokenizer, and skip_tokenizer_init is set; give token ids instead"
+            raise BadRequest(message, field=field)
         return self.tokenizer
 
 
@@ -166,18 +167,20 @@ def _token_ids(given: Any) -> list[int]:
         given = given.tolist()
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
         raise BadRequest(f"a prompt must be a text, a list of token ids or a dict of either; got {shown(given)}")
-    return plain_token_ids("prompt_token_ids", given)
+    return plain_token_ids(PROMPT, given)
 
 
 def _priority(given: Any) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or abs(given) > MAX_PRIORITY:
-        raise BadRequest(f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {shown(given)}")
+        message = f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {shown(given)}"
+        raise BadRequest(message, field="priority")
     return given
 
 
 def _salt(given: Any) -> str:
     if not isinstance(given, str) or len(given) > MAX_SALT_CHARACTERS or not is_unicode(given):
-        raise BadRequest(f"cache_salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {shown(given)}")
+        message = f"cache_salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {shown(given)}"
+        raise BadRequest(message, field="cache_salt")
     return given
 
 
@@ -196,20 +199,19 @@ class RequestState:
         ]
         self.output = RequestOutput(request.request_id, prompt, request.prompt_token_ids, answers)
         if params.prompt_logprobs is not None and len(request.prompt_token_ids) == 1:
-            self.output.prompt_logprobs = [None]         # the first token follows nothing; the engine has none to tell
+            self.output.prompt_logprobs = [None]         # the first token has no logprob
 
     def take(self, delta: TokenDelta) -> tuple[AnswerDelta, bool]:
-        """(what is new, whether the core must be told to stop this answer: a stop string was found here).
+        """(what is new, whether the engine must stop this answer because a stop string was found here).
 
-        An error of this answer alone is raised; the answer then has ended with finish_reason "error", and its
-        stop_reason says why.
+        An error of this answer alone is raised; the answer then has the finish_reason "error" and the cause as stop_reason.
         """
         answer = self.output.outputs[delta.index]
         stream = self._streams[delta.index] if self._streams is not None else None
         if delta.finish_reason == "error":
             self._end(answer, "error", delta.error)
             raise RequestError(delta.error)
-        if delta.index == 0:                             # the others find what the first has just computed
+        if delta.index == 0:                             # the others reuse what the first has computed
             self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.hidden is not None:
             self.output.hidden = delta.hidden
@@ -228,18 +230,22 @@ class RequestState:
             if stream.stopped_by is not None:
                 stop_here = finish is None
                 finish, reason = "stop", stream.stopped_by
-        new_logprobs = None
-        if answer.logprobs is not None:
-            new_logprobs = [at for chunk in delta.logprobs for at in self._readable(chunk)][: len(token_ids)]
-            answer.logprobs.extend(new_logprobs)
-            chosen = sum(at[token].logprob for at, token in zip(new_logprobs, token_ids, strict=True))
-            answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
+        new_logprobs = self._take_logprobs(answer, delta, token_ids)
         answer.text += text
         answer.token_ids.extend(token_ids)
         answer.text_offsets.extend(offsets)
         if finish is not None:
             self._end(answer, finish, reason)
         return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here
+
+    def _take_logprobs(self, answer: CompletionOutput, delta: TokenDelta, token_ids: list[int]) -> list[LogprobsAt] | None:
+        if answer.logprobs is None:
+            return None
+        new = [at for chunk in delta.logprobs for at in self._readable(chunk)][: len(token_ids)]
+        answer.logprobs.extend(new)
+        chosen = sum(at[token].logprob for at, token in zip(new, token_ids, strict=True))
+        answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
+        return new
 
     def _end(self, answer: CompletionOutput, finish: str | None, reason: int | str | None) -> None:
         answer.finish_reason, answer.stop_reason = finish, reason

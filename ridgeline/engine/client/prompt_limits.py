@@ -1,5 +1,4 @@
-"""How long a prompt and its answer may be, checked before work is spent on it, and which work is long enough to leave the event
-loop.
+"""How long a prompt and its answer may be, checked before any work, and which work is too long for the event loop.
 
 Knows texts and counts; no tokenizer, no engine.
 """
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.engine.client.processor import Prompt
-from ridgeline.errors import PromptTooLong
+from ridgeline.errors import PROMPT, PromptTooLong
 from ridgeline.sampling_params import SamplingParams
 
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
@@ -31,35 +30,38 @@ class PromptLimits:
             self.check_length(len(given))
 
     def check_text(self, text: str) -> None:
-        """No token is longer than the vocabulary's longest: of more text than that there is no need to know its tokens."""
+        """No token is longer than the vocabulary's longest, so a text of more bytes than these can hold need not be tokenised."""
         most = self.max_model_len * self.longest_piece
-        # Counted in characters first: those are no more than the bytes, and cost nothing to count.
+        # Characters first: there are no more of them than bytes, and counting them is free.
         if most and (len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most):
-            raise PromptTooLong(f"the prompt is too long: more than {most} bytes of text, which cannot fit; {self._context}")
+            message = f"the prompt is too long: more than {most} bytes of text, which cannot fit; {self._context}"
+            raise PromptTooLong(message, field=PROMPT)
 
     def check_length(self, tokens: int) -> None:
         if tokens >= self.max_model_len:
             raise PromptTooLong(
                 f"the prompt is too long: {tokens} tokens > {self.max_model_len - 1} maximum, which leaves one for the answer; "
-                + self._context
+                + self._context,
+                field=PROMPT,
             )
 
     def check_answer(self, tokens: int, max_tokens: int | None, name: str) -> None:
-        """Whether so many tokens have room behind the prompt; `name`: of the field that asks for them."""
+        """Whether `max_tokens` fit after the prompt; `name`: the field that sets them."""
         if max_tokens is not None and tokens + max_tokens > self.max_model_len:
             raise PromptTooLong(
                 f"{name} is too large: {max_tokens} tokens beside the {tokens} of the prompt; {self._context}; leave it out "
-                f"for as many as there is room for ({self.max_model_len - tokens})"
+                f"for as many as there is room for ({self.max_model_len - tokens})",
+                field=name,
             )
 
     @property
     def _context(self) -> str:
-        """In OpenAI's words, which clients look for; those before it are Anthropic's, for the same reason."""
+        """In OpenAI's words, which clients search for; the words before it are Anthropic's, for the same reason."""
         return f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
 
 
 def is_brief(messages: list[dict[str, Any]]) -> bool:
-    """Whether a conversation takes no time worth a thread: few messages, of little text each."""
+    """Whether a conversation is too short to be worth a thread: few messages with little text."""
     values = [value for message in messages[:17] for value in message.values() if value is not None]
     return len(messages) <= 16 and all(isinstance(each, str) for each in values) and sum(map(len, values)) < LONG_WORK
 
@@ -67,13 +69,13 @@ def is_brief(messages: list[dict[str, Any]]) -> bool:
 def is_long(prompts: Sequence[Prompt], params: SamplingParams) -> bool:
     """Whether to make these requests away from the event loop."""
     given = sum(len(each) for each in map(_given, prompts) if isinstance(each, Sized))
-    # Every prompt has bad words to tokenise and stop strings to prepare, every answer its own search for those.
+    # Each prompt tokenises the bad words and prepares the stop strings; each answer searches for them.
     beside = sum(map(len, [*params.bad_words, *params.stop])) + params.n * (1 + len(params.stop))
     return given + len(prompts) * beside >= LONG_WORK
 
 
 def _given(prompt: Prompt) -> Any:
-    """A prompt's text or token ids, of whatever type they are."""
+    """A prompt's text or token ids, of any type."""
     if not isinstance(prompt, Mapping):
         return prompt
     tokens = prompt.get("prompt_token_ids")

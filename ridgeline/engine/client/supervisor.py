@@ -1,7 +1,7 @@
-"""The life of the engine's process: started, looked after, started again when it dies or hangs, ended.
+"""Starts the engine's process, watches it, restarts it when it dies or hangs, and ends it.
 
-What counts as hung and how often a start may follow are engine/client/watchdog's rules. Requests are not known here: whoever
-listens is told when an engine is there, when it is lost, and when what is open has to go to a new one.
+engine/client/watchdog defines when an engine counts as hung and how often it is restarted. Knows no requests: a Listener is
+called when an engine is ready, when it is lost, and when open requests must be sent to a new one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = get_logger("async_llm")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who is told, on the event loop."""
+    """Callbacks, called on the event loop."""
 
-    take: Callable[[FromEngine], Iterator[None] | None]  # whatever the engine says of anything but its own life
-    opened: Callable[[Ready], None]                      # an engine takes requests from now on
-    lost: Callable[[], None]                             # … and does so no more; perhaps said twice
-    replay: Callable[[bool], None]                       # a new one is there; True: the last that may be started
-    died: Callable[[RidgelineError], None]               # there will be no other
+    take: Callable[[FromEngine], Iterator[None] | None]  # every message that is not about the process itself
+    opened: Callable[[Ready], None]                      # an engine is ready for requests
+    lost: Callable[[], None]                             # it is lost; may be called twice
+    replay: Callable[[bool], None]                       # a new one is ready; True: it is the last restart allowed
+    died: Callable[[RidgelineError], None]               # no further engine will be started
     num_waiting: Callable[[], int]                       # requests that wait for an engine, for the log
 
 
@@ -51,7 +51,7 @@ class Supervisor:
         self._died: asyncio.Future[RidgelineError] | None = None
 
     async def start(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
-        """Start an engine and wait until it is ready, and `meanwhile` is done. Whatever it raises, shutdown() must follow."""
+        """Start an engine and wait until it is ready and `meanwhile` is done. After any error, call shutdown()."""
         loop = asyncio.get_running_loop()
         self._died = loop.create_future()
         began = time.monotonic()
@@ -61,7 +61,7 @@ class Supervisor:
         if lost is not None:
             self.die(lost)
         self.require_alive()
-        self._open(process)                              # last of all: from here on requests are taken
+        self._open(process)                              # last of all: from here on requests are accepted
         self._supervising = loop.create_task(self._supervise(process, loading_limit(time.monotonic() - began)))
 
     @property
@@ -79,7 +79,7 @@ class Supervisor:
         return "stalled" if self.pulse.stopped else "ok"
 
     async def died(self) -> RidgelineError:
-        """Waits until the engine is no more, and says why."""
+        """Wait for the engine's final end; the reason."""
         if self._died is None:
             raise EngineDead("the engine was not started")
         return await asyncio.shield(self._died)
@@ -95,7 +95,7 @@ class Supervisor:
             self._listener.died(error)
 
     def send(self, frame: bytes) -> None:
-        """Without an engine nothing is lost: what is open then is sent once there is one, in its state of that time."""
+        """While no engine runs, frames are dropped: replay() sends the open requests to the next engine."""
         if self.is_up and self.process is not None:
             self.process.send(frame)
 
@@ -116,7 +116,7 @@ class Supervisor:
 
     def _take(self, message: FromEngine) -> Iterator[None] | None:
         process = self.process
-        assert process is not None                       # which is where the message came from
+        assert process is not None                       # the sender of this message
         if isinstance(message, Deltas):
             self.pulse.stepped()
         elif isinstance(message, Alive):
@@ -153,7 +153,7 @@ class Supervisor:
     # -- one after another ---------------------------------------------------------------------------------------------
 
     async def _supervise(self, process: EngineChild, limit: float) -> None:
-        """As long as engines may be started: put a new one in the place of one that is gone."""
+        """Replace a lost engine, as often as the rules allow."""
         restarts = Restarts(self.rules)
         while True:
             lost: RidgelineError | None = await self._until_lost(process)
@@ -164,18 +164,18 @@ class Supervisor:
                     often = f", after {restarts.recent} restarts" if restarts.recent else ""
                     self.die(type(lost)(f"{lost}{often}"))
                     return
-                logger.error("%s; it is started again, %d requests wait for it", lost, self._listener.num_waiting())
+                logger.error("engine lost (%s): restarting; %d open requests will resume", lost, self._listener.num_waiting())
                 await process.stop(at_once=True)
                 await asyncio.sleep(delay)
                 process = self._launch()
                 lost = await self._loaded(process, limit)
             self.num_restarts += 1
             self._open(process)
-            logger.info("the engine is back; %d requests go on", self._listener.num_waiting())
+            logger.info("the engine runs again; %d open requests resume", self._listener.num_waiting())
             self._listener.replay(restarts.recent >= self.rules.max_restarts)
 
     async def _until_lost(self, process: EngineChild) -> RidgelineError:
-        """Returns when the process is gone, or was given up because it says nothing."""
+        """Return when the process is gone, or hangs."""
         tick = min(1.0, max(0.05, self.rules.silence / 8))
         while True:
             began = time.monotonic()
@@ -183,9 +183,9 @@ class Supervisor:
             if process.lost.done():
                 return process.lost.result()
             if time.monotonic() - began > 2 * tick + 1:
-                self.pulse.beat()                        # we were held up ourselves: its news may wait to be read
+                self.pulse.beat()                        # this process was held up itself: messages may wait to be read
             elif self.pulse.stopped:
                 self._lost()
-                logger.error("the engine said nothing for %.1f s; its stacks follow", self.pulse.silent_for)
+                logger.error("no message from the engine for %.1f s; its stacks follow", self.pulse.silent_for)
                 await process.show_stacks()
                 return EngineDead(f"the engine hung for {self.pulse.silent_for:.0f} s")

@@ -1,9 +1,9 @@
-"""How long a new request will wait, from what the engine did lately.
+"""Predicts how long a new request will wait, from the engine's recent throughput.
 
-    wait = prompt tokens that wait / prompt tokens begun per second, counted while any waited
-         = answers too many for the rows / answers finished per second, counted while any ran      (the longer of both)
+    wait = waiting prompt tokens / prompt tokens begun per second, measured while any waited
+         = answers beyond max_num_seqs / answers finished per second, measured while any ran      (the longer of both)
 
-Both rates forget with a half-life. Knows numbers and a clock; whether to refuse is for whoever asks.
+Both rates decay with a half-life. Knows numbers and a clock; the caller decides whether to refuse a request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HALF_LIFE = 20.0                     # seconds
 
 
 class Rate:
-    """Amounts per second of the time in which there was something to do."""
+    """Amounts per second of busy time."""
 
     __slots__ = ("_amount", "_seconds")
 
@@ -23,7 +23,7 @@ class Rate:
         self._amount = self._seconds = 0.0
 
     def pass_time(self, seconds: float, busy: bool) -> None:
-        kept = 0.5 ** (seconds / HALF_LIFE) if busy else 1.0     # idle time teaches nothing, and forgets nothing
+        kept = 0.5 ** (seconds / HALF_LIFE) if busy else 1.0     # idle time changes nothing
         self._amount *= kept
         self._seconds = self._seconds * kept + (seconds if busy else 0.0)
 
@@ -67,7 +67,7 @@ class LoadMeter:
             self._finished.add(answers)
 
     def wait(self, rows: int) -> float | None:
-        """Seconds until a request that came now would begin; None when nothing is known yet."""
+        """Seconds until a request that arrives now would begin; None: not known yet."""
         self._pass_time()
         waits: list[float | None] = []
         if self.waiting_tokens:

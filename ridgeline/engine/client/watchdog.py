@@ -1,6 +1,6 @@
-"""When an engine counts as hung, and how often it may be started again.
+"""When an engine counts as hung, and how often it may be restarted.
 
-Knows clocks and counts. Processes, signals and requests are engine/client/async_llm's, which asks here what to do.
+Knows clocks and counts; engine/client/supervisor has the process and acts on these rules.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-LOADING_FACTOR = 5.0                 # a restart may take so many times as long as the first start did …
+LOADING_FACTOR = 5.0                 # a restart may take this many times as long as the first start …
 LOADING_SECONDS = 60.0               # … and never less than this
 FIRST_STEPS_FACTOR = 5.0             # the first steps of a process may compile kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """How an engine's process is looked after."""
+    """When an engine's process is restarted."""
 
-    max_restarts: int = 0            # within `window`; the next death is the last
+    max_restarts: int = 0            # within `window`; after that many, the next death is final
     window: float = 600.0            # seconds
-    silence: float = 60.0            # seconds without a finished step, or a word of having nothing to do; 0: any time
+    silence: float = 60.0            # seconds without a finished step or a report of being idle; 0: no limit
     backoff: float = 0.5             # seconds before the second start in a row; doubles with each further one
     longest_backoff: float = 30.0
 
 
 class Pulse:
-    """How long ago the engine last said that it goes on."""
+    """How long ago the engine last showed progress."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -35,7 +35,7 @@ class Pulse:
         self._stepped = False
 
     def beat(self) -> None:
-        """Tokens came, or something else that only a loop that turns can say."""
+        """The engine sent something that only a running loop can send, such as tokens."""
         self._last = time.monotonic()
 
     def stepped(self) -> None:
@@ -43,14 +43,14 @@ class Pulse:
         self._last = time.monotonic()
 
     def turned(self, steps: int, busy: bool) -> None:
-        """The loop turns. With work to do, that counts only if steps were finished since."""
+        """The loop reports itself. While it has work, that counts only if steps were finished since."""
         if not busy or steps != self._steps:
             self._steps = steps
             self._last = time.monotonic()
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that are too long; 0: none are."""
+        """Seconds of silence after which the engine counts as hung; 0: never."""
         return self._limit if self._stepped else self._limit * FIRST_STEPS_FACTOR
 
     @property
@@ -63,14 +63,14 @@ class Pulse:
 
 
 class Restarts:
-    """The starts of the recent past, and whether another one may follow."""
+    """Recent restarts, and whether another one is allowed."""
 
     def __init__(self, supervision: Supervision) -> None:
         self._supervision = supervision
         self._times: deque[float] = deque()
 
     def next_delay(self) -> float | None:
-        """Seconds to wait before another start, which is counted with that; None: there were too many."""
+        """Count another restart; seconds to wait before it. None: there were too many."""
         now, rules = time.monotonic(), self._supervision
         while self._times and now - self._times[0] > rules.window:
             self._times.popleft()
@@ -86,5 +86,5 @@ class Restarts:
 
 
 def loading_limit(first: float) -> float:
-    """Seconds that a restart may take to load, after a first start that took `first`."""
+    """Seconds that a restart may take, given that the first start took `first`."""
     return max(LOADING_SECONDS, LOADING_FACTOR * first)

@@ -298,7 +298,8 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     for name, tokens in lists.items():
         if tokens and not _all_below(vocab_size, tokens):
             wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-            raise BadRequest(f"{name} holds token id {wrong}; this model's ids go from 0 to {vocab_size - 1}")
+            message = f"{name} holds token id {wrong}; this model's ids go from 0 to {vocab_size - 1}"
+            raise BadRequest(message, field=name)
 
 
 def _all_below(bound: int, tokens: list[int]) -> bool:

@@ -102,7 +102,7 @@ class EngineLoop:
         try:
             self._core.add(message.request)
         except RequestError as error:
-            self._link.send(Refused(message.request.request_id, str(error)))
+            self._link.send(Refused(message.request.request_id, str(error), error.field))
         except Exception:                                # one request's fault must not end the others
             logger.exception("request %s could not be added", message.request.request_id)
             self._link.send(Refused(message.request.request_id, "the engine could not take this request"))

@@ -1,7 +1,7 @@
 """Anthropic's Messages API as a dialect of chat: its requests become chat requests, chat's answers become its messages.
 
-What a message, a tool or a call means is server/protocol's to know: here only names and shapes change. A field that is
-not declared is refused by name. Structs in, structs and bytes out; no ASGI.
+Only names and shapes change here; server/api/chat has the meaning of messages, tools and calls. A field that is not declared is
+refused by name. Structs in, structs and bytes out; no ASGI.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class NoThreads(Unsupported):
     details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
-# -- what may be asked -------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    cache_control: Any = None            # a hint: prefixes are cached here without being asked
+    cache_control: Any = None            # a hint: prefixes are always cached here
 
 
 class TextBlock(Block, tag_field="type", tag="text"):
@@ -42,14 +42,14 @@ class TextBlock(Block, tag_field="type", tag="text"):
 
     def check(self, where: str) -> None:
         if self.citations:
-            raise Unsupported(f"{where}.citations is not supported by this server; leave it out")
+            raise Unsupported(f"{where}.citations is not supported by this server; leave it out", field=f"{where}.citations")
 
 
 class ToolUseBlock(Block, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    caller: Any = None                   # told by answers, sent back by clients
+    caller: Any = None                   # in answers, sent back by clients
 
 
 class ToolResultBlock(Block, tag_field="type", tag="tool_result"):
@@ -79,7 +79,7 @@ class DocumentBlock(Block, tag_field="type", tag="document"):
 
 
 class ToolReferenceBlock(Block, tag_field="type", tag="tool_reference"):
-    """What a search for tools has found. The model knows all of them anyway: its name says enough."""
+    """A tool found by a search for tools. The model sees all tools anyway: the name is enough."""
 
     tool_name: str
 
@@ -111,14 +111,16 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     eager_input_streaming: Any = None    # hints
     input_examples: Any = None
     allowed_callers: Any = None
-    defer_loading: bool | None = None    # nothing is loaded later here: all tools are told at once
+    defer_loading: bool | None = None    # all tools are always in the prompt
 
     def plain(self, where: str) -> dict[str, Any]:
-        """As chat has it."""
+        """In chat's form."""
         if self.type not in (None, "custom"):
-            raise Unsupported(f"{where}.type {self.type[:60]!r} is one of Anthropic's own; only custom tools work here")
+            message = f"{where}.type {self.type[:60]!r} is one of Anthropic's own; only custom tools work here"
+            raise Unsupported(message, field=f"{where}.type")
         if self.input_schema is None:
-            raise BadRequest(f"{where}.input_schema is missing; a JSON schema of type object works")
+            message = f"{where}.input_schema is missing; a JSON schema of type object works"
+            raise BadRequest(message, field=f"{where}.input_schema")
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
         if self.description is not None:
             function["description"] = self.description
@@ -133,16 +135,16 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
     def plain(self) -> str | dict[str, Any]:
-        """As chat has it."""
+        """In chat's form."""
         if (self.type == "tool") != (self.name is not None):
-            raise BadRequest("tool_choice.name belongs to tool_choice.type 'tool', and only to it")
+            raise BadRequest("tool_choice.name belongs to tool_choice.type 'tool', and only to it", field="tool_choice.name")
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`budget_tokens` is a wish: a model thinks as long as it thinks, and max_tokens is the limit."""
+    """`budget_tokens` is a hint: only max_tokens limits the reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -157,17 +159,17 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    task_budget: Any = None              # a wish, as `budget_tokens` is
+    task_budget: Any = None              # a hint, like `budget_tokens`
 
 
 class Edit(msgspec.Struct, kw_only=True):
-    """Its other fields say when and how much to leave out, which is not done."""
+    """Its other fields say when and how much to remove, which is not supported."""
 
     type: str
 
 
 class ContextManagement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """No edit is made here, and every answer to a request that asks for some says so: `applied_edits` is empty."""
+    """No edits are made; the answer to a request that asks for some says so with an empty `applied_edits`."""
 
     edits: list[Edit] = []
 
@@ -176,7 +178,7 @@ APPLIED_EDITS: dict[str, list[Any]] = {"applied_edits": []}
 
 
 class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take: everything that decides about the prompt."""
+    """The fields of both endpoints: all that the prompt depends on."""
 
     model: str
     messages: list[Message]
@@ -189,7 +191,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     context_management: ContextManagement | None = None
     cache_control: Any = None            # hints
     diagnostics: Any = None
-    fallbacks: Any = None                # a model that does not decline needs no other
+    fallbacks: Any = None                # not needed: this model does not decline
     fallback_credit_token: Any = None
     speed: Any = None
     mcp_servers: Any = None
@@ -200,13 +202,13 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "compaction": (), "thread": ()}
 
     def check(self) -> None:
-        """Refuse what is understood and not done."""
+        """Refuse fields that are known and not supported."""
         if self.thread is not None:
-            raise NoThreads("thread: no conversation is held here; leave it out and send all of the messages")
+            raise NoThreads("thread: conversations are not stored here; leave it out and send all messages", field="thread")
         refuse(self, self.REFUSED)
 
     def chat(self) -> dict[str, Any]:
-        """The same as a chat request, as plain data."""
+        """The same request in chat's form, as plain data."""
         messages: list[dict[str, Any]] = []
         if self.system:
             blocks = [TextBlock(text=self.system)] if isinstance(self.system, str) else self.system
@@ -215,12 +217,12 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             _extend(messages, message, f"messages[{place}]")
         chat: dict[str, Any] = {"model": self.model, "messages": messages}
         if self.messages and self.messages[-1].role == "assistant":
-            chat |= {"add_generation_prompt": False, "continue_final_message": True}     # the answer has begun
+            chat |= {"add_generation_prompt": False, "continue_final_message": True}     # the client began the answer
         if self.tools:
             chat["tools"] = [tool.plain(f"tools[{place}]") for place, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
             if not self.tools:
-                raise BadRequest("tool_choice needs tools")
+                raise BadRequest("tool_choice needs tools", field="tool_choice")
             chat["tool_choice"] = self.tool_choice.plain()
             if self.tool_choice.disable_parallel_tool_use:
                 chat["parallel_tool_calls"] = False
@@ -260,10 +262,10 @@ _SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream", "ttft_deadline
 
 
 def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> None:
-    """Append what one message says. A tool's results are messages of their own in a chat; turns in a row are one turn."""
+    """Append one message. In chat, a tool's results are separate messages, and adjacent turns of a role are one."""
     blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
     if not blocks and message.role != "assistant":
-        raise BadRequest(f"{where}.content must have at least one block")
+        raise BadRequest(f"{where}.content must have at least one block", field=f"{where}.content")
     texts: list[TextBlock] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -283,12 +285,13 @@ def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> Non
             case ThinkingBlock() if message.role == "assistant":
                 thoughts.append(block.thinking)
             case RedactedThinkingBlock() if message.role == "assistant":
-                pass                                     # nobody but its writer can read it
+                pass                                     # only its author can read it
             case ImageBlock() | DocumentBlock():
-                raise Unsupported(f"{at}: only text is supported by this server, no images and documents")
+                raise Unsupported(f"{at}: only text is supported by this server, not images or documents", field=at)
             case _:
                 kind = msgspec.to_builtins(block)["type"]
-                raise BadRequest(f"{at}: a block of type {kind!r} does not belong into a message of role {message.role!r}")
+                words = f"a block of type {kind!r} does not belong in a message of role {message.role!r}"
+                raise BadRequest(f"{at}: {words}", field=at)
     if not (texts or calls or thoughts):
         return
     content = _texts(texts, where) if texts else None
@@ -310,7 +313,7 @@ def _result(block: ToolResultBlock, where: str) -> dict[str, Any]:
         named = [TextBlock(text=each.tool_name) if isinstance(each, ToolReferenceBlock) else each for each in text]
         text = _texts(named, f"{where}.content")
     if block.is_error:
-        text = f"Error: {text}"                          # chat templates have no other place for it
+        text = f"Error: {text}"                          # chat templates have no field for it
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
@@ -318,13 +321,13 @@ def _texts(blocks: Iterable[AnyBlock], where: str) -> str:
     texts = []
     for place, block in enumerate(blocks):
         if not isinstance(block, TextBlock):
-            raise Unsupported(f"{where}[{place}]: only text is supported here")
+            raise Unsupported(f"{where}[{place}]: only text is supported here", field=f"{where}[{place}]")
         block.check(f"{where}[{place}]")
         texts.append(block.text)
     return "\n".join(texts)
 
 
-# -- how answers are written -------------------------------------------------------------------------------------------
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 
 class Usage(msgspec.Struct):
@@ -388,12 +391,12 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 class MessagesWriter(ChatWriter):
-    """Chat's own chunks and choices, in Anthropic's shape: blocks that are opened, filled and closed one after another."""
+    """Chat's chunks and choices in Anthropic's shape: blocks that are opened, filled and closed in turn."""
 
     def __init__(self, asked: MessagesRequest, *args: Any) -> None:
         super().__init__(*args)
         self._edits = UNSET if asked.context_management is None else APPLIED_EDITS
-        self._tells_thoughts = asked.thinking is None or asked.thinking.display != "omitted"
+        self._shows_thoughts = asked.thinking is None or asked.thinking.display != "omitted"
         self._started = False
         self._blocks = 0                                 # opened so far
         self._open: str | int | None = None              # "thinking", "text" or the number of a tool call
@@ -432,11 +435,11 @@ class MessagesWriter(ChatWriter):
         message = choice.message
         blocks: list[dict[str, Any]] = []
         if thought := getattr(message, "reasoning_content", None):
-            blocks.append({"type": "thinking", "thinking": thought if self._tells_thoughts else "", "signature": ""})
+            blocks.append({"type": "thinking", "thinking": thought if self._shows_thoughts else "", "signature": ""})
         if message.content:
             blocks.append({"type": "text", "text": message.content})
         for call in getattr(message, "tool_calls", None) or []:
-            arguments = completed(call.function.arguments)       # all, unless the call was cut short
+            arguments = completed(call.function.arguments)       # all of them, unless the call was cut
             blocks.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments})
         reason, sequence = self._stop(choice.finish_reason, output.outputs[0].stop_reason, len(output.outputs[0].token_ids))
         reply = MessageReply(self._id, self._model, blocks, Usage.of(output), reason, sequence)
@@ -462,20 +465,20 @@ class MessagesWriter(ChatWriter):
     def _fill(self, delta: Any) -> Iterable[dict[str, Any]]:
         if thought := getattr(delta, "reasoning_content", None):
             yield from self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            if self._tells_thoughts:
+            if self._shows_thoughts:
                 yield self._delta({"type": "thinking_delta", "thinking": thought})
         if delta.content:
             yield from self._block("text", {"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": delta.content})
         for call in getattr(delta, "tool_calls", None) or []:
-            if call.index != self._open:                 # the first of a call has its id and name
+            if call.index != self._open:                 # the first delta of a call has its id and name
                 block = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
                 yield from self._block(call.index, block)
             if call.function.arguments:
                 yield self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
 
     def _block(self, name: str | int, block: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        """Open a block, unless it is the one that is open."""
+        """Open a block, unless it is already open."""
         if self._open == name:
             return
         yield from self._close()

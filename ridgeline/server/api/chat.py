@@ -1,5 +1,7 @@
-"""`/v1/chat/completions`: a conversation. Requests and answers as types; see server/api/generation for what completions have
-too, server/parse/tools for what tools mean, and server/parse/reasoning for how they are found in an answer's text."""
+"""`/v1/chat/completions`: a conversation. Requests and answers as types.
+
+server/api/generation has what completions share, server/parse/tools the meaning of tools, and server/parse/reasoning the
+parsing of an answer's text."""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from ridgeline.text.tokenizer import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-# -- what may be asked -------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -49,7 +51,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: Any = None
     audio: Any = None
     images: Any = None
-    # Hints: what client libraries note on a message for themselves, or for servers that bill by the cache.
+    # Hints: notes of client libraries, or for servers that bill by the cache.
     parsed: Any = None
     provider_specific_fields: Any = None
     thinking_blocks: Any = None
@@ -60,12 +62,12 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     is_error: Any = None
 
     def plain(self, where: str) -> dict[str, Any]:
-        """As the chat template wants it. `developer` is the newer name of `system`, `function` the older of `tool`."""
+        """In the chat template's form. `developer` is the newer name of `system`, `function` the older of `tool`."""
         if self.role not in ROLES:
-            raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}")
+            raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}", field=f"{where}.role")
         for name in ("annotations", "audio", "images"):
             if getattr(self, name):
-                raise Unsupported(f"{where}.{name} is not supported by this server; leave it out")
+                raise Unsupported(f"{where}.{name} is not supported by this server; leave it out", field=f"{where}.{name}")
         message: dict[str, Any] = {
             "role": {"developer": "system", "function": "tool"}.get(self.role, self.role),
             "content": self._content(),
@@ -74,14 +76,14 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             message["name"] = self.name
         if self.tool_call_id is not None:
             if message["role"] != "tool":
-                raise BadRequest(f"{where}.tool_call_id belongs to messages of role tool only")
+                raise BadRequest(f"{where}.tool_call_id belongs to messages of role tool only", field=f"{where}.tool_call_id")
             message["tool_call_id"] = self.tool_call_id
         thoughts = (self.reasoning_content, self.reasoning, self.thinking)
         if (thought := next((each for each in thoughts if each is not None), None)) is not None:
             message["reasoning_content"] = thought
         if self.tool_calls or self.function_call:
             if self.role != "assistant":
-                raise BadRequest(f"{where}.tool_calls belongs to messages of role assistant only")
+                raise BadRequest(f"{where}.tool_calls belongs to messages of role assistant only", field=f"{where}.tool_calls")
             message["tool_calls"] = self._calls(where)
         return message
 
@@ -95,7 +97,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def _calls(self, where: str) -> list[dict[str, Any]]:
         if self.tool_calls and self.function_call:
-            raise BadRequest(f"{where} has tool_calls and function_call; give one of them")
+            raise BadRequest(f"{where} has tool_calls and function_call; give one of them", field=where)
         calls = self.tool_calls or [{"type": "function", "function": self.function_call}]
         for place, call in enumerate(calls):
             at = f"{where}.tool_calls[{place}]"
@@ -103,9 +105,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 case {"function": {"name": str(name), "arguments": str() | Mapping()}} if name:
                     pass
                 case _:
-                    raise BadRequest(f"{at}.function must be an object with a name and arguments")
+                    raise BadRequest(f"{at}.function must be an object with a name and arguments", field=f"{at}.function")
             if call.get("type", "function") != "function":
-                raise BadRequest(f"{at}.type must be 'function'; got {shown(call['type'])}")
+                raise BadRequest(f"{at}.type must be 'function'; got {shown(call['type'])}", field=f"{at}.type")
         return calls
 
 
@@ -117,7 +119,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None        # for templates that know what to do with them
+    documents: list[dict[str, Any]] | None = None        # for templates that support them
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -127,7 +129,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool | None = None
 
-    prediction: Any = None               # a hint: what an answer will look like changes its speed at most
+    prediction: Any = None               # a hint: it could only change the speed
 
     modalities: Any = None
     audio: Any = None
@@ -145,14 +147,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
     }
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Without a limit of its own or the model's, an answer may be as long as the context."""
+        """Without a limit in the request or the model's defaults, an answer may fill the context."""
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
-            raise BadRequest("max_tokens and max_completion_tokens differ; give one")
+            raise BadRequest("max_tokens and max_completion_tokens differ; give one", field="max_tokens")
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs needs logprobs to be true")
+            raise BadRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise BadRequest(f"top_logprobs must be an integer between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}")
+            message = f"top_logprobs must be an integer between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}"
+            raise BadRequest(message, field="top_logprobs")
         most = limits.pop() if limits else defaults.get("max_tokens")
         params = self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
         params.structured_outputs = self._language()
@@ -163,28 +166,31 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return super().length_field if self.max_completion_tokens is None else "max_completion_tokens"
 
     def _language(self) -> StructuredOutputs | None:
-        """What the answer is held to: calls where they are demanded, else what was asked for; with tools, either."""
+        """The answer's grammar: calls if they are required, else the requested one; with tools, either."""
         use, asked = self.tool_use(), self.structured()
         if (schema := use.schema()) is not None:
             names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
             given = next((name for name in names if getattr(self, name) is not None), "")
-            if given:                                    # a response_format is for answers without calls, as elsewhere
-                raise BadRequest(f"{given} leaves no room for the calls that tool_choice demands; give one of the two")
-            return structured_outputs("tools", json=schema, disable_any_whitespace=True)     # noise may write blanks for ever
+            if given:                                    # response_format only concerns answers without calls
+                message = f"{given} leaves no room for the calls that tool_choice requires; give one of the two"
+                raise BadRequest(message, field=given)
+            # Without blanks: a weak model may write them for ever.
+            return structured_outputs("tools", json=schema, disable_any_whitespace=True)
         if asked is None or use.mode != "auto":
             return asked
         if asked.kind not in ("json", "json_object"):
-            raise BadRequest(f"structured_outputs.{asked.kind} leaves no room for tools; set tool_choice to 'none'")
+            message = f"structured_outputs.{asked.kind} leaves no room for tools; set tool_choice to 'none'"
+            raise BadRequest(message, field=f"structured_outputs.{asked.kind}")
         answer = json.loads(asked.json) if isinstance(asked.json, str) else {"type": "object"}
         return structured_outputs("tools", json=answer_or_calls_schema(answer, use))
 
     def tool_use(self) -> ToolUse:
         if not self.functions:
             if self.function_call not in (None, "none", "auto"):
-                raise BadRequest("function_call needs functions")
+                raise BadRequest("function_call needs functions", field="function_call")
             return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
         if self.tools:
-            raise BadRequest("tools and functions are two names of the same; give one")
+            raise BadRequest("tools and functions are two names of the same field; give one", field="tools")
         tools = [
             {"type": "function", "function": plain_function(each, f"functions[{place}]")}
             for place, each in enumerate(self.functions)
@@ -196,16 +202,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 only(named, "function_call", "name")
                 choice = {"type": "function", "function": {"name": name}}
             case _:
-                raise BadRequest('function_call must be "none", "auto" or {"name": …}; got ' + shown(self.function_call))
+                message = 'function_call must be "none", "auto" or {"name": …}; got ' + shown(self.function_call)
+                raise BadRequest(message, field="function_call")
         return tool_use(tools, choice, parallel=False)
 
     def conversation(self) -> list[dict[str, Any]]:
         if not self.messages:
-            raise BadRequest("messages must be a list with at least one message")
+            raise BadRequest("messages must be a list with at least one message", field="messages")
         return [message.plain(f"messages[{place}]") for place, message in enumerate(self.messages)]
 
     def template(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages. Which of the variables it reads is the template's."""
+        """The chat template's variables beside the messages; a template reads those it knows."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
@@ -227,14 +234,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return given
 
     def echoed(self) -> str:
-        """What stands before the answer: the last message, where echo is asked for and the answer continues it."""
+        """The text before the answer: the last message, if echo is set and the answer continues it."""
         last = self.messages[-1]
         if not self.echo or last.role != "assistant" or last.content is None:
             return ""
         return last.content if isinstance(last.content, str) else "\n".join(str(part.get("text")) for part in last.content)
 
 
-# -- how answers are written -------------------------------------------------------------------------------------------
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 
 class TopLogprob(msgspec.Struct):
@@ -294,7 +301,7 @@ class FunctionDelta(msgspec.Struct, omit_defaults=True):
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     index: int
     function: FunctionDelta
-    id: str | None = None                # id, type and name come once
+    id: str | None = None                # id, type and name are sent once
     type: str | None = None
 
 
@@ -341,31 +348,12 @@ class ChatWriter(Writer):
     # -- streamed ------------------------------------------------------------------------------------------------------
 
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
-        chunks: list[Any] = []
-        if index not in self._begun:
-            self._begun.add(index)
-            self._parsers[index] = self._reading.parser()
-            plain = self._parsers[index] is None
-            first = ChatChunkChoice(index, ChatDelta(role="assistant", content="" if plain else None))
-            if self._echoed:
-                first.delta.content = self._echoed
-            if self._wants_prompt_logprobs:
-                first.prompt_logprobs = prompt_logprobs(output)
-            chunks.append(first)
-        finish = delta.finish_reason
-        parser = self._parsers[index]
-        if parser is None:
-            deltas = [ChatDelta(content=delta.text)] if delta.text else []
-        else:
-            events = parser.feed(delta.text)
-            if finish:
-                events += parser.finish(_is_cut(finish, delta.stop_reason))
-            deltas = list(self._deltas(events))
-            finish = self._finish(finish, delta.stop_reason, parser)
+        chunks = [] if index in self._begun else [self._first_chunk(output, index)]
+        deltas, finish = self._new(index, delta)
         if not deltas and (delta.logprobs or (self._wants_token_ids and delta.token_ids)):
-            deltas.append(ChatDelta())                   # of tokens without text there is something to tell, too
+            deltas.append(ChatDelta())                   # carries what is known of tokens without text
         if finish:
-            deltas.append(ChatDelta())                   # as OpenAI does: clients stop at a reason, and do not read beside it
+            deltas.append(ChatDelta())                   # as OpenAI does: clients stop at a reason, and ignore text beside it
         news = [ChatChunkChoice(index, each) for each in deltas]
         if news:
             if delta.logprobs:
@@ -378,11 +366,32 @@ class ChatWriter(Writer):
                 news[-1].finish_reason, news[-1].stop_reason = finish, delta.stop_reason
         return chunks + news
 
+    def _first_chunk(self, output: RequestOutput, index: int) -> ChatChunkChoice:
+        """The role, and what is sent once per choice."""
+        self._begun.add(index)
+        parser = self._parsers[index] = self._reading.parser()
+        first = ChatChunkChoice(index, ChatDelta(role="assistant", content="" if parser is None else None))
+        if self._echoed:
+            first.delta.content = self._echoed
+        if self._wants_prompt_logprobs:
+            first.prompt_logprobs = prompt_logprobs(output)
+        return first
+
+    def _new(self, index: int, delta: AnswerDelta) -> tuple[list[ChatDelta], str | None]:
+        """(a delta's text as parts of the message, its finish reason)."""
+        finish, parser = delta.finish_reason, self._parsers[index]
+        if parser is None:
+            return [ChatDelta(content=delta.text)] if delta.text else [], finish
+        events = parser.feed(delta.text)
+        if finish:
+            events += parser.finish(_is_cut(finish, delta.stop_reason))
+        return list(self._deltas(events)), self._finish(finish, delta.stop_reason, parser)
+
     def _text_choice(self, index: int, text: str) -> ChatChunkChoice | None:
         return ChatChunkChoice(index, ChatDelta(content=text)) if self._parsers[index] is None else None
 
     def _deltas(self, events: list[Event]) -> Iterator[ChatDelta]:
-        """Each of one kind, in their order: readers open and close the parts of a message as they come."""
+        """Deltas of one kind each, in order: clients open and close the parts of a message as they come."""
         calls: list[ToolCallDelta] = []
         for event in events:
             match event:
@@ -413,8 +422,8 @@ class ChatWriter(Writer):
             return finish
         return "function_call" if self._old_names else "tool_calls"
 
-    def _tell_of_prompt(self, reply: Reply, outputs: list[RequestOutput]) -> None:
-        super()._tell_of_prompt(reply, outputs)
+    def _add_prompt_tokens(self, reply: Reply, outputs: list[RequestOutput]) -> None:
+        super()._add_prompt_tokens(reply, outputs)
         if self._wants_prompt_logprobs:
             reply.prompt_logprobs = prompt_logprobs(outputs[0])
 
@@ -465,7 +474,7 @@ class ChatWriter(Writer):
         return Usage.of(outputs, self.reasoning_tokens(outputs))
 
     def reasoning_tokens(self, outputs: list[RequestOutput]) -> int:
-        """Of all answers, as far as they have been read."""
+        """Of all answers, as far as they were parsed."""
         answers = [answer for output in outputs for answer in output.outputs]
         read = [(self._parsers.get(index), answer) for index, answer in enumerate(answers)]
         return sum(parser.reasoning_tokens(answer.text_offsets) for parser, answer in read if parser is not None)
@@ -480,5 +489,5 @@ class ChatWriter(Writer):
 
 
 def _is_cut(finish: str | None, stop: int | str | None) -> bool:
-    """The model had not come to an end: it may not write more, or has written a stop string, wherever that was."""
+    """Whether the answer ended before the model did: at the length limit, or at a stop string."""
     return finish == "length" or (finish == "stop" and isinstance(stop, str))

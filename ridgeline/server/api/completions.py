@@ -25,18 +25,19 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.best_of is not None and self.best_of < (self.n or 1):
-            raise BadRequest(f"best_of must be at least n, which is {self.n or 1}; got {self.best_of}")
+            raise BadRequest(f"best_of must be at least n, which is {self.n or 1}; got {self.best_of}", field="best_of")
         if self.chooses and self.stream:
-            raise BadRequest("best_of above n cannot be streamed: which answers are the best is known when all have ended")
+            message = "best_of above n cannot be streamed: the best answers are known only when all have ended"
+            raise BadRequest(message, field="best_of")
 
     @property
     def chooses(self) -> bool:
-        """Whether more answers are made than are told."""
+        """Whether more answers are made than are returned."""
         return self.best_of is not None and self.best_of > (self.n or 1)
 
     @property
     def prompt_only(self) -> bool:
-        """Evaluations ask for nothing but the prompt's own log-probabilities."""
+        """Evaluations ask only for the prompt's own log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -57,24 +58,26 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         if kinds == {int}:
             return [self.prompt]  # type: ignore[list-item]
         if kinds not in ({str}, {list}):
-            raise BadRequest("prompt must be a text, a list of texts, a list of token ids or a list of such lists")
+            message = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
+            raise BadRequest(message, field="prompt")
         return self.prompt  # type: ignore[return-value]
 
 
-# How models that can fill in the middle are asked to: before the text, between it and what follows, and at the end.
+# Tokens for filling in the middle: before the text, between it and the suffix, and at the end.
 _MIDDLE = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-)  # fmt: skip
+)
 
 
 def middle_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """The tokens around a gap; Unsupported where the model has none."""
+    """The tokens around a gap; Unsupported if the model has none."""
     for marks in _MIDDLE:
         first, second, third = map(tokenizer.token_id, marks)
         if first is not None and second is not None and third is not None:
             return first, second, third
-    raise Unsupported("suffix needs a model with tokens for filling in the middle, which this one has not; leave it out")
+    message = "suffix needs a model with tokens for filling in the middle, which this one does not have; leave it out"
+    raise Unsupported(message, field="suffix")
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -127,14 +130,14 @@ class CompletionWriter(Writer):
         if self._wants_token_ids:
             chunk.token_ids = delta.token_ids
         if first:
-            self._tell_prompt(chunk, output)
+            self._add_prompt(chunk, output)
         return [chunk]
 
     def _text_choice(self, index: int, text: str) -> CompletionChoice | None:
         return None if self._prompt_only else CompletionChoice(index, text)
 
-    def _told_of(self, output: RequestOutput) -> list[CompletionOutput]:
-        """Of more answers than are asked for, the ones whose tokens were the likeliest on average."""
+    def _returned(self, output: RequestOutput) -> list[CompletionOutput]:
+        """With best_of, the answers with the highest mean log-probability."""
         if len(output.outputs) <= self._most:
             return output.outputs
         best = sorted(output.outputs, key=lambda each: -(each.cumulative_logprob or 0.0) / max(1, len(each.token_ids)))
@@ -152,10 +155,10 @@ class CompletionWriter(Writer):
         choice = CompletionChoice(index, text, logprobs, finish, stop)
         if self._wants_token_ids:
             choice.token_ids = [] if self._prompt_only else answer.token_ids
-        self._tell_prompt(choice, output)
+        self._add_prompt(choice, output)
         return choice
 
-    def _tell_prompt(self, choice: CompletionChoice, output: RequestOutput) -> None:
+    def _add_prompt(self, choice: CompletionChoice, output: RequestOutput) -> None:
         if self._wants_prompt_logprobs:
             choice.prompt_logprobs = prompt_logprobs(output)
         if self._wants_token_ids:
@@ -179,7 +182,7 @@ class CompletionWriter(Writer):
         )
 
     def _with_prompt(self, output: RequestOutput, answer: CompletionLogprobs | None) -> CompletionLogprobs | None:
-        """The prompt's tokens in front of the answer's. The first has no probability: nothing came before it."""
+        """The prompt's tokens before the answer's. The first token has no probability."""
         if answer is None or output.prompt_logprobs is None:
             return answer
         tokens, known = output.prompt_token_ids, output.prompt_logprobs
@@ -200,7 +203,7 @@ class CompletionWriter(Writer):
         )
 
     def _top(self, token: int, at: LogprobsAt) -> dict[str, float]:
-        """The most likely tokens and the one that came; of tokens that read alike the likelier."""
+        """The most likely tokens and the sampled one; of tokens with the same text the more likely."""
         top: dict[str, float] = {}
         for each, value in [*ranked(at, self._params.logprobs or 0), (token, finite(at[token].logprob))]:
             top.setdefault(self._text(each), value)

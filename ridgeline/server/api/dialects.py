@@ -1,20 +1,24 @@
-"""How the endpoints of different APIs tell errors and events, over the same answers.
+"""How the endpoints of different APIs write errors and events, over the same answers.
 
-A dialect only knows bodies and statuses; what an answer is, is its writer's to know.
+A dialect knows field names, bodies and statuses. The answers themselves are the writers' (server/api/generation).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from ridgeline.server.http.error_bodies import anthropic_body, responses_body
+from ridgeline.server.http.error_bodies import anthropic_body
+from ridgeline.server.http.failures import NO_NAMES
 
 
 class Dialect:
-    """How an endpoint tells errors and events, where it is not OpenAI's way for chat."""
+    """How an endpoint writes errors and events; by default as OpenAI's chat does."""
 
-    framed = False                   # the writer's events are whole, with a name each
-    clips = False                    # an answer may be asked to be longer than there is room for
+    names: Mapping[str, str] = NO_NAMES  # chat's fields -> the same fields in this dialect; the first that fits counts
+    framed = False                   # the writer's events are complete, with a name each
+    clips = False                    # max_tokens may exceed the room that is left; the answer then ends where the context does
 
     def error(self, status: int, body: bytes) -> bytes:
         """The body of an error, from what `describe` wrote."""
@@ -33,12 +37,19 @@ class NamedEvents(Dialect):
 
 
 class ResponsesDialect(NamedEvents):
-    def error(self, status: int, body: bytes) -> bytes:
-        return responses_body(body)
+    names = MappingProxyType({
+        "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "logprobs": "top_logprobs",
+        "response_format.json_schema": "text.format", "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity",
+    })
 
 
 class AnthropicDialect(NamedEvents):
-    clips = True                     # its clients must name a length without knowing the prompt's, and hear where it ended
+    names = MappingProxyType({
+        "stop": "stop_sequences", "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
+    })
+    clips = True                     # its clients must set max_tokens without knowing the prompt's length
 
     def error(self, status: int, body: bytes) -> bytes:
         return anthropic_body(status, body)

@@ -6,6 +6,7 @@ depends on what the model was trained for.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any, Literal
 
@@ -13,11 +14,16 @@ import msgspec
 import numpy as np
 
 from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.client.processor import Prompt
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import FIT, Integer
+from ridgeline.server.http.body import away_if_long, parse_body
+from ridgeline.server.observe import prometheus
+from ridgeline.server.service import Service
 
-MOST_TEXTS = 2048                    # of one request, as OpenAI has it
+MOST_TEXTS = 2048                    # per request, OpenAI's limit
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -31,11 +37,12 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     add_special_tokens: bool | None = None
     normalize: bool | None = None
     user: Any = None                                     # a hint
-    dimensions: Any = None                               # not done here
+    dimensions: Any = None                               # not supported
 
     def check(self) -> None:
         if self.dimensions is not None:
-            raise Unsupported("dimensions is not supported by this server: vectors have the model's hidden size; leave it out")
+            message = "dimensions is not supported by this server: vectors have the model's hidden size; leave it out"
+            raise Unsupported(message, field="dimensions")
 
     def prompts(self) -> list[str | list[int]]:
         """A text, token ids, or a list of either."""
@@ -45,18 +52,19 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         if kinds == {int}:
             return [self.input]  # type: ignore[list-item]
         if kinds not in ({str}, {list}):
-            raise BadRequest("input must be a text, a list of texts, a list of token ids or a list of such lists")
+            message = "input must be a text, a list of texts, a list of token ids or a list of such lists"
+            raise BadRequest(message, field="input")
         if len(self.input) > MOST_TEXTS:
-            raise BadRequest(f"input has {len(self.input)} texts; at most {MOST_TEXTS} may come in one request")
+            raise BadRequest(f"input has {len(self.input)} texts; at most {MOST_TEXTS} may come in one request", field="input")
         return self.input  # type: ignore[return-value]
 
     def params(self, longest: int) -> SamplingParams:
-        """The engine always says one token; it is thrown away. `longest`: tokens that a prompt and its answer may have."""
+        """The engine always samples one token; it is dropped. `longest`: the context length."""
         cut = max(1, longest - 1) if self.truncate_prompt_tokens == FIT else self.truncate_prompt_tokens
         return SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, pooling=self.pooling or "last",
             truncate_prompt_tokens=cut,
-        )  # fmt: skip
+        )
 
 
 class Embedding(msgspec.Struct):
@@ -91,3 +99,38 @@ def _written(output: RequestOutput, request: EmbeddingRequest) -> list[float] | 
     vector = vector / length if length > 0 and request.normalize is not False else vector
     written = request.encoding_format == "base64"
     return base64.b64encode(vector.astype("<f4").tobytes()).decode() if written else vector.tolist()
+
+
+async def embed(service: Service, caller: Caller, body: bytes) -> EmbeddingReply:
+    def work() -> tuple[EmbeddingRequest, SamplingParams]:
+        request = parse_body(EmbeddingRequest, body)
+        service.check_routing(request.model, request.priority)
+        assert service.llm.ready is not None
+        return request, request.params(service.llm.ready.max_model_len)
+
+    request, params = await away_if_long(len(body), work)
+    prompts: list[Prompt] = list(request.prompts())
+    if request.add_special_tokens is False:
+        prompts = [await plain_tokens(service, each) for each in prompts]
+    reply = EmbeddingReply([], service.name, EmbeddingUsage(0, 0))
+    # Clients send a thousand texts at once. Taking half of the slots at a time leaves the other half to other clients.
+    most = max(1, service.slots.limit // 2)
+    for begin in range(0, len(prompts), most):
+        part = prompts[begin : begin + most]
+        with service.slots.taking(len(part), already=1):
+            stream = await service.llm.stream(
+                part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=prometheus.arrived(),
+                caller=caller,
+            )
+            try:
+                outputs = await stream.complete()
+            finally:
+                stream.close()
+        await asyncio.to_thread(reply.add, outputs, request)     # thousands of numbers per vector
+    return reply
+
+
+async def plain_tokens(service: Service, prompt: Prompt) -> Prompt:
+    """A text as token ids, without special tokens."""
+    await asyncio.sleep(0)                               # let streams go on between thousands of texts
+    return await service.llm.text_tokens(prompt, False) if isinstance(prompt, str) else prompt

@@ -1,11 +1,12 @@
-"""What chat and completions have in common: the fields of a request, and how an answer is written.
+"""What chat and completions share: the fields of a request, and how an answer is written.
 
-Field names are OpenAI's, and vLLM's where OpenAI has none. No ASGI, no sockets: structs in, structs and bytes out.
+Field names are OpenAI's, or vLLM's where OpenAI has none. A field that is not declared is refused by name; so is a known one that
+is not supported. Hints that cannot change an answer are accepted and ignored. No ASGI, no sockets: structs in, structs and bytes
+out.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -25,19 +26,19 @@ from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
-ONLY_THE_LIKELIEST = 1e-9            # a top_p that one token always has
+ONLY_THE_LIKELIEST = 1e-9            # as top_p: only the most likely token is left
 DONE = b"[DONE]"
-MARK = "\x00text\x00"                # where an event's text goes; nothing behind it holds anything like it
-PADDING = 64                         # with include_obfuscation an event's length tells no more than how many of these
+MARK = "\x00text\x00"                # stands for an event's text; nothing after it contains it
+PADDING = 64                         # with include_obfuscation, events are padded to multiples of this length
 
-# Whether the model has a token id is the engine's to say; what is larger than this could not even be sent there.
+# The engine checks token ids against the vocabulary; larger numbers than these could not be sent to it.
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_TTFT_MS)]  # milliseconds
 
 encode = msgspec.json.Encoder().encode
 
 
-# -- what may be asked -------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -47,7 +48,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take. None means the default, as if the field were not there."""
+    """The fields of both endpoints. None means the default, as if the field were missing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -83,7 +84,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     cache_salt: str | None = None
     ttft_deadline_ms: Deadline | None = None
     return_timings: bool | None = None
-    techniques: dict[str, bool] | None = None            # switched for this request alone; see server/observe/prometheus
+    techniques: dict[str, bool] | None = None            # switched for this request only; see server/observe/prometheus
 
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None
@@ -108,7 +109,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
 
-    # Known to clients, not done here.
+    # Known to clients, not supported here.
     lora_request: Any = None
     truncation_side: Any = None
     thinking_token_budget: Any = None
@@ -123,43 +124,43 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options", "guided_decoding_backend", "request_id", "session_id", "stream_interval",
         "mm_processor_kwargs", "media_io_kwargs",
-    )  # fmt: skip
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that ask for nothing and are let through
+    )
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that change nothing and are accepted
         "truncation_side": ("left",), "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
         "lora_request": (), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
         "guided_whitespace_pattern": (),
-    }  # fmt: skip
+    }
 
     def check(self) -> None:
-        """Refuse what is understood and not done."""
+        """Refuse fields that are known and not supported."""
         refuse(self, self.REFUSED)
         if self.stream_options is not None and not self.stream:
-            raise BadRequest("stream_options needs stream to be true")
+            raise BadRequest("stream_options needs stream to be true", field="stream_options")
 
     @property
     def length_field(self) -> str:
-        """The field that says how long an answer may be; empty where none does."""
+        """The field that limits the answer's length; empty if none is set."""
         return "" if self.max_tokens is None else "max_tokens"
 
     def sampling(
         self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any], **other: Any
     ) -> SamplingParams:
-        """What the request says, and the model's defaults for the rest. An answer's grammar is the caller's to add."""
+        """The request's parameters, and the model's defaults for the rest. The caller adds the grammar."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.truncate_prompt_tokens not in (None, FIT):
             given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        if given.get("top_p") == 0:                      # OpenAI's range begins there
+        if given.get("top_p") == 0:                      # OpenAI's range includes 0
             given["top_p"] = ONLY_THE_LIKELIEST
         try:
             return SamplingParams(**dict(defaults) | given | other)
         except BadRequest as error:
-            if not str(error).startswith("max_tokens ") or not self.length_field:
+            if error.field != "max_tokens" or not self.length_field:
                 raise
-            raise BadRequest(self.length_field + str(error).removeprefix("max_tokens")) from None
+            raise error.renamed("max_tokens", self.length_field) from None
 
     def structured(self) -> StructuredOutputs | None:
-        """The language that the answer is held to, by whichever name it was asked for."""
+        """The answer's grammar, by whichever field the request sets it."""
         asked: dict[str, dict[str, Any]] = {}
         if self.structured_outputs is not None:
             asked["structured_outputs"] = self.structured_outputs
@@ -171,69 +172,57 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         if not asked:
             return None
         if len(asked) > 1:
-            raise BadRequest(f"{' and '.join(asked)} each say what the answer must look like; give one of them")
+            message = f"{' and '.join(asked)} each say what the answer must look like; give one of them"
+            raise BadRequest(message, field=next(iter(asked)))
         (name, fields), = asked.items()
         known = StructuredOutputs.__dataclass_fields__
         for field in fields:
             if field not in known:
-                raise BadRequest(f"structured_outputs has no field {shown(field)}; it has {', '.join(known)}")
+                message = f"structured_outputs has no field {shown(field)}; it has {', '.join(known)}"
+                raise BadRequest(message, field="structured_outputs")
         return structured_outputs(name, **fields)
 
     @contextmanager
     def naming_its_grammar(self) -> Iterator[None]:
-        """The engine knows grammars as structured_outputs; errors speak of the field that the request has."""
+        """The engine calls every grammar structured_outputs; errors name the field that this request has."""
         try:
             yield
         except BadRequest as error:
-            message = str(error)
-            ours = re.match(r"structured_outputs\.\w+", message)
-            if "coerce_one_of" in message:               # an option of the library's, which nobody has here
-                message = message.partition(":")[0] + _OVERLAP
-            if ours is None:
+            if not error.field.startswith("structured_outputs.") or self.structured_outputs is not None:
                 raise
-            if self.structured_outputs is not None:
-                raise BadRequest(message) from None
             older = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
             name = next((name for name in older if getattr(self, name) is not None), "tools")
             if _response_format(self.response_format) is not None:
                 name = "response_format"
-            raise BadRequest(name + message[ours.end() :]) from None
-
-
-_OVERLAP = (
-    ": an answer could fit two branches of a oneOf, which cannot be kept to; use anyOf, or tell the branches apart by a "
-    "required property with a const"
-)
+            raise error.renamed(error.field, name) from None
 
 
 def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Unsupported for a field that asks for something: it is there, and has none of the values that do not."""
+    """Unsupported for a field that is set to anything but one of its neutral values."""
     for name, neutral in fields.items():
         value = getattr(request, name)
         if value is not None and value not in neutral:
-            raise Unsupported(f"{name} is not supported by this server; leave it out")
+            raise Unsupported(f"{name} is not supported by this server; leave it out", field=name)
 
 
-FIT = -1                             # as truncate_prompt_tokens: cut to what the context has room for
+FIT = -1                             # as truncate_prompt_tokens: cut the prompt to fit the context
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias",
     "ignore_eos", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output",
-)  # fmt: skip
+)
 
 
 def structured_outputs(name: str, **fields: Any) -> StructuredOutputs:
-    """With errors that speak of the field by the `name` it has in the request."""
+    """Errors call the field by the `name` it has in the request."""
     try:
         return StructuredOutputs(**fields)
     except BadRequest as error:
-        message = str(error)
-        ours = next((f"structured_outputs.{field}" for field in fields if f"structured_outputs.{field}" in message), "")
-        if name == "structured_outputs" or not ours:
+        if name == "structured_outputs" or not error.field.startswith("structured_outputs."):
             raise
-        raise BadRequest(message.replace(ours, name)) from None
+        raise error.renamed(error.field, name) from None
 
 
 def _response_format(given: Any) -> dict[str, Any] | None:
@@ -242,28 +231,32 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     if given is None:
         return None
     if kind not in ("text", "json_object", "json_schema"):
-        raise BadRequest(f"response_format.type must be text, json_object or json_schema; got {shown(given)}")
-    if kind == "json_object" and isinstance(given.get("schema"), Mapping):           # as llama.cpp and others take it
+        message = f"response_format.type must be text, json_object or json_schema; got {shown(given)}"
+        raise BadRequest(message, field="response_format.type")
+    if kind == "json_object" and isinstance(given.get("schema"), Mapping):           # the form of llama.cpp and others
         kind, given = "json_schema", {"type": "json_schema", "json_schema": {"schema": given["schema"]}} | {
             name: value for name, value in given.items() if name not in ("type", "schema")
         }
     for name, value in given.items():
         if name == "json_schema" and kind != name and value is not None:
-            raise BadRequest(f"response_format.json_schema belongs to the type json_schema; this one is {kind}")
+            message = f"response_format.json_schema belongs to the type json_schema; this one is {kind}"
+            raise BadRequest(message, field="response_format.json_schema")
         if name not in ("type", "json_schema") and value is not None:
-            raise BadRequest(f"response_format has the unknown field {shown(name)}")
+            raise BadRequest(f"response_format has the unknown field {shown(name)}", field="response_format")
     if kind != "json_schema":
         return {"json_object": True} if kind == "json_object" else None
     match given.get("json_schema"):
         case {"schema": Mapping() as schema, **rest}:
             for name in rest:
                 if name not in ("name", "description", "strict"):
-                    raise BadRequest(f"response_format.json_schema has the unknown field {shown(name)}")
+                    message = f"response_format.json_schema has the unknown field {shown(name)}"
+                    raise BadRequest(message, field="response_format.json_schema")
             return {"json": closed(schema)}
-    raise BadRequest("response_format.json_schema needs a name and a schema, which is an object")
+    message = "response_format.json_schema needs a name and a schema, which is an object"
+    raise BadRequest(message, field="response_format.json_schema")
 
 
-# -- how answers are written -------------------------------------------------------------------------------------------
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -295,7 +288,7 @@ class Usage(msgspec.Struct):
         return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
     def only(self, completion_tokens: int) -> None:
-        """As it was when so many tokens were told: more may have come since."""
+        """Count only the first `completion_tokens`: more may have arrived since."""
         self.completion_tokens = min(self.completion_tokens, completion_tokens)
         self.total_tokens = self.prompt_tokens + self.completion_tokens
 
@@ -311,7 +304,7 @@ class Reply(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = f"ridgeline-{__version__}"
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: Any = UNSET         # of chat; completions have them in their choices
+    prompt_logprobs: Any = UNSET         # in chat; completions have them in their choices
     obfuscation: str | UnsetType = UNSET
 
 
@@ -320,7 +313,7 @@ class Writer(ABC):
 
     object = ""
     chunk_object = ""
-    one_prompt = False               # else each choice tells of its own
+    one_prompt = False               # else each choice has the tokens of its own prompt
 
     def __init__(
         self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None
@@ -337,18 +330,17 @@ class Writer(ABC):
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self._wants_token_ids = bool(request.return_token_ids)
         self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
-        self._each_differs = self._usage_always or self._obfuscate or self._wants_token_ids
-        self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: what stands around the text of an event
-        self._told = 0                                   # tokens of all choices, in events so far
-        self._begun: set[int] = set()                    # choices of which something was sent
-        self._sent = False                               # anything at all
+        self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: the bytes before and after an event's text
+        self._sent_tokens = 0                                   # tokens of all choices in events so far
+        self._begun: set[int] = set()                    # choices with an event
+        self._sent = False                               # any event
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
-        """Everything that is new, an event each; an answer's tokens without visible text wait for the next."""
+        """An event for each delta; tokens without visible text wait for the next."""
         events = []
         for prompt, delta in batch:
             index = prompt * self._params.n + delta.index
-            self._told += len(delta.token_ids)
+            self._sent_tokens += len(delta.token_ids)
             frame = self._frames.get(index)
             if frame is not None and delta.finish_reason is None and delta.logprobs is None:
                 if delta.text:
@@ -358,19 +350,24 @@ class Writer(ABC):
                 reply = self._reply([choice])
                 if self._usage_always:
                     reply.usage = self._usage_of(outputs)
-                    reply.usage.only(self._told)
+                    reply.usage.only(self._sent_tokens)
                 elif self._usage:
                     reply.usage = None
                 if not self._sent:
                     self._sent = True
-                    self._tell_of_prompt(reply, outputs)
+                    self._add_prompt_tokens(reply, outputs)
                 events.append(self._event(reply))
             if frame is None and index in self._begun and not self._each_differs:
                 self._keep_frame(index)
         return events
 
+    @property
+    def _each_differs(self) -> bool:
+        """Whether events differ in more than their text."""
+        return self._usage_always or self._obfuscate or self._wants_token_ids
+
     def _keep_frame(self, index: int) -> None:
-        """Most events of a choice differ in nothing but their text: the rest of them is written once."""
+        """Most events of a choice differ only in their text: the rest is encoded once."""
         choice = self._text_choice(index, MARK)
         if choice is not None:
             reply = self._reply([choice])
@@ -387,14 +384,14 @@ class Writer(ABC):
         return [self._event(reply), DONE]
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
-        told = [(output, answer) for output in outputs for answer in self._told_of(output)]
-        choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(told)]
+        listed = [(output, answer) for output in outputs for answer in self._returned(output)]
+        choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(listed)]
         reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
-        self._tell_of_prompt(reply, outputs)
+        self._add_prompt_tokens(reply, outputs)
         return encode(reply)
 
-    def _told_of(self, output: RequestOutput) -> list[CompletionOutput]:
-        """The answers to a prompt that a whole reply has."""
+    def _returned(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The answers to a prompt that the reply contains."""
         return output.outputs
 
     def _reply(self, choices: list[Any]) -> Reply:
@@ -407,8 +404,8 @@ class Writer(ABC):
         reply.obfuscation = secrets.token_hex(PADDING)[: 1 + -(len(event) + len(',"obfuscation":"x"')) % PADDING]
         return encode(reply)
 
-    def _tell_of_prompt(self, reply: Reply, outputs: list[RequestOutput]) -> None:
-        """In a whole answer, or in a stream's first event."""
+    def _add_prompt_tokens(self, reply: Reply, outputs: list[RequestOutput]) -> None:
+        """The prompt's tokens, in a complete answer or a stream's first event."""
         if self._wants_token_ids and self.one_prompt:
             reply.prompt_token_ids = outputs[0].prompt_token_ids
 
@@ -417,15 +414,15 @@ class Writer(ABC):
 
     @abstractmethod
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
-        """The choices that tell of this delta, an event each."""
+        """The choices for this delta, one event each."""
 
     @abstractmethod
     def _text_choice(self, index: int, text: str) -> Any:
-        """The choice of an event that tells of text alone; None where text is not all that there is to tell."""
+        """The choice of an event that has only text; None if events have more."""
 
     @abstractmethod
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> Any:
-        """One whole answer."""
+        """One complete answer."""
 
     def _text(self, token: int) -> str:
         if self._tokenizer is None or self._names_tokens_by_id:
@@ -437,7 +434,7 @@ class Writer(ABC):
 
 
 def ranked(at: LogprobsAt, count: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens at a position, likeliest first."""
+    """The `count` most likely tokens at a position, the most likely first."""
     places = sorted((logprob.rank or 0, token) for token, logprob in at.items())
     return [(token, finite(at[token].logprob)) for rank, token in places if rank <= count]
 

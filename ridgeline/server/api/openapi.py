@@ -1,6 +1,6 @@
 """The OpenAPI document of all endpoints, from the types that parse requests and write answers.
 
-A table of paths and the types they take and give. How an endpoint works is not known here.
+A table of paths and the types of their requests and answers. Knows nothing of how an endpoint works.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.server import protocol
 from ridgeline.server.api import anthropic, responses_answer
+from ridgeline.server.api.chat import ChatChoice, ChatRequest
+from ridgeline.server.api.completions import CompletionChoice, CompletionRequest
 from ridgeline.server.api.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.api.generation import Reply
+from ridgeline.server.api.model_cards import ModelCard
 from ridgeline.server.api.responses_continued import MOST_ITEMS, DeletedResponse, InputItems
 from ridgeline.server.api.responses_request import KNOWN_INCLUDES
 from ridgeline.server.api.score import ScoreReply, ScoreRequest
@@ -36,11 +39,11 @@ JSON, EVENTS = "application/json", "text/event-stream"
 REFERENCE = "#/components/schemas/{name}"
 ERRORS = {
     400: "A field is wrong, missing, unknown or not supported; the message names it",
-    401: "The server has API keys, and this request brought none of them",
-    404: "Another model's name, a response or an item that is not kept here, or a path that does not exist",
+    401: "The server has API keys, and the request has none of them",
+    404: "An unknown model, a response or an item that is not stored here, or a path that does not exist",
     413: "The body is larger than --max-body-bytes",
-    415: "The body does not say that it is JSON",
-    429: "The queue is full; Retry-After says when to come again",
+    415: "The body is not declared as JSON",
+    429: "The queue is full; Retry-After says when to try again",
     500: "This request failed",
     503: "The engine is loading, stopping or dead",
 }
@@ -64,17 +67,17 @@ class Error(msgspec.Struct):
     error: ErrorDetail
 
 
-class ChatReply(protocol.Reply):
-    choices: list[protocol.ChatChoice]
+class ChatReply(Reply):
+    choices: list[ChatChoice]
 
 
-class CompletionReply(protocol.Reply):
-    choices: list[protocol.CompletionChoice]
+class CompletionReply(Reply):
+    choices: list[CompletionChoice]
 
 
 class ModelList(msgspec.Struct):
     object: str
-    data: list[protocol.ModelCard]
+    data: list[ModelCard]
 
 
 class Version(msgspec.Struct):
@@ -82,7 +85,7 @@ class Version(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """Beside its status, a server that is ready tells how much it has to do."""
+    """A server that is ready also reports its load."""
 
     status: str
 
@@ -100,8 +103,8 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("/v1/chat/completions", "A conversation", protocol.ChatRequest, ChatReply, streams=True),
-    Operation("/v1/completions", "A text to continue", protocol.CompletionRequest, CompletionReply, streams=True),
+    Operation("/v1/chat/completions", "A conversation", ChatRequest, ChatReply, streams=True),
+    Operation("/v1/completions", "A text to continue", CompletionRequest, CompletionReply, streams=True),
     Operation("/v1/responses", "A conversation, for clients of the Responses API", responses_answer.ResponsesRequest,
               responses_answer.ResponseReply, streams=True),
     Operation("/v1/responses/input_tokens", "How many tokens its prompt has", responses_answer.ResponsesRequest,
@@ -115,12 +118,12 @@ OPERATIONS = (
     Operation("/v1/messages/count_tokens", "How many tokens its prompt has", anthropic.CountRequest,
               anthropic.TokenCount, AnthropicError),
     Operation("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingReply),
-    Operation("/v1/score", "How likely one text is behind another", ScoreRequest, ScoreReply),
+    Operation("/v1/score", "The likelihood of one text after another", ScoreRequest, ScoreReply),
     Operation("/tokenize", "A prompt or a conversation as token ids", TokenizeRequest, TokenizeReply),
     Operation("/detokenize", "Token ids as text", DetokenizeRequest, DetokenizeReply),
     Operation("/tokenizer_info", "Its special tokens and chat template", gives=TokenizerInfo),
     Operation("/v1/models", "The one model that is served", gives=ModelList),
-    Operation("/v1/models/{name}", "The same by its name", gives=protocol.ModelCard),
+    Operation("/v1/models/{name}", "The same by its name", gives=ModelCard),
     Operation("/health", "Whether requests are taken", gives=Health),
     Operation("/health/ready", "The same", gives=Health),
     Operation("/health/live", "Whether this process answers", gives=Health),
@@ -130,7 +133,7 @@ OPERATIONS = (
     Operation("/load", "How much there is to do", gives=Load),
     Operation("/roofline", "Which resource binds, and how far it is to the roof", gives=RooflineReply),
     Operation("/dashboard", "A page that shows it, for a browser"),
-)  # fmt: skip
+)
 
 
 @cache
@@ -186,7 +189,7 @@ def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> 
         str(status): {"description": ERRORS[status], "content": content} for status in _statuses(operation)
     }
     if operation.path.startswith("/health") or operation.path == "/ping":
-        written["responses"]["503"] = {"description": ERRORS[503]}       # a health that is not, told like one that is
+        written["responses"]["503"] = {"description": ERRORS[503]}       # the same body as with 200
     return written
 
 

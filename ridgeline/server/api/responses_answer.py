@@ -1,7 +1,7 @@
 """OpenAI's Responses API as a dialect of chat: its input items become messages, chat's answers become output items.
 
-What may be asked is in server/api/responses_request; here is how answers are written, whole or as events. What a message, a
-tool or a call means is server/protocol's to know. Structs in, structs and bytes out; no ASGI.
+Requests are in server/api/responses_request; here answers are written, complete or as events. Structs in, structs and bytes out;
+no ASGI.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["InputTokens", "ResponseReply", "ResponsesRequest", "ResponsesWriter"
 
 Keep = Callable[[str, bytes, list[dict[str, Any]]], bool]
 
-ENDLESS = sys.maxsize                # where a text ends of which all is content
+ENDLESS = sys.maxsize                # the end of a text that is all content
 
 _encode = msgspec.json.Encoder().encode
 
@@ -39,7 +39,7 @@ class InputTokens(msgspec.Struct):
 
 class InputDetails(msgspec.Struct):
     cached_tokens: int
-    cache_write_tokens: int = 0      # nobody pays for them here
+    cache_write_tokens: int = 0      # not billed here
 
 
 class OutputDetails(msgspec.Struct):
@@ -87,11 +87,10 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 
 
 class ResponsesWriter(ChatWriter):
-    """Chat's own chunks and choices as items that are added, filled and done one after another."""
+    """Chat's chunks and choices as items that are added, filled and completed in turn."""
 
     def __init__(self, asked: ResponsesRequest, keep: Keep | None, *args: Any) -> None:
-        """`keep` is told of the response when it is whole: its id, its text and its items; it says whether these are kept. None:
-        they are not."""
+        """`keep` stores the complete response, given its id, JSON and items; returns whether it did. None: it is not stored."""
         super().__init__(*args)
         self._asked = asked
         self._keep = keep
@@ -99,17 +98,17 @@ class ResponsesWriter(ChatWriter):
         self._number = 0                                 # of the next event
         self._items: list[dict[str, Any]] = []
         self._open: str | int | None = None              # "reasoning", "message" or the number of a tool call
-        self._log_probabilities: TextTokens[dict[str, Any]] = TextTokens()   # of tokens whose text is not told yet
+        self._log_probabilities: TextTokens[dict[str, Any]] = TextTokens()   # of tokens whose text was not sent yet
         self._ended_by: str | None = None
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
-        """What a stream of it would come to."""
+        """The same items as a stream would give."""
         output, answer = outputs[0], outputs[0].outputs[0]
         ended = answer.finish_reason, answer.stop_reason
-        told = AnswerDelta(0, answer.text, answer.token_ids, answer.logprobs, *ended, answer.text_offsets)
-        for _ in chain(self._news(output, told), self._close()):
+        whole = AnswerDelta(0, answer.text, answer.token_ids, answer.logprobs, *ended, answer.text_offsets)
+        for _ in chain(self._news(output, whole), self._close()):
             pass
         return self._kept(self._response(self._status(), output))
 
@@ -125,12 +124,12 @@ class ResponsesWriter(ChatWriter):
         return "completed" if self._cut() is None else "incomplete"
 
     def _cut(self) -> str | None:
-        """Why the answer is not all there; known once it has ended. A stop string cuts a call, and ends a text.
-        OpenAI's API has a word for the first alone: of a stop string only the status tells."""
+        """Why the answer is incomplete; known once it has ended. A stop string cuts a call, and ends a text. OpenAI's API has a
+        reason only for the length limit; for a stop string only the status says it."""
         if self._ended_by == "length":
             return "max_output_tokens"
         is_call = bool(self._items) and self._items[-1]["type"] == "function_call"
-        return "stop" if is_call and self._ended_by == "stop" else None      # "tool_calls" where it is whole
+        return "stop" if is_call and self._ended_by == "stop" else None      # "tool_calls" if it is complete
 
     def _response(self, status: str, output: RequestOutput | None = None, error: dict[str, Any] | None = None) -> ResponseReply:
         asked = self._asked
@@ -162,7 +161,7 @@ class ResponsesWriter(ChatWriter):
     # -- streamed ------------------------------------------------------------------------------------------------------
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
-        # Written down one by one: an item goes on growing after the event that told of its beginning.
+        # Encoded one by one: an item goes on growing after the event that added it.
         events = [self._numbered(event) for event in self._start()] if batch else []
         return events + [self._numbered(event) for place, delta in batch for event in self._news(outputs[place], delta)]
 
@@ -175,7 +174,7 @@ class ResponsesWriter(ChatWriter):
             self._ended_by = chunk.finish_reason or self._ended_by
 
     def _with_text(self, delta: AnswerDelta, entries: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The entries of those tokens that have any text, with where it begins."""
+        """The entries of tokens with text, each with its offset."""
         assert self._tokenizer is not None
         texts = self._tokenizer.token_pieces(self._params.skip_special_tokens)
         for token, start, entry in zip(delta.token_ids, delta.text_offsets, entries, strict=True):
@@ -195,14 +194,14 @@ class ResponsesWriter(ChatWriter):
 
     def _close(self) -> Iterator[dict[str, Any]]:
         """The answer has ended."""
-        if not self._items:                              # an answer without a word is still a message
+        if not self._items:                              # an empty answer is still a message
             yield from self._add("message", _message("in_progress"))
         yield from self._done(self._status())
 
     def error_event(self, status: int, openai_body: bytes) -> bytes:
-        told = msgspec.json.decode(openai_body)["error"]
-        error = {"type": "error", "code": told["code"] or told["type"], "message": told["message"], "param": told["param"]}
-        failed = self._response("failed", error={"code": "server_error", "message": told["message"]})
+        given = msgspec.json.decode(openai_body)["error"]
+        error = {"type": "error", "code": given["code"] or given["type"], "message": given["message"], "param": given["param"]}
+        failed = self._response("failed", error={"code": "server_error", "message": given["message"]})
         return self._numbered(error) + self._numbered({"type": "response.failed", "response": failed})
 
     def _numbered(self, event: dict[str, Any]) -> bytes:
@@ -227,14 +226,14 @@ class ResponsesWriter(ChatWriter):
             self._items[-1]["content"][0]["logprobs"] += entries
             yield from self._text_delta("response.output_text.delta", delta.content, logprobs=entries)
         for call in getattr(delta, "tool_calls", None) or []:
-            if call.index != self._open:                 # the first of a call has its id and name
+            if call.index != self._open:                 # the first delta of a call has its id and name
                 yield from self._add(call.index, self._call(call.id, call.function.name, "", "in_progress"))
             if call.function.arguments:
                 self._items[-1]["arguments"] += call.function.arguments
                 yield self._of_item("response.function_call_arguments.delta", delta=call.function.arguments)
 
     def _entries(self, num_chars: int) -> list[dict[str, Any]]:
-        """The log-probabilities of so many more characters of text."""
+        """The log-probabilities of the next `num_chars` characters of text."""
         if self._params.logprobs is None:
             return []
         parser = self._parsers[0]
@@ -256,7 +255,7 @@ class ResponsesWriter(ChatWriter):
             yield self._of_item("response.content_part.added", content_index=0, part=dict(item["content"][0]))
 
     def _done(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Close the item that is open; only the answer's last can be incomplete, and no call whose arguments are all there."""
+        """Close the open item. Only the answer's last item can be incomplete, and not a call with complete arguments."""
         if self._open is None:
             return
         self._open = None

@@ -1,6 +1,6 @@
-"""Earlier responses: how a conversation goes on from one, and `/v1/responses/{id}`, where they are fetched, listed and deleted.
+"""Stored responses: how a conversation continues from one, and `/v1/responses/{id}` to fetch, list and delete them.
 
-How they are kept is server/api/responses_store's to know, what they are server/api/responses_answer'.
+server/api/responses_store keeps them; server/api/responses_answer writes them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ridgeline.engine.client.request_context import CALLER
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
 from ridgeline.server.api.responses_store import ResponseStore, Stored
 from ridgeline.server.http.body import away_if_long
-from ridgeline.server.service import ItemNotStored, NotStored, PreviousNotStored, Service
+from ridgeline.server.http.gate import caller_of
+from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored
+from ridgeline.server.service import Service
 
-MOST_ITEMS = 100                     # of an input in one answer
+MOST_ITEMS = 100                     # per page
 
 
 class Output(msgspec.Struct):
-    """Of a response that was written down, what a prompt can use."""
+    """The part of a stored response that a prompt uses."""
 
     output: list[dict[str, Any]]
 
 
 class Continued:
-    """A request of the Responses API behind the conversation that it goes on from, with the items that it names by their ids."""
+    """A request of the Responses API with the conversation that it continues, and with its item references resolved."""
 
     def __init__(self, asked: ResponsesRequest, store: ResponseStore, key: int) -> None:
         self.asked = asked
@@ -50,7 +51,7 @@ class Continued:
     def chat(self) -> dict[str, Any]:
         chat = self.asked.chat(self._earlier)
         if self._store.is_on and self.asked.store is not False:
-            items = [kept_item(item) for item in self.asked.items() if in_prompt(item)]  # sound: they have become messages
+            items = [kept_item(item) for item in self.asked.items() if in_prompt(item)]  # valid: they have become messages
             self._given, self._ids = msgspec.json.encode(items), [item["id"] for item in items]
             if self._store.could_keep(len(self._given) + len(self._before)):
                 self.keep = self._kept
@@ -59,18 +60,20 @@ class Continued:
     def _recalled(self, name: str) -> bytes:
         """The items of a conversation up to the end of an earlier response."""
         if not self._store.is_on:
-            raise Unsupported("previous_response_id: no response is stored here; send the whole conversation as input")
+            message = "previous_response_id: this server stores no responses; send the whole conversation as input"
+            raise Unsupported(message, field="previous_response_id")
         entry = self._store.get(name, self._key)
         if entry is None:
             raise PreviousNotStored(
-                f"previous_response_id: there is no response {name[:100]!r} here, or no longer; send the whole conversation"
+                f"previous_response_id: no response {name[:100]!r} is stored here, or no longer; send the whole conversation",
+                field="previous_response_id",
             )
         parts = (entry.before, entry.input, msgspec.json.encode(_output(entry)))
         return b"[" + b",".join(part[1:-1] for part in parts if part != b"[]") + b"]"
 
     def _resolved(self, items: list[InputItem]) -> list[InputItem]:
-        """The items, with what they refer to instead of references. Each may be named once, or a short body would be endless."""
-        known: dict[str, dict[str, Any]] = {}            # by id, of every response that was looked into
+        """The items, with references replaced by their items. Each may be named once: a short body must not become endless."""
+        known: dict[str, dict[str, Any]] = {}            # by id, the items of every response read so far
         seen: set[str] = set()
         made = []
         for place, item in enumerate(items):
@@ -79,17 +82,20 @@ class Continued:
                 continue
             item.require(f"input[{place}]", "id")
             if any(getattr(item, name) is not None for name in _BESIDE):
-                raise BadRequest(f"input[{place}] is an item_reference, which has an id and nothing beside it")
+                message = f"input[{place}] is an item_reference, which may have an id and nothing else"
+                raise BadRequest(message, field=f"input[{place}]")
             name = item.id or ""
             if name in seen:
-                raise BadRequest(f"input[{place}].id {name[:100]!r} is named twice; name each item once")
+                message = f"input[{place}].id {name[:100]!r} is named twice; name each item once"
+                raise BadRequest(message, field=f"input[{place}].id")
             seen.add(name)
             if name not in known:
                 entry = self._holding(name)
                 if entry is None:
                     raise ItemNotStored(
                         f"input[{place}]: Item with id {name[:100]!r} not found: its response has expired, was deleted or was "
-                        "not stored (store: false); send the item itself"
+                        "not stored (store: false); send the item itself",
+                        field=f"input[{place}]",
                     )
                 known |= {each["id"]: each for each in (*msgspec.json.decode(entry.input), *_output(entry))}
             made.append(msgspec.convert(known[name], InputItem))
@@ -108,7 +114,7 @@ _BESIDE = ("role", "content", "call_id", "name", "namespace", "arguments", "outp
 
 
 def recalled_bytes(asked: ResponsesRequest, store: ResponseStore, key: int) -> int:
-    """How much of what is stored has to be read for this request."""
+    """The bytes of stored responses that this request refers to."""
     names = {asked.previous_response_id}
     if isinstance(asked.input, list):
         names |= {store.with_item(item.id, key) for item in asked.input if item.refers and item.id is not None}
@@ -119,7 +125,7 @@ def recalled_bytes(asked: ResponsesRequest, store: ResponseStore, key: int) -> i
 def _output(entry: Stored) -> list[dict[str, Any]]:
     output = msgspec.json.decode(entry.response, type=Output).output
     for part in (part for item in output for part in item.get("content") or []):
-        part.pop("logprobs", None)                       # which no prompt has
+        part.pop("logprobs", None)                       # not part of prompts
     return output
 
 
@@ -137,8 +143,8 @@ class InputItems(msgspec.Struct):
     object: str = "list"
 
 
-def found(service: Service, name: str) -> Stored:
-    entry = service.stored.get(name, CALLER.get().key)
+def found(service: Service, name: str, key: int) -> Stored:
+    entry = service.stored.get(name, key)
     if entry is None:
         raise NotStored(f"there is no response {name[:100]!r} here: it has expired, was deleted, or was never stored")
     return entry
@@ -146,18 +152,19 @@ def found(service: Service, name: str) -> Stored:
 
 def routes(service: Service) -> list[Route]:
     async def one(request: Request) -> Response:
-        name = request.path_params["id"]
+        name, key = request.path_params["id"], caller_of(request.scope).key
         if request.method == "DELETE":
             check_query(request)
-            found(service, name)
-            service.stored.delete(name, CALLER.get().key)
+            found(service, name, key)
+            service.stored.delete(name, key)
             return _json(msgspec.json.encode(DeletedResponse(name)))
         check_query(request, "include")
-        return _json(found(service, name).response)
+        return _json(found(service, name, key).response)
 
     async def items(request: Request) -> Response:
         check_query(request, "include", "limit", "order", "after")
-        given, query = found(service, request.path_params["id"]).input, dict(request.query_params)
+        given = found(service, request.path_params["id"], caller_of(request.scope).key).input
+        query = dict(request.query_params)
 
         def listed() -> bytes:
             return msgspec.json.encode(page(msgspec.json.decode(given), query))
@@ -170,29 +177,33 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
+_NAMES = frozenset({*ResponsesRequest.__struct_fields__, "limit", "order", "after"})     # that `error.param` may have
+
+
 def check_query(request: Request, *known: str) -> None:
     for name, value in request.query_params.multi_items():
         name = name.removesuffix("[]")
         if name == "include" and value not in KNOWN_INCLUDES:
-            raise Unsupported(f"include: {value[:60]!r} is not supported by this server")
+            raise Unsupported(f"include: {value[:60]!r} is not supported by this server", field="include")
         if known and name in ("stream", "include_obfuscation") and value.lower() in ("false", "0"):
             continue
         if name not in known:
-            raise Unsupported(f"{name[:60]} is not supported by this server; leave it out")
+            field = name if name in _NAMES else ""
+            raise Unsupported(f"{name[:60]} is not supported by this server; leave it out", field=field)
 
 
 def page(items: list[dict[str, Any]], query: dict[str, str]) -> InputItems:
-    """The newest first, unless `order` is asc; at most `limit` of them, behind the one called `after`."""
+    """The newest first, unless `order` is asc; at most `limit` of them, after the item with the id `after`."""
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
-        raise BadRequest(f"order must be asc or desc; got {order[:20]!r}")
+        raise BadRequest(f"order must be asc or desc; got {order[:20]!r}", field="order")
     if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= MOST_ITEMS:
-        raise BadRequest(f"limit must be between 1 and {MOST_ITEMS}; got {limit[:20]!r}")
+        raise BadRequest(f"limit must be between 1 and {MOST_ITEMS}; got {limit[:20]!r}", field="limit")
     listed = items if order == "asc" else items[::-1]
     if (after := query.get("after")) is not None:
         places = [place for place, item in enumerate(listed) if item["id"] == after]
         if not places:
-            raise BadRequest(f"after: this input has no item {after[:100]!r}")
+            raise BadRequest(f"after: this input has no item {after[:100]!r}", field="after")
         listed = listed[places[0] + 1 :]
     shown = listed[: int(limit)]
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
@@ -200,13 +211,13 @@ def page(items: list[dict[str, Any]], query: dict[str, str]) -> InputItems:
 
 
 def in_prompt(item: dict[str, Any]) -> bool:
-    """Thoughts that came without their words, as summaries or encrypted, say nothing to a prompt."""
+    """False for reasoning without its text (summaries, encrypted): a prompt cannot use it."""
     return item["type"] != "reasoning" or bool(item.get("content"))
 
 
 def kept_item(item: dict[str, Any]) -> dict[str, Any]:
-    """As it is listed: with a name of its own, which clients seldom give, and its content as parts. What no prompt has is not
-    kept, however long it is: summaries and encrypted forms of thoughts, annotations."""
+    """The item as it is listed: with an id, which clients seldom send, and its content as parts. What prompts do not use is not
+    stored: summaries and encrypted forms of reasoning, annotations."""
     kind = item["type"]
     made = {name: value for name, value in item.items() if name in _KEPT}
     made["id"] = item.get("id") or f"{_PREFIX.get(kind, 'item')}_{secrets.token_hex(12)}"

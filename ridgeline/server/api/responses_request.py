@@ -1,8 +1,7 @@
-"""What may be asked of OpenAI's Responses API: its fields, and its input items and tools as chat has them.
+"""Requests of OpenAI's Responses API: its fields, and its input items and tools in chat's form.
 
-What a message, a tool or a call means is server/protocol's to know; how answers are written is in
-server/api/responses_answer, and what is
-kept of them in server/api/responses_store. Structs in, plain data out; no ASGI.
+server/api/chat has the meaning of messages, tools and calls; answers are written in server/api/responses_answer and stored in
+server/api/responses_store. Structs in, plain data out; no ASGI.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from ridgeline.server.api.generation import Deadline, refuse
 from ridgeline.text.chat_template import PART_FIELDS
 
 _LOGPROBS = "message.output_text.logprobs"
-# Thoughts are told in the clear anyway; of tools that are not there nothing can be included.
+# Reasoning is always sent in plain text; the tools of the other entries do not exist here.
 KNOWN_INCLUDES = (
     _LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
     "file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "message.input_image.image_url",
-)  # fmt: skip
+)
 
 T = TypeVar("T")
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One struct for all kinds: a message may come without a `type`."""
+    """One struct for all types: a message may come without a `type`."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -38,7 +37,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     namespace: str | None = None
     arguments: str | None = None
     output: str | list[dict[str, Any]] | None = None
-    id: str | None = None                # told by answers, sent back by clients
+    id: str | None = None                # in answers, sent back by clients
     status: Any = None
     phase: Any = None
     summary: Any = None
@@ -50,7 +49,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def refers(self) -> bool:
-        """It stands for an earlier item, by its id; the `type` of such a one may be left out."""
+        """Whether it refers to an earlier item by its id; a reference may come without a `type`."""
         if self.type == "message":
             return self.id is not None and self.role is None and self.content is None
         return self.type == "item_reference"
@@ -58,7 +57,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def require(self, where: str, *names: str) -> None:
         for name in names:
             if getattr(self, name) is None:
-                raise BadRequest(f"{where}.{name} is missing; an item of type {self.type!r} needs it")
+                raise BadRequest(f"{where}.{name} is missing; an item of type {self.type!r} needs it", field=f"{where}.{name}")
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -67,14 +66,14 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     parameters: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
-    output_schema: Any = None            # hints: what the answers of a function look like, and who else may call it
+    output_schema: Any = None            # hints: the shape of a function's results, and its other callers
     allowed_callers: Any = None
-    defer_loading: bool | None = None    # nothing is loaded later here: all functions are told at once
+    defer_loading: bool | None = None    # all functions are always in the prompt
 
     def plain(self, where: str, namespace: str = "") -> dict[str, Any]:
-        """As chat has it."""
+        """In chat's form."""
         if self.name is None:
-            raise BadRequest(f"{where}.name is missing")
+            raise BadRequest(f"{where}.name is missing", field=f"{where}.name")
         self.name = joined(namespace, self.name)
         given = {name: getattr(self, name) for name in ("name", "parameters", "description", "strict")}
         function = {name: value for name, value in given.items() if value is not None}
@@ -95,7 +94,7 @@ class ToolChoice(
     namespace: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat has it."""
+        """In chat's form."""
         return {"type": "function", "function": {"name": joined(self.namespace or "", self.name)}}
 
 
@@ -104,7 +103,7 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag
     tools: list[ToolChoice]
 
     def plain(self) -> dict[str, Any]:
-        """As chat has it."""
+        """In chat's form."""
         return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": [tool.plain() for tool in self.tools]}}
 
 
@@ -116,12 +115,13 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     strict: bool | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat has it."""
+        """In chat's form."""
         names = ("name", "schema", "description", "strict")
         schema = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.type != "json_schema":
             for name in schema:
-                raise BadRequest(f"text.format.{name} belongs to the type json_schema; this one is {self.type!r}")
+                message = f"text.format.{name} belongs to the type json_schema; this one is {self.type!r}"
+                raise BadRequest(message, field=f"text.format.{name}")
             return {"type": self.type}
         return {"type": "json_schema", "json_schema": schema}
 
@@ -133,7 +133,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     effort: str | None = None
-    summary: Any = None                  # hints: thoughts are told whole
+    summary: Any = None                  # hints: reasoning is always sent in full
     generate_summary: Any = None
     context: Any = None
     mode: Any = None
@@ -155,11 +155,11 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None            # input that is too long is an error either way
+    truncation: Literal["auto", "disabled"] | None = None            # too long an input is an error either way
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
 
-    # vLLM's, as chat has them
+    # vLLM's, as in chat
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -185,7 +185,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     prompt_cache_options: Any = None
     access_programs: Any = None
 
-    # Known to clients, not done here.
+    # Known to clients, not supported here.
     conversation: Any = None
     background: Any = None
     prompt: Any = None
@@ -195,33 +195,54 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     HINTS: ClassVar[tuple[str, ...]] = (
         "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "stream_options",
         "max_tool_calls", "client_metadata", "prompt_cache_options", "access_programs",
-    )  # fmt: skip
+    )
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "conversation": (), "background": (False,), "prompt": ({},), "context_management": ([], {}), "moderation": (),
-    }  # fmt: skip
+    }
 
     def check(self) -> None:
-        """Refuse what is understood and not done."""
+        """Refuse fields that are known and not supported."""
         refuse(self, self.REFUSED)
         for entry in self.include or []:
             if entry not in KNOWN_INCLUDES:
-                raise Unsupported(f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is")
+                message = f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is"
+                raise Unsupported(message, field="include")
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """Of the functions that have one, by the names that the model knows them by."""
+        """The namespace of each function that has one, by the function's name in the prompt."""
         spaces = [tool for tool in self.tools or [] if tool.get("type") == "namespace"]
         return {joined(space["name"], tool["name"]): space["name"] for space in spaces for tool in space["tools"]}
 
     def items(self) -> list[dict[str, Any]]:
-        """The input as plain data, a text as the message that it stands for."""
+        """The input as plain data; a text as a user's message."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
         listed = [msgspec.to_builtins(item) for item in self.input]
         return [{"type": "message"} | {name: value for name, value in item.items() if value is not None} for item in listed]
 
     def chat(self, before: Sequence[InputItem] = ()) -> dict[str, Any]:
-        """The same as a chat request, as plain data; `before`: what the conversation has before the input."""
+        """The same request in chat's form, as plain data; `before`: the items of the conversation before the input."""
+        chat: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        chat |= {"messages": self._messages(before), "max_completion_tokens": self.max_output_tokens}
+        if self.tools:
+            chat["tools"] = [each for place, tool in enumerate(self.tools) for each in _tools(tool, f"tools[{place}]")]
+        if isinstance(self.tool_choice, ToolChoice | AllowedTools):
+            chat["tool_choice"] = self.tool_choice.plain()
+        elif self.tool_choice is not None:
+            chat["tool_choice"] = self.tool_choice
+        text, reasoning = self.text or TextOptions(), self.reasoning or Reasoning()
+        if text.format is not None:
+            chat["response_format"] = text.format.plain()
+        if text.verbosity is not None:
+            chat["verbosity"] = text.verbosity
+        if reasoning.effort is not None:
+            chat["reasoning_effort"] = reasoning.effort
+        if self.top_logprobs is not None or _LOGPROBS in (self.include or []):
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return chat
+
+    def _messages(self, before: Sequence[InputItem]) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -233,43 +254,27 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             for place, item in enumerate(self.input):
                 _extend(messages, item, f"input[{place}]")
         if not messages or (isinstance(self.input, list) and not self.input):
-            raise BadRequest("input must be a text or a list with at least one item")
-        chat: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        chat |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
-        if self.tools:
-            chat["tools"] = [each for place, tool in enumerate(self.tools) for each in _tools(tool, f"tools[{place}]")]
-        if isinstance(self.tool_choice, ToolChoice | AllowedTools):
-            chat["tool_choice"] = self.tool_choice.plain()
-        elif self.tool_choice is not None:
-            chat["tool_choice"] = self.tool_choice
-        if self.text is not None and self.text.format is not None:
-            chat["response_format"] = self.text.format.plain()
-        if self.text is not None and self.text.verbosity is not None:
-            chat["verbosity"] = self.text.verbosity
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            chat["reasoning_effort"] = self.reasoning.effort
-        if self.top_logprobs is not None or _LOGPROBS in (self.include or []):
-            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
-        return chat
+            raise BadRequest("input must be a text or a list with at least one item", field="input")
+        return messages
 
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt",
     "chat_template_kwargs", "ttft_deadline_ms",
-)  # fmt: skip
+)
 
 
 def joined(namespace: str, name: str) -> str:
-    """A function's name as the model knows it."""
+    """A function's name in the prompt."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def _tools(tool: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """The functions of one entry, as chat has them; a namespace has several."""
+    """The functions of one entry, in chat's form; a namespace has several."""
     kind = tool.get("type")
     if kind in ("web_search", "web_search_preview") and tool.get("external_web_access") is False:
-        return                                           # a search that may not reach the web has nothing to search here
+        return                                           # without web access there is nothing to search
     if kind == "namespace":
         space = _converted(tool, Namespace, where)
         for place, each in enumerate(space.tools):
@@ -280,7 +285,8 @@ def _tools(tool: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 
 def _function(tool: dict[str, Any], where: str, namespace: str = "") -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise Unsupported(f"{where}.type {str(tool.get('type'))[:60]!r} is not supported by this server; only 'function' is")
+        message = f"{where}.type {str(tool.get('type'))[:60]!r} is not supported by this server; only 'function' is"
+        raise Unsupported(message, field=f"{where}.type")
     return _converted(tool, FunctionTool, where).plain(where, namespace)
 
 
@@ -288,11 +294,11 @@ def _converted(tool: dict[str, Any], kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(tool, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{where}: {str(error).replace('`', '')}") from None
+        raise BadRequest(f"{where}: {str(error).replace('`', '')}", field=where) from None
 
 
 def _extend(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """Append what one item says. Thoughts, what follows them, and calls are one assistant's message in a chat."""
+    """Append one item. In chat, reasoning, the text after it, and calls are one assistant's message."""
     if item.type == "message":
         item.require(where, "role", "content")
         text = _text(item.content, f"{where}.content")
@@ -317,7 +323,7 @@ def _extend(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
 
 
 def _assistants(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end; a new one where there is none."""
+    """The assistant's message at the end; a new one if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
@@ -330,9 +336,11 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
     for place, part in enumerate(content or []):
         kind, text = part.get("type"), part.get("text")
         if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
-            raise Unsupported(f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here")
+            message = f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here"
+            raise Unsupported(message, field=f"{where}[{place}]")
         for name, value in part.items():
             if name not in PART_FIELDS and value is not None:
-                raise Unsupported(f"{where}[{place}].{name[:40]} is not supported; a part of text has a type and a text")
+                message = f"{where}[{place}].{name[:40]} is not supported; a part of text has a type and a text"
+                raise Unsupported(message, field=f"{where}[{place}]")
         texts.append(text)
     return "\n".join(texts)

@@ -1,8 +1,7 @@
-"""Responses that are kept for a while, so that a client can go on from one, or from an item of one, by its id or fetch it again.
+"""Stores responses for an hour, so that a client can continue from one, refer to its items, or fetch it again, by id.
 
-In this process's memory alone, as JSON: bounded in number, bytes and time, whatever clients send. Room is made by those who hold
-most: the oldest of the API key with the most bytes, or the most responses, goes first. What belongs to one key does not exist for
-another. Knows bytes and ids; what a response is, is server/api/responses_answer' to know.
+Only in this process's memory, as JSON, with limits on number, bytes and time. When a limit is reached, the oldest response of the
+API key with the most bytes (or responses) is dropped. A key sees only its own responses. Knows bytes and ids, not their meaning.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-OVERHEAD = 1_024                     # bytes that an entry takes beside its text …
-ITEM_OVERHEAD = 384                  # … and each item's id in the index
-KEPT_SECONDS = 3_600.0               # from its end
+OVERHEAD = 1_024                     # bytes per entry beside its text …
+ITEM_OVERHEAD = 384                  # … and per item id in the index
+KEPT_SECONDS = 3_600.0               # after its end
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    key: int                         # which of the server's API keys it belongs to; 0: there are none
-    response: bytes                  # as it was told
-    input: bytes                     # the items that were sent with it …
+    key: int                         # the number of its API key; 0: the server has none
+    response: bytes                  # as it was sent
+    input: bytes                     # the request's own items …
     before: bytes                    # … and those of the conversation before them
     expires: float
     items: tuple[str, ...] = ()      # the ids of its own input and output
@@ -35,10 +34,10 @@ class Stored:
 
 @dataclass(slots=True)
 class Holder:
-    """What belongs to one key."""
+    """The responses of one key."""
 
     entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)   # by id, the oldest first
-    items: dict[str, dict[str, None]] = field(default_factory=dict)          # of an item's id: the responses that have it
+    items: dict[str, dict[str, None]] = field(default_factory=dict)          # item id -> the responses that have it
     num_bytes: int = 0
 
 
@@ -50,7 +49,7 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._clock = clock
         self._entries: OrderedDict[str, Stored] = OrderedDict()  # by id, the oldest first: they expire in that order
-        self._holders: dict[int, Holder] = {}                    # by key; only those who have something
+        self._holders: dict[int, Holder] = {}                    # by key; only keys with responses
         self._lock = threading.Lock()
         self.num_bytes = 0
 
@@ -62,11 +61,11 @@ class ResponseStore:
         return self._most > 0 and self._most_bytes > 0
 
     def could_keep(self, num_bytes: int) -> bool:
-        """Whether so much text may be kept at all."""
+        """Whether a response of that size could be stored."""
         return self.is_on and num_bytes + OVERHEAD <= self._most_bytes
 
     def put(self, name: str, key: int, response: bytes, given: bytes, before: bytes, items: Iterable[str] = ()) -> bool:
-        """Keep it. False: it is larger than all there is room for, or than what is left of it beside those who hold less."""
+        """Store it. False: it is too large, or was dropped again because its key holds the most."""
         entry = Stored(key, response, given, before, self._clock() + KEPT_SECONDS, tuple(items))
         if entry.size > self._most_bytes or not self.is_on:
             return False
@@ -82,21 +81,21 @@ class ResponseStore:
             return name in self._entries
 
     def get(self, name: str, key: int) -> Stored | None:
-        """What is kept under that id for that key."""
+        """The key's response of that id."""
         with self._lock:
             self._make_room()
             entry = self._entries.get(name)
         return entry if entry is not None and entry.key == key else None
 
     def with_item(self, item: str, key: int) -> str | None:
-        """The id of the newest response of that key that has an item of that id among its input or output."""
+        """The id of the key's newest response with that item in its input or output."""
         with self._lock:
             self._make_room()
             holder = self._holders.get(key)
             return next(reversed(holder.items[item])) if holder is not None and item in holder.items else None
 
     def delete(self, name: str, key: int) -> bool:
-        """Forget it; False: there is none."""
+        """Delete it; False: there is none."""
         with self._lock:
             self._make_room()
             entry = self._entries.get(name)

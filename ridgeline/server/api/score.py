@@ -1,7 +1,7 @@
-"""`/v1/score`: how likely the model finds one text behind another, as the sum of its tokens' log-probabilities.
+"""`/v1/score`: the likelihood of one text after another, as the sum of its tokens' log-probabilities.
 
-Fields and shape are those of vLLM's endpoint of that name. There the score comes from a model that was trained to judge pairs;
-any decoder has a likelihood, which is what this server gives.
+Fields and shape are those of vLLM's endpoint of that name. There the score comes from a model trained to judge pairs; here it is
+the likelihood that any decoder gives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.embeddings import EmbeddingUsage
@@ -32,24 +33,23 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: Any = None                                     # a hint
 
     def check(self) -> None:
-        """What the types alone let through is told by pairs()."""
+        """pairs() checks what the types cannot."""
 
     def pairs(self) -> list[tuple[str, str]]:
-        """One with one, one with each of several, or several with as many."""
+        """One with one, one with each of several, or several with equally many."""
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         if not first or not second or (len(first) != len(second) and len(first) != 1):
-            raise BadRequest(
-                f"text_1 and text_2 must be as many as each other, or text_1 one; got {len(first)} and {len(second)}"
-            )
+            message = f"text_1 and text_2 must have equally many texts, or text_1 one; got {len(first)} and {len(second)}"
+            raise BadRequest(message, field="text_1")
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
 class Score(msgspec.Struct):
     index: int
-    score: float                                         # log-probabilities of all its tokens, added up
+    score: float                                         # the sum of its tokens' log-probabilities
     tokens: int
-    greedy: bool                                         # each of them was the likeliest
+    greedy: bool                                         # whether each token was the most likely one
     object: str = "score"
 
 
@@ -63,8 +63,8 @@ class ScoreReply(msgspec.Struct):
 
 
 async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tuple[list[int], int]]:
-    """Of each pair the tokens of both texts, and where those of the second begin. They are read as one text: a token that reaches
-    over the border counts for the second. The very first has nothing before it, so nothing says how likely it is."""
+    """(the tokens of both texts, where those of the second begin) for each pair. Both are tokenised as one text: a token across
+    the border counts for the second. The very first token has no likelihood, since no token is before it."""
     made: list[tuple[list[int], int]] = []
     firsts: dict[str, list[int]] = {}
     for place, (first, second) in enumerate(pairs):
@@ -75,16 +75,18 @@ async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tupl
         differ = (at for at, (one, other) in enumerate(zip(mine, whole, strict=False)) if one != other)
         shared = next(differ, min(len(mine), len(whole)))
         if not mine or shared == len(whole):
-            raise BadRequest(f"text_1 and text_2 must have at least a token each; those of pair {place} have not")
+            message = f"text_1 and text_2 must have at least one token each; those of pair {place} do not"
+            raise BadRequest(message, field="text_1")
         if len(whole) == 1:
             raise BadRequest(
-                f"text_1 and text_2 are a single token together in pair {place}, without a likelihood: nothing stands before it"
+                f"text_1 and text_2 are a single token together in pair {place}, which has no likelihood: no token is before it",
+                field="text_1",
             )
         made.append((whole, max(1, shared)))
     return made
 
 
-async def score(service: Service, body: bytes) -> ScoreReply:
+async def score(service: Service, caller: Caller, body: bytes) -> ScoreReply:
     def work() -> tuple[ScoreRequest, list[tuple[str, str]]]:
         request = parse_body(ScoreRequest, body)
         service.check_routing(request.model, request.priority)
@@ -96,8 +98,8 @@ async def score(service: Service, body: bytes) -> ScoreReply:
         pairs = await tokens_of(service, texts)
         stream = await service.llm.stream(
             [tokens for tokens, _ in pairs], params, priority=request.priority or 0, cache_salt=request.cache_salt or "",
-            arrived=prometheus.arrived(),
-        )  # fmt: skip
+            arrived=prometheus.arrived(), caller=caller,
+        )
         try:
             outputs = await stream.complete()
         finally:

@@ -1,6 +1,6 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's names: what a prompt is in token ids, and the way back.
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's names: a prompt as token ids, and back.
 
-Types and the work on a tokenizer; the length of a text is limited by whoever calls, before it is tokenised.
+Types, and the work on a tokenizer. The caller limits the length of a text before it is tokenised.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise BadRequest("prompt or messages must be given, and not both")
+            raise BadRequest("prompt or messages must be given, and not both", field="prompt")
         for_chat = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
         if self.messages is None:
             misplaced = next((name for name in for_chat if getattr(self, name) is not None), None)
             if misplaced is not None:
-                raise BadRequest(f"{misplaced} needs messages; a prompt is tokenised as it is")
+                raise BadRequest(f"{misplaced} needs messages; a prompt is tokenised as it is", field=misplaced)
         elif self.add_special_tokens:
-            raise BadRequest("add_special_tokens must be false with messages: the chat template writes its own")
+            message = "add_special_tokens must be false with messages: the chat template writes its own"
+            raise BadRequest(message, field="add_special_tokens")
 
     def chat(self) -> dict[str, Any]:
-        """The same as a chat request, as plain data."""
+        """The same request in chat's form, as plain data."""
         names = ("model", "messages", "chat_template_kwargs", "tools")
         chat = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.continue_final_message:
@@ -74,15 +75,15 @@ class DetokenizeReply(msgspec.Struct):
 
     @classmethod
     def of(cls, tokens: list[int], tokenizer: Tokenizer) -> DetokenizeReply:
-        """An id that the vocabulary has not would be dropped without a word; here it is an error."""
+        """BadRequest for an id outside the vocabulary; the tokenizer would drop it silently."""
         unknown = next((token for token in tokens if token >= tokenizer.vocab_size), None)
         if unknown is not None:
-            raise BadRequest(f"tokens holds {unknown}; the vocabulary ends at {tokenizer.vocab_size - 1}")
+            raise BadRequest(f"tokens holds {unknown}; the vocabulary ends at {tokenizer.vocab_size - 1}", field="tokens")
         return cls(tokenizer.decode(tokens))
 
 
 class TokenizerInfo(msgspec.Struct):
-    """What a client needs that has no tokenizer of its own, as far as this server's has it."""
+    """For clients without a tokenizer of their own."""
 
     chat_template: str | None
     bos_token: str | None

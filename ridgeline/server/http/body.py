@@ -1,6 +1,6 @@
-"""A JSON body as a struct, or one line that names the field and what it should hold; long ones away from the event loop.
+"""Parses a JSON body into a struct; errors name the field and what it should hold. Long bodies are parsed in a thread.
 
-Knows msgspec's words, no endpoint.
+Knows msgspec's messages, no endpoints.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_ty
 import msgspec
 from msgspec.inspect import DictType, FloatType, IntType, ListType, NoneType, StructType, Type, UnionType, type_info
 
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, UnknownField
 
 MAX_MESSAGE = 500                    # characters
-LONG_BODY = 64 * 1024                # bytes; what is longer is parsed and checked away from the event loop
+LONG_BODY = 64 * 1024                # bytes; longer bodies are parsed and checked in a thread
 
-EXACT = 2**53                        # whole numbers up to here are the same as floats
+EXACT = 2**53                        # integers up to here are exact as floats
 
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
+_MISSING_FIELD = re.compile(r"Object missing required field `([^`]*)`")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 
 class Checked(Protocol):
     def check(self) -> None:
-        """Refuse what the types alone let through."""
+        """Refuse what the types alone cannot."""
 
 
 T = TypeVar("T", bound=Checked)
@@ -37,7 +38,7 @@ Made = TypeVar("Made")
 
 
 async def away_if_long(num_bytes: int, work: Callable[[], Made]) -> Made:
-    """Do `work`, which reads so many bytes; many of them away from the event loop."""
+    """Do `work`, which reads `num_bytes`; in a thread if they are many."""
     return await asyncio.to_thread(work) if num_bytes > LONG_BODY else work()
 
 
@@ -47,18 +48,18 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 
 def parse_body(kind: type[T], body: bytes) -> T:
-    """The request, checked; BadRequest or Unsupported in words that name the field."""
+    """The request, checked. BadRequest or Unsupported name the field."""
     try:
         try:
             request: T = _decoder(kind).decode(body)
         except msgspec.ValidationError as error:
             if not _FLOAT_FOR_INT.match(str(error)) and not _UNKNOWN_FIELD.search(str(error)):
                 raise
-            # Read again, all of it: what follows the float may be no JSON at all.
+            # Parse all of it again: the rest after the float may be invalid JSON.
             mended = _without_nulls(_mend(kind)(msgspec.json.decode(body)), _type(kind))
             request = msgspec.convert(mended, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise BadRequest(readable(str(error), kind)) from None
+        raise refusal(str(error), kind) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     request.check()
@@ -71,7 +72,7 @@ def _type(kind: Any) -> Type:
 
 
 def _without_nulls(value: Any, kind: Type) -> Any:
-    """Null is as if a field were not there, so one that a struct does not know is no error. What has no struct keeps its own."""
+    """A null counts as a missing field, so unknown fields that are null are dropped. Data without a struct keeps its nulls."""
     kinds = _kinds(kind)
     if isinstance(value, list):
         item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
@@ -91,8 +92,8 @@ def _has_structs(kind: Type) -> bool:
     return any(isinstance(each, StructType) for each in _kinds(kind))
 
 
-# JSON has one kind of number, and some clients write 16 as 16.0. What makes it 16 again is made once for each type of body, and
-# is None where a type has no integers inside: most of a body is never looked at, and 1.0 in somebody's schema stays.
+# JSON has one kind of number, and some clients write 16 as 16.0. The function that turns it into 16 is made once per type of
+# body, and is None for types without integers: most of a body is never visited, and a 1.0 inside a client's JSON schema stays.
 Mend = Callable[[Any], Any]
 
 
@@ -102,14 +103,14 @@ def _mend(kind: type[Any]) -> Mend:
 
 
 def _mend_of(kind: Type, around: tuple[type[Any], ...]) -> Mend | None:
-    """`around`: the structs this is inside of. What holds itself (blocks of a message) has no integers but those of its own."""
+    """`around`: the structs that this type is inside of. Recursive ones (blocks of a message) are visited once."""
     kinds = _kinds(kind)
     integer = _is_integer(kind)
     item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
     items = item and _mend_of(item, around)
     integers = item is not None and _is_integer(item)
     values = next((_mend_of(each.value_type, around) for each in kinds if isinstance(each, DictType)), None)
-    # Of structs that a tag tells apart, all together: none has a name for an integer that another has for something else.
+    # Tagged unions are merged: no name is an integer in one struct and something else in another.
     structs = [each for each in kinds if isinstance(each, StructType) and each.cls not in around]
     fields = [(field.encode_name, _mend_of(field.type, (*around, each.cls))) for each in structs for field in each.fields]
     named = {name: mend for name, mend in fields if mend is not None}
@@ -138,7 +139,7 @@ def _is_integer(kind: Type) -> bool:
 
 
 def _whole(values: list[Any]) -> list[int] | None:
-    """Whole floats and nothing else as integers: a prompt may have millions, and none of these loops is Python's."""
+    """A list of only whole floats as integers. A prompt may have millions: none of these loops runs in Python."""
     if set(map(type, values)) != {float} or max(values) >= EXACT or min(values) <= -EXACT:
         return None
     made = list(map(int, values))
@@ -146,7 +147,7 @@ def _whole(values: list[Any]) -> list[int] | None:
 
 
 def _choices(kind: Any, field: str) -> str:
-    """What may stand in a field that has a few words to choose from."""
+    """The choices of a field with a fixed set of words."""
     found = _words(get_type_hints(kind).get(field))
     return f"; one of {', '.join(found)} works" if found else ""
 
@@ -157,8 +158,11 @@ def _words(hint: Any) -> list[str]:
     return [word for each in get_args(hint) for word in _words(each)]
 
 
-def readable(message: str, kind: Any) -> str:
-    """msgspec's words, with the field first: `temperature: expected ..., got ...`. They may quote as much as was sent."""
+def refusal(message: str, kind: Any) -> BadRequest:
+    """msgspec's words, with the field first: `temperature: expected ..., got ...`. They may quote as much as was sent.
+
+    Only here is text parsed for a field's name: msgspec gives it in no other form.
+    """
     message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …"
     place = _PLACE.search(message)
     where = place.group(1) if place else ""
@@ -167,8 +171,11 @@ def readable(message: str, kind: Any) -> str:
         name = unknown.group(1)
         close = difflib.get_close_matches(name, kind.__struct_fields__, 1) if not where else []
         inside = f" in {where}" if where else ""
-        return f"unknown field {name!r}{inside}" + (f"; did you mean {close[0]!r}?" if close else "")
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return UnknownField(f"unknown field {name!r}{inside}{hint}", field=name)
     words = _PLACE.sub("", message).replace("`", "").replace("Object missing", "missing")
     if "nvalid enum value" in words and where in kind.__struct_fields__:
         words += _choices(kind, where)
-    return f"{where}: {words[0].lower()}{words[1:]}" if where else words
+    missing = _MISSING_FIELD.search(message)
+    field = where or (missing.group(1) if missing else "")
+    return BadRequest(f"{where}: {words[0].lower()}{words[1:]}" if where else words, field=field)

@@ -1,8 +1,8 @@
-"""What one client may cost: sizes, times and numbers, and the HTTP protocol that holds everybody to them.
+"""Limits on what one client may cost (sizes, times, numbers), and the HTTP protocol that enforces them.
 
-uvicorn with httptools reads headers of any size and waits for a slow client for ever. LimitedProtocol adds the missing
-limits below the application: whatever breaks one is answered in a line and cut off, before the application sees it.
-Routes, models and requests are not known here.
+uvicorn with httptools reads headers of any size and waits for a slow client for ever. LimitedProtocol adds the missing limits
+below the application: a connection that exceeds one gets an error and is closed, before the application sees it. Knows no
+routes, models or requests.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import asyncio
 from asyncio import TimerHandle
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from ridgeline.config import option
 from ridgeline.errors import BadRequest, Overloaded
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.stream import DIRECT
+from ridgeline.server.options import ServerOptions
 
 MAX_URL = 8 * 1024
 MAX_HEADER = 16 * 1024               # name and value of one header
@@ -27,59 +26,13 @@ MAX_HEADERS = 100
 MAX_HEAD = 64 * 1024                 # all headers together
 HEAD_SECONDS = 10.0                  # from the connection, or a request's first byte, to the end of its headers
 BODY_SECONDS = 28.0                  # from there to the end of the body: refused and closed within 30 s
-WRITE_SECONDS = 60.0                 # a client that reads nothing for so long is gone
-WRITE_BUFFER = 16 * 1024             # bytes that wait here for a client, beside what the system holds for it
-LINGER_SECONDS = 1.0                 # a refused client gets that long to read why, before the connection closes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0: any free one", low=0)
-    allowed_host: str = option("", "further names and addresses this server is reached by, separated by commas; *: any")
-    served_model_name: str = option(
-        "", "name of the model in requests and answers, and others it answers to, separated by commas; gpt-*: all that begin so; "
-        "empty: the file's name",
-    )
-    max_connections: int = option(4096, "open connections, idle ones included", low=1)
-    max_queued_requests: int | None = option(
-        None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1
-    )
-    max_queued_tokens: int = option(1_000_000, "prompt tokens that may wait at once", low=1)
-    request_timeout: int = option(600, "seconds that a request may take, waiting included; 0: any time", low=0)
-    tool_call_parser: str = option(
-        "auto", "format in which the model writes tool calls; auto: what its chat template shows",
-        ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic"),
-    )
-    reasoning_parser: str = option(
-        "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template knows it",
-        ("auto", "none", "think"),
-    )
-    max_body_bytes: int = option(16 * 2**20, "size of a request's body", low=1)
-    max_stored_responses: int = option(
-        1000, "answers of /v1/responses kept in memory for an hour, for previous_response_id; 0: none", low=0
-    )
-    max_stored_bytes: int = option(64 * 2**20, "size of all of them together", low=0)
-    drain_timeout: int = option(30, "seconds that running requests get to finish when the server is told to stop", low=0)
-    max_engine_restarts: int = option(3, "times that a dead or hung engine is started again within ten minutes", low=0)
-    engine_timeout: int = option(
-        60, "seconds without a finished step after which a busy engine counts as hung; 0: any time", low=0
-    )
-    api_key_file: str = option("", "file with API keys, one per line; RIDGELINE_API_KEY holds keys too, separated by commas")
-    api_key: str = option("", "API keys, separated by commas; other users of the machine can read them in the process list")
-    insecure_no_auth: bool = option(False, "listen where others can reach it without any API key")
-    allowed_origins: str = option("", "origins whose web pages may use this server, separated by commas; *: all")
-    ssl_certfile: str = option("", "certificate chain (PEM) for HTTPS; needs ssl_keyfile")
-    ssl_keyfile: str = option("", "private key (PEM) for HTTPS; needs ssl_certfile")
-    admin_socket: str = option("", "path of a unix socket for `ridgeline admin`, open to this user alone; empty: none")
-    otlp_traces_endpoint: str = option(
-        "", "OpenTelemetry collector for traces, like http://localhost:4318/v1/traces; empty: what OTEL_* variables say, or none"
-    )
-    access_log: str = option("", "file for a line of JSON per request, without prompts or keys; -: stderr")
+WRITE_SECONDS = 60.0                 # a client that reads nothing for this long is disconnected
+WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
+LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
 
 
 class Slots:
-    """How many answers may run or wait at once. One is taken before a request is even read."""
+    """How many answers may run or wait at once. A request takes a slot before its body is read."""
 
     def __init__(self) -> None:
         self.limit = 0
@@ -90,7 +43,7 @@ class Slots:
     def taking(self, count: int, already: int = 0) -> Iterator[None]:
         """Room for `count` answers, of which `already` were taken before."""
         if count > self.limit:
-            raise BadRequest(f"{count} answers are asked for at once; at most {self.limit} can be queued here")
+            raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
         if self.taken + count - already > self.limit:
             message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
             raise Overloaded(message, self.predicted_wait())
@@ -102,7 +55,7 @@ class Slots:
 
 
 class LimitExceeded(Exception):
-    """Raised inside the parser's callbacks to make it stop."""
+    """Raised in the parser's callbacks to stop it."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -110,7 +63,7 @@ class LimitExceeded(Exception):
 
 
 class DirectWrites:
-    """Parts of an answer's body for its connection, without the way through ASGI; see server/http/stream.Direct.
+    """Writes parts of an answer's body to its connection without ASGI; see server/http/stream.Direct.
 
     The same bytes as uvicorn's own `send` would write, in the middle of a body that `send` has begun and will end.
     """
@@ -128,13 +81,13 @@ class DirectWrites:
 
     def write(self, body: bytes) -> None:
         cycle = self._cycle
-        if not cycle.disconnected:                       # else nobody reads it; the endpoint will hear of it
+        if not cycle.disconnected:                       # else the endpoint will be cancelled
             self.bytes_out += len(body)
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
 
 
 class UntilClose:
-    """uvicorn's `send` for a client of HTTP/1.0, which knows no chunks: an answer without a length ends with its connection."""
+    """uvicorn's `send` for HTTP/1.0, which has no chunked encoding: an answer without a length ends with its connection."""
 
     __slots__ = ("_cycle", "_has_length", "_send")
 
@@ -150,7 +103,7 @@ class UntilClose:
             if not self._has_length:
                 cycle.chunked_encoding = False
         elif not self._has_length:
-            cycle.expected_content_length = len(message.get("body", b""))    # whatever comes is as long as it should be
+            cycle.expected_content_length = len(message.get("body", b""))    # any length is right
         await self._send(message)
 
 
@@ -161,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unparsed = 0                               # bytes since the parser last made sense of something
+        self._unparsed = 0                               # bytes since the parser's last callback
         self._head_bytes = 0
         self._body_bytes = 0
         self._hosts = 0
@@ -169,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limit: LimitExceeded | None = None
         self._refused = False
         self.url = b""
-        self._in_message = False                         # a request has begun to arrive and is not whole
+        self._in_message = False                         # a request has begun to arrive and is incomplete
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
 
@@ -179,7 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         if len(self.connections) > self.options.max_connections:
-            self._refuse(503, f"the server has its {self.options.max_connections} connections; try again later")
+            self._refuse(503, f"all {self.options.max_connections} connections of this server are in use; try again later")
         else:
             self._expect_within(HEAD_SECONDS)
 
@@ -194,13 +147,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed += len(data)
         super().data_received(data)
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            self._expect_within(HEAD_SECONDS)            # bytes that begin nothing, such as empty lines
-        # A header, a chunk's extension or a trailer without end: the parser keeps it all, and tells us nothing.
+            self._expect_within(HEAD_SECONDS)            # bytes before a request, such as empty lines
+        # An endless header, chunk extension or trailer: the parser buffers it without a callback.
         if self._unparsed > MAX_HEAD and not self._refused:
             self._refuse(431, f"a part of the request's head is larger than {MAX_HEAD} bytes")
 
     def send_400_response(self, msg: str) -> None:
-        """Called when the parser stopped: at something that is not HTTP, or because a callback below stopped it."""
+        """Called when the parser stopped: at invalid HTTP, or because a callback stopped it."""
         if self._limit is not None:
             self._refuse(self._limit.status, str(self._limit))
         else:
@@ -233,10 +186,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(431, f"the headers are larger than {MAX_HEAD} bytes")
         lower = name.lower()
         if lower == b"content-length" and value.strip().isdigit():
-            self._check_body(int(value))                 # no need to wait for a body that will be too large
+            self._check_body(int(value))                 # refuse a body that will be too large before it arrives
         elif lower == b"host":
             self._hosts += 1
-            if self._hosts > 1:                          # a proxy before us may have gone by the other one
+            if self._hosts > 1:                          # a proxy in front may have used the other one
                 self._stop(400, "the request needs one Host header")
         elif lower == b"transfer-encoding":
             self._is_coded = True
@@ -283,7 +236,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_slow(self, seconds: float) -> None:
         if self._in_message:
-            self._refuse(408, f"the request was not whole after {seconds:g} s")
+            self._refuse(408, f"the request was not complete after {seconds:g} s")
         else:
             self.transport.close()
 
@@ -309,7 +262,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # -- refusal -------------------------------------------------------------------------------------------------------
 
     def _refuse(self, status: int, message: str) -> None:
-        """Say why, take nothing more in, and close. An application that already works on it sees a lost client."""
+        """Send the error, read nothing more, and close. An application that works on the request sees a disconnect."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -325,13 +278,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if answering:
             cycle.disconnected = True
             cycle.message_event.set()
-        # Closing with unread bytes would reset the connection, and the client might never see the answer.
+        # Closing with unread bytes would reset the connection, and the client might not see the error.
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-
     def _path(self) -> str:
-        """As far as it is known; the URL comes first."""
+        """The path, as far as it is known."""
         return self.url.partition(b"?")[0].decode("latin-1")
 
 

@@ -1,24 +1,36 @@
-"""Errors as answers: which status, which words, and when to come again.
+"""Errors as HTTP answers: the status, the body, and when to try again.
 
-What clients read is our own words. Why an engine died, and what an unexpected error says, goes to the log.
+Clients read only words of this server. Why an engine died, and what an unexpected error says, goes to the log.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import re
 import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, RequestError, RidgelineError, TimedOut, Unsupported
+from ridgeline.errors import (
+    PROMPT,
+    BadRequest,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    RidgelineError,
+    TimedOut,
+    UnknownField,
+    Unsupported,
+)
 from ridgeline.process.log import get_logger
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.stream import Headers
-from ridgeline.server.protocol import param_of
-from ridgeline.server.service import (
+from ridgeline.server.server_errors import (
     STOPPED,
     ItemNotStored,
     ModelNotFound,
@@ -30,52 +42,62 @@ from ridgeline.server.service import (
 
 logger = get_logger("server")
 
-_PROMPT_IDS = "prompt_token_ids"
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+_INVALID = "invalid_request_error"
+# The first class that an error belongs to decides: status, type, code.
+_KINDS: tuple[tuple[type[RequestError], int, str, str | None], ...] = (
+    (ModelNotFound, 404, _INVALID, "model_not_found"),
+    (NotStored, 404, _INVALID, "response_not_found"),
+    (ItemNotStored, 404, _INVALID, "item_not_found"),
+    (PreviousNotStored, 400, _INVALID, "previous_response_not_found"),
+    (WrongMediaType, 415, _INVALID, None),
+    (Overloaded, 429, "overloaded_error", "overloaded"),
+    (TimedOut, 504, "timeout_error", "request_timeout"),
+    (PromptTooLong, 400, _INVALID, "context_length_exceeded"),
+    (BadRequest, 400, _INVALID, None),
+    (Unsupported, 400, _INVALID, None),
+    (RequestError, 500, "server_error", None),
+)
 
 
-def describe(error: Exception, prompt_field: str | None = None) -> tuple[int, bytes, Headers]:
-    """(status, body, headers). What clients read is our own words; the rest goes to the log, under a number. `prompt_field`: what
-    a prompt that is too long is called in the request."""
+def describe(
+    error: Exception, prompt_field: str | None = None, names: Mapping[str, str] = NO_NAMES
+) -> tuple[int, bytes, Headers]:
+    """(status, body, headers). `prompt_field`: the request's name for the prompt; `names`: its names for chat's fields."""
     retry = [(b"retry-after", retry_after(error))]
-    message = str(error)
-    if prompt_field is not None and message.startswith(_PROMPT_IDS):         # as the engine calls it
-        message = prompt_field + message.removeprefix(_PROMPT_IDS)
-    match error:
-        case ModelNotFound():
-            return 404, error_body(message, "invalid_request_error", "model", "model_not_found"), []
-        case NotStored():
-            return 404, error_body(message, "invalid_request_error", code="response_not_found"), []
-        case ItemNotStored():
-            return 404, error_body(message, "invalid_request_error", "input", "item_not_found"), []
-        case PreviousNotStored():
-            field, code = "previous_response_id", "previous_response_not_found"
-            return 400, error_body(message, "invalid_request_error", field, code), []
-        case WrongMediaType():
-            return 415, error_body(message, "invalid_request_error"), []
-        case Overloaded():
-            return 429, error_body(message, "overloaded_error", code="overloaded"), retry
-        case TimedOut():
-            return 504, error_body(message, "timeout_error", code="request_timeout"), []
-        case PromptTooLong():
-            named = param_of(message) or prompt_field
-            return 400, error_body(message, "invalid_request_error", named, "context_length_exceeded"), []
-        case BadRequest() | Unsupported():
-            details = getattr(error, "details", None)
-            named = param_of(message) or (prompt_field if message.startswith("the prompt ") else None)
-            return 400, error_body(message, "invalid_request_error", named, details=details), []
-        case RequestError():
-            return 500, error_body(message, "server_error"), []
-        case RidgelineError():
-            # Why an engine died is the operator's to know: its words may quote a path, or another client's request.
-            told = message if isinstance(error, Unavailable) else STOPPED
-            return 503, error_body(told, "service_unavailable_error", code="engine_not_available"), retry
+    if isinstance(error, RequestError):
+        error = as_requested(error, prompt_field, names)
+        status, kind, code = next(row[1:] for row in _KINDS if isinstance(error, row[0]))
+        body = error_body(str(error), kind, param_of(error), code, getattr(error, "details", None))
+        return status, body, retry if status == 429 else []
+    if isinstance(error, RidgelineError):
+        # Why an engine died is for the operator only: the reason may quote a path, or another client's request.
+        message = str(error) if isinstance(error, Unavailable) else STOPPED
+        return 503, error_body(message, "service_unavailable_error", code="engine_not_available"), retry
     number = secrets.token_hex(4)
     logger.error("error %s in a request", number, exc_info=error)
     return 500, error_body(f"internal error {number}; the server's log has its cause", "server_error"), []
 
 
+def as_requested(error: RequestError, prompt_field: str | None, names: Mapping[str, str]) -> RequestError:
+    """The error with the field named as in the client's request, which may be in another dialect than the engine's."""
+    if isinstance(error, UnknownField):
+        return error
+    if error.field == PROMPT and prompt_field is not None:
+        return error.renamed(PROMPT, prompt_field)
+    field = next((field for field in names if error.is_about(field)), None)
+    return error if field is None else error.renamed(field, names[field])
+
+
+def param_of(error: RequestError) -> str | None:
+    """The request's own field that the error is about, for `error.param`."""
+    if isinstance(error, UnknownField):
+        return error.field
+    return re.split(r"[.\[]", error.field, maxsplit=1)[0] if error.field not in ("", PROMPT) else None
+
+
 def retry_after(error: Exception) -> bytes:
-    """Whole seconds, from 1 to 60: the predicted wait, or a few; spread, so that not all come back at once."""
+    """Whole seconds from 1 to 60: the predicted wait, or 1 to 5. Randomised, so that clients do not all return at once."""
     wait = error.retry_after if isinstance(error, Overloaded) else None
     seconds = random.uniform(1, 5) if wait is None else wait * random.uniform(1.0, 1.25)
     return str(min(60, max(1, math.ceil(seconds)))).encode()

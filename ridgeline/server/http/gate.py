@@ -1,7 +1,7 @@
-"""What every request passes, whatever it asks for: its id, its key, its origin, its deadlines, its line in the log.
+"""What applies to every request: request id, API key, CORS, deadlines, access log.
 
-An ASGI application around another. It knows headers and paths; bodies it lets through unread, and never writes down.
-What an endpoint wants in the access log it puts into `scope["ridgeline.process.log"]`.
+An ASGI application around another. It reads headers and paths, never bodies. It makes the request's Caller; endpoints add their
+entries for the access log to `scope[LOG]`.
 """
 
 from __future__ import annotations
@@ -17,28 +17,35 @@ from typing import Any, TextIO
 
 import msgspec
 
-from ridgeline.engine.client.request_context import CALLER, MAX_TTFT_MS, Caller
+from ridgeline.engine.client.request_context import LOCAL, MAX_TTFT_MS, Caller
 from ridgeline.errors import ConfigError
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.error_bodies import body_for, error_body, is_anthropic
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.http.stream import DIRECT, Headers, Message, Receive, Send, send_json
+from ridgeline.server.options import ServerOptions
 
-# What a load balancer asks, and the empty page of a browser: its data needs a key.
+# For load balancers; and the dashboard's page, whose data needs a key.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/dashboard"})
-LOG = "ridgeline.process.log"
+LOG = "ridgeline.log"                # in the scope: what the access log will say of this request
+CALLER = "ridgeline.caller"          # in the scope: the request's Caller
 TTFT_HEADER = b"x-ttft-deadline-ms"
 
 _REQUEST_ID = re.compile(rb"[0-9A-Za-z._:-]{1,128}")
-# Names of headers, as a browser lists them before it sends any.
+# A list of header names, as in a browser's preflight request.
 _HEADER_NAMES = re.compile(rb"[0-9A-Za-z!#$%&'*+.^_`|~-]{1,64}(?:[ \t]*,[ \t]*[0-9A-Za-z!#$%&'*+.^_`|~-]{1,64}){0,63}")
 _OWN_HEADERS = b"authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta, " + TTFT_HEADER
-# Of pages, desktop apps and browser extensions.
+# Origins of web pages, desktop apps and browser extensions.
 _ORIGIN = re.compile(
     r"\*|(?:https?|app|capacitor|ionic|tauri|vscode-webview|(?:chrome|moz|safari-web)-extension)://[0-9a-z._\-\[\]:]+"
 )
 _encode = msgspec.json.Encoder().encode
+
+
+def caller_of(scope: Scope) -> Caller:
+    """The Caller that the gate made of a request's headers; without a gate, one without key and deadlines."""
+    caller: Caller = scope.get(CALLER, LOCAL)
+    return caller
 
 
 class Gate:
@@ -65,7 +72,7 @@ class Gate:
             await send({"type": "http.response.body", "body": b""})
             return
         salt, number = "", None
-        # Decided on the path that the routes are found by, and on no other form of it.
+        # By the same path that the router uses, and no other form of it.
         if len(self._keys) and scope["path"] not in OPEN_PATHS:
             number = self._keys.number_of(headers)
             if number is None:
@@ -85,12 +92,11 @@ class Gate:
                 await send_json(send, 400, body_for(scope["path"], headers, 400, body))
                 return
         ends = time.monotonic() + self._timeout if self._timeout else None
-        # A connection's requests run in tasks of their own: nobody else sees this value.
-        CALLER.set(Caller(ttft_deadline=seconds, ends=ends, cache_salt=salt, key=number or 0))
+        scope[CALLER] = Caller(ttft_deadline=seconds, ends=ends, cache_salt=salt, key=number or 0)
         await self._app(scope, receive, send)
 
     def _cors(self, headers: Headers) -> Headers:
-        """What lets pages of allowed origins read the answer. Cookies are never part of it."""
+        """Headers that let pages of allowed origins read the answer; never with cookies."""
         origin = _value(headers, b"origin").decode("latin-1")
         if not origin or not ("*" in self._origins or origin.lower() in self._origins):
             return []
@@ -106,14 +112,14 @@ class Gate:
 
 
 class _Answer:
-    """The way back: adds headers to the answer, and remembers what the log wants to know."""
+    """The answer's `send`: adds headers, and notes what the access log needs."""
 
     __slots__ = ("_headers", "_id_names", "_send", "began", "bytes_out", "first", "given_id", "request_id", "status")
 
     def __init__(self, send: Send, given_id: bytes, headers: Headers, anthropic: bool) -> None:
         self._send = send
         self._headers = headers
-        self._id_names = (b"x-request-id", b"request-id")[: 1 + anthropic]   # Anthropic's clients look for the second
+        self._id_names = (b"x-request-id", b"request-id")[: 1 + anthropic]   # Anthropic's clients read the second
         self.given_id = given_id
         self.request_id = given_id
         self.began = time.monotonic()
@@ -137,7 +143,7 @@ class _Answer:
 
 
 class AccessLog:
-    """A line of JSON for each request that was answered or given up. No bodies, no queries, no keys."""
+    """A line of JSON for each request, answered or not. No bodies, no queries, no keys."""
 
     def __init__(self, place: str) -> None:
         self._file: TextIO
@@ -156,7 +162,7 @@ class AccessLog:
             "client": (scope.get("client") or [""])[0],
             "method": scope["method"],
             "path": scope["path"][:200],
-            "status": answer.status,                     # 0: the client was gone before there was one
+            "status": answer.status,                     # 0: the client left before it
             "seconds": round(time.monotonic() - answer.began, 6),
             "first_byte_seconds": round(answer.first, 6),
             "bytes_out": answer.bytes_out + getattr(scope.get(DIRECT), "bytes_out", 0),
@@ -165,7 +171,7 @@ class AccessLog:
         try:
             self._file.write(_encode(line).decode() + "\n")
         except OSError:
-            pass                                         # a full disk must not end the answers
+            pass                                         # a full disk must not fail requests
 
 
 def _value(headers: Headers, wanted: bytes) -> bytes:
@@ -173,14 +179,13 @@ def _value(headers: Headers, wanted: bytes) -> bytes:
 
 
 def _headers_to_send(headers: Headers) -> bytes:
-    """What pages may send: whatever they ask for, since every client has headers of its own, and none of them opens anything here
-    but the keys'."""
+    """The headers that pages may send: those they ask for. Clients have headers of their own, and only keys grant anything."""
     asked = _value(headers, b"access-control-request-headers").strip()
     return asked if _HEADER_NAMES.fullmatch(asked) else _OWN_HEADERS
 
 
 def _request_id(headers: Headers) -> bytes:
-    """The client's, if it is harmless in a header and in a log."""
+    """The client's id, if it is safe in a header and in a log."""
     given = _value(headers, b"x-request-id")
     return given if _REQUEST_ID.fullmatch(given) else b""
 

@@ -1,9 +1,8 @@
-"""The names this server answers to: the guard against DNS rebinding.
+"""Checks the Host header, against DNS rebinding.
 
-A web page can point a name of its own at 127.0.0.1, and the browser then takes this server for a part of that page. It
-still sends the page's name as Host. So a Host that nobody gave this server is refused, before anything else is looked at.
-Where a key is needed, no page has it, and every name will do. Knows one header, and of a path only which shape errors have
-there. A request that does not come from a browser can send what it likes: this is no authentication.
+A web page can point its own name at 127.0.0.1, so that the browser takes this server for a part of that page. The browser still
+sends the page's name as Host. So an unknown Host is refused first of all. A server with API keys accepts any Host: no page has
+a key. This is not authentication: clients other than browsers can send any Host.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.stream import Receive, Send, send_json
+from ridgeline.server.options import ServerOptions
 
 Scope = MutableMapping[str, Any]
 
@@ -35,7 +34,7 @@ class HostGuard:
         listed = _listed(options.allowed_host)
         self._any = has_keys or ANY in listed
         self._known = {_plain(name) for name in (*_LOCAL, options.host, *listed)}
-        # Who listens on every address answers to every address. A rebound name is a name, never an address.
+        # Listening on every address accepts every address as Host. A rebound name is a name, never an address.
         self._any_address = _plain(options.host) in ("0.0.0.0", "::")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

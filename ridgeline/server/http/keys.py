@@ -1,7 +1,7 @@
-"""API keys: where they come from, and whether a request carries one.
+"""API keys: loading them, and finding a request's key.
 
-Only digests are kept, and every one of them is compared, in a time that says nothing about which of them was near. Which
-paths need a key is server/http/gate's to know.
+Only digests are kept. Every one is compared, in a time that does not depend on the keys. server/http/gate decides which paths
+need a key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 
 logger = get_logger("server")
 
@@ -25,11 +25,11 @@ MAX_KEY_CHARACTERS = 1_024
 
 
 class Keys:
-    """The keys this server takes; without any, everybody may ask."""
+    """The accepted keys; without any, every request is accepted."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
-        self._secret = secrets.token_bytes(32)           # so that a salt tells nothing of its key
+        self._secret = secrets.token_bytes(32)           # so that a salt reveals nothing of its key
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -41,18 +41,18 @@ class Keys:
             digest = _digest(given)
             for number, known in enumerate(self._digests, 1):
                 if hmac.compare_digest(digest, known):
-                    found = number                       # and go on: the time must not depend on it
+                    found = number                       # no break: the time must not depend on it
         return found
 
     def salt_of(self, number: int) -> str:
-        """Keeps the cached prefixes of different keys apart: a hit is faster, and would tell what others have asked."""
+        """A cache salt per key: the speed of a prefix cache hit would reveal the prompts of other keys."""
         if len(self._digests) < 2:
             return ""
         return hashlib.blake2b(self._digests[number - 1], key=self._secret, digest_size=12).hexdigest()
 
 
 def load_keys(options: ServerOptions, environment: MutableMapping[str, str] = os.environ) -> Keys:
-    """From the environment, where they then are no more, the file and the command line together."""
+    """All keys of the environment (removed from it), the file and the command line."""
     keys = [key.strip() for key in environment.pop(VARIABLE, "").split(",")]
     if options.api_key_file:
         keys += _lines(Path(options.api_key_file))
@@ -85,7 +85,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _given(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """What may be a key: as OpenAI's clients send it, and as Anthropic's do."""
+    """Possible keys, from the headers of OpenAI's and of Anthropic's clients."""
     given = []
     for name, value in headers:
         if name == b"x-api-key":

@@ -1,9 +1,8 @@
 """Answers on raw ASGI: one JSON body, or server-sent events with one send for everything that is new.
 
 An ASGI `send` has to be awaited, so each event would wake a task. Once an answer has begun, events can also be written
-directly to the connection, as long as its client keeps up; what offers that is put into the scope by
-server/http/connection_limits. Knows
-bytes and ASGI messages; what the events mean is server/protocol's.
+directly to the connection, as long as its client keeps up; server/http/connection_limits puts a Direct into the scope for that.
+Knows bytes and ASGI messages, not the meaning of events.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from contextlib import suppress
 from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,11 +29,11 @@ _EVENTS: Headers = [
 
 
 class ClientGone(Exception):
-    """The client left before its request was whole."""
+    """The client left before its request was complete."""
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The request's body; its size is limited below us, while it arrives."""
+    """The request's body; connection_limits limits its size while it arrives."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -48,21 +50,25 @@ async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tupl
     await send({"type": "http.response.body", "body": body})
 
 
-DIRECT = "ridgeline.direct"          # in the scope: a Direct, where there is one
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+DIRECT = "ridgeline.direct"          # in the scope: a Direct, if there is one
 
 
 class Direct(Protocol):
-    """Parts of one answer, written to its connection at once."""
+    """Writes parts of one answer directly to its connection."""
 
     @property
     def is_free(self) -> bool:
-        """The answer has begun and its client keeps up. Where it does not, `send` waits for it."""
+        """The answer has begun and its client keeps up. Otherwise use `send`, which waits for the client."""
 
     def write(self, body: bytes) -> None: ...
 
 
 class EventStream:
-    """Server-sent events. `started` tells whether a status can still be chosen. Events are data, or whole (`framed`)."""
+    """Server-sent events. `started`: the status was sent. Events are only data, or complete (`framed`)."""
 
     def __init__(self, send: Send, headers: Headers, framed: bool = False, direct: Direct | None = None) -> None:
         self.started = False
@@ -73,7 +79,7 @@ class EventStream:
 
     @property
     def is_free(self) -> bool:
-        """Whether write_now() may be called. Nothing that was given to write() may still be on its way then."""
+        """Whether write_now() may be called; never while a write() is still waiting."""
         return self._direct is not None and self._direct.is_free
 
     def write_now(self, events: list[bytes]) -> None:
@@ -111,8 +117,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         if not task.cancelled():
             task.result()
     finally:
-        # An error knows this frame, and a task its error: without this cut, what the request has sent would be kept until
-        # the garbage collector comes by.
+        # The error refers to this frame, and the task to the error: without this, the request's data would stay until a
+        # garbage collection.
         del task, work
 
 

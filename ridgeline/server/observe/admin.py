@@ -1,13 +1,13 @@
-"""The admin socket: what an operator may ask of a running server, on a unix socket that only this user can open.
+"""The admin socket: commands of an operator to a running server, on a unix socket that only this user can open.
 
-A line of JSON in, a line of JSON out; `ridgeline admin` speaks it. HTTP clients never get here. Off unless the server is
+A line of JSON in, a line of JSON out; `ridgeline admin` is its client. HTTP clients cannot reach it. Off unless the server is
 given a path.
 
     {"command": "techniques"}                                       ─▶ {"techniques": [...]}
     {"command": "switch", "technique": "overlap", "on": false}      ─▶ {"techniques": [...]}
     {"command": "load"}                                             ─▶ {"server_load": ...}
     {"command": "profile", "steps": 64}                             ─▶ {"trace": its file, "costs": ..., "overhead": ...}
-    whatever cannot be done                                         ─▶ {"error": "..."}
+    a command that fails                                            ─▶ {"error": "..."}
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def obey(llm: AsyncLLM, line: bytes) -> Any:
-    """What to answer; errors as the words for it."""
+    """The answer to a command; an error as its message."""
     try:
         asked = _decode(line)
         if asked.command == "load":
@@ -74,7 +74,7 @@ async def beside(llm: AsyncLLM, path: str, work: Coroutine[Any, Any, None]) -> N
             while line := await reader.readline():
                 writer.write(_encode(await obey(llm, line)) + b"\n")
                 await writer.drain()
-        except (ValueError, ConnectionError):            # a line without end, or a client that has gone
+        except (ValueError, ConnectionError):            # a line that is too long, or a lost client
             pass
         finally:
             writer.close()
@@ -93,7 +93,7 @@ async def beside(llm: AsyncLLM, path: str, work: Coroutine[Any, Any, None]) -> N
 
 
 def _bind(path: Path) -> socket.socket:
-    """A socket that is private from its first moment. One that a dead server left is replaced; anything else is kept."""
+    """A socket with private permissions from the start. The socket of a dead server is replaced; any other file is kept."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):

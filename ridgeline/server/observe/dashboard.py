@@ -1,7 +1,7 @@
-"""`GET /dashboard`: one page, whole in itself, that shows what GET /roofline says and lets one try the model.
+"""`GET /dashboard`: a self-contained page that shows what GET /roofline reports, with a chat to try the model.
 
-The parts lie in `page/` and are joined when the first browser asks. The page loads nothing else: its style and script
-are inside it, allowed by a number that is new for each answer, and it may talk to this server alone.
+Its parts are in `page/` and joined at the first request. The page loads nothing else: style and script are inline, allowed by a
+nonce per answer, and it may connect to this server only.
 """
 
 from __future__ import annotations

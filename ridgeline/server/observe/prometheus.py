@@ -2,13 +2,13 @@
 
 The text is written here rather than by prometheus-client: importing that costs the server 90 ms at its start, and
 observing through it 3.5 µs, several times what a token may cost. Every sample has the labels model_name and engine, whose
-values are the server's own: nothing that a client sends becomes a label.
+values are the server's: no text from a client becomes a label.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.outputs import RequestOutput
-from ridgeline.engine.client.request_context import CALLER
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram
 from ridgeline.roofline.verdict import TERMS
@@ -36,7 +36,7 @@ Labels = Mapping[str, str]
 
 @dataclass(slots=True)
 class Family:
-    """A metric: its name without what a sample adds to it, and its samples by their further labels."""
+    """A metric: its name without suffixes such as _total, and its samples with their further labels."""
 
     name: str
     kind: str                        # gauge, counter or histogram
@@ -44,38 +44,53 @@ class Family:
     samples: list[tuple[Labels, float | Histogram]] = field(default_factory=list)
 
 
+class Families:
+    """Families in the making, in the order of docs/metrics.md."""
+
+    def __init__(self) -> None:
+        self.made: list[Family] = []
+
+    def add(self, kind: str, name: str, text: str, *samples: float | Histogram | tuple[Labels, float]) -> None:
+        labelled = [each if isinstance(each, tuple) else ({}, each) for each in samples]
+        self.made.append(Family(name, kind, text, labelled))
+
+
+def by(label: str, values: Iterable[tuple[str, float]]) -> list[tuple[Labels, float]]:
+    """Samples that differ in one label."""
+    return [({label: name}, value) for name, value in values]
+
+
 def families(llm: AsyncLLM) -> list[Family]:
-    """Everything, as it is now. The order is that of docs/metrics.md."""
+    """All metrics with their present values."""
+    found = Families()
+    _add_vllm_metrics(llm, found.add)
+    _add_engine_metrics(llm, found.add)
+    _add_roofline_metrics(llm, found.add)
+    return found.made
+
+
+def _add_vllm_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
+    """Those that vLLM has too, under its names."""
     metrics, engine, ready = llm.metrics, llm.metrics.engine, llm.ready
     num_blocks = ready.num_blocks if ready else 0
-    waiting = engine.waiting if llm.state == "ok" else llm.load.open_answers      # without an engine nobody runs
-    wait = llm.predicted_wait() or 0.0
+    waiting = engine.waiting if llm.state == "ok" else llm.load.open_answers      # without an engine, all requests wait
     full = 1 - llm.free_blocks / num_blocks if num_blocks else 0.0
-    made: list[Family] = []
-
-    def add(kind: str, name: str, text: str, *samples: float | Histogram | tuple[Labels, float]) -> None:
-        labelled = [each if isinstance(each, tuple) else ({}, each) for each in samples]
-        made.append(Family(name, kind, text, labelled))
-
-    def by(label: str, values: Iterable[tuple[str, float]]) -> list[tuple[Labels, float]]:
-        return [({label: name}, value) for name, value in values]
-
-    add("gauge", "vllm:num_requests_running", "Sequences that have a row in the batch.", llm.running)
-    add("gauge", "vllm:num_requests_waiting", "Sequences that wait for a row.", waiting)
-    add("gauge", "vllm:kv_cache_usage_perc", "Part of the KV blocks that sequences hold; 1 is all of them.", full)
-    add("counter", "vllm:num_preemptions", "Sequences that lost their blocks to others.", metrics.counter("preemptions"))
+    add("gauge", "vllm:num_requests_running", "Sequences in the running batch.", llm.running)
+    add("gauge", "vllm:num_requests_waiting", "Sequences that wait for a place in the batch.", waiting)
+    add("gauge", "vllm:kv_cache_usage_perc", "Share of the KV blocks that sequences hold, from 0 to 1.", full)
+    add("counter", "vllm:num_preemptions", "Sequences preempted: others got their KV blocks.", metrics.counter("preemptions"))
     add("counter", "vllm:prompt_tokens", "Prompt tokens of requests that began to answer.", metrics.prompt_tokens)
     add("counter", "vllm:generation_tokens", "Tokens of answers.", metrics.generation_tokens)
-    add("counter", "vllm:request_success", "Answers that ended, by how.", *by("finished_reason", metrics.finished.items()))
+    add("counter", "vllm:request_success", "Finished answers, by reason.", *by("finished_reason", metrics.finished.items()))
     add("counter", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", metrics.counter("prefix_queries"))
-    add("counter", "vllm:prefix_cache_hits", "Of these, the ones that were found.", metrics.counter("prefix_hits"))
+    add("counter", "vllm:prefix_cache_hits", "Tokens found in the prefix cache.", metrics.counter("prefix_hits"))
     for name, text, histogram in (
         ("time_to_first_token_seconds", "From a request's arrival to its first token, in the front end.", metrics.first_token),
         ("inter_token_latency_seconds", "Between two tokens of an answer, in the engine.", metrics.inter_token),
         ("request_time_per_output_token_seconds", "Mean time between an answer's tokens.", metrics.per_output_token),
         ("e2e_request_latency_seconds", "From a request's arrival to its answer's end, in the front end.", metrics.e2e),
         ("request_queue_time_seconds", "From handing a request to the engine to its first step.", metrics.queue),
-        ("request_prefill_time_seconds", "From there to the end of the step that sampled its first token.", metrics.prefill),
+        ("request_prefill_time_seconds", "From its first step to the end of the one with its first token.", metrics.prefill),
         ("request_decode_time_seconds", "From an answer's first token to its last.", metrics.decode),
         ("request_inference_time_seconds", "Prefill and decode.", metrics.inference),
         ("request_prompt_tokens", "Prompt tokens of a finished request.", metrics.request_prompt_tokens),
@@ -93,45 +108,50 @@ def families(llm: AsyncLLM) -> list[Family]:
     }
     add("gauge", "vllm:cache_config_info", "The KV cache's settings, in the labels.", (info, 1))
 
-    add("histogram", "ridgeline:step_seconds", "Time of a step, what is done between steps included.", metrics.step_seconds)
+
+def _add_engine_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
+    metrics, wait = llm.metrics, llm.predicted_wait() or 0.0
+    add("histogram", "ridgeline:step_seconds", "Time of a step, including the work between steps.", metrics.step_seconds)
     slow = by("cause", [(cause, metrics.slow_steps(cause)) for cause in SLOW_CAUSES])
     add("counter", "ridgeline:slow_steps", "Steps that took over three times the median, by cause.", *slow)
     wasted = by("cause", [(cause, metrics.counter(cause)) for cause in WASTE_CAUSES])
-    add("counter", "ridgeline:wasted_tokens", "Tokens computed for nothing, by cause.", *wasted)
+    add("counter", "ridgeline:wasted_tokens", "Tokens computed in vain, by cause.", *wasted)
     add("counter", "ridgeline:useful_tokens", "Tokens computed for the first time.", metrics.counter("useful"))
     add("counter", "ridgeline:steps", "Steps planned.", metrics.counter("steps"))
     misfits = metrics.counter("out_of_memory")
     add("counter", "ridgeline:steps_out_of_memory", "Steps that did not fit into memory and were tried again.", misfits)
     add("counter", "ridgeline:kv_slots_held", "KV slots that sequences held, summed over steps.", metrics.counter("held_slots"))
-    add("counter", "ridgeline:kv_slots_used", "Of these, the ones with a token.", metrics.counter("used_slots"))
+    add("counter", "ridgeline:kv_slots_used", "KV slots that held a token, summed over steps.", metrics.counter("used_slots"))
     add("counter", "ridgeline:kv_blocks_evicted", "Cached blocks reused for others.", metrics.counter("evicted_blocks"))
-    add("counter", "ridgeline:graph_replays", "Steps that replayed a recorded graph.", metrics.counter("graph_replays"))
+    add("counter", "ridgeline:graph_replays", "Steps that replayed a captured CUDA graph.", metrics.counter("graph_replays"))
     recordings = metrics.counter("graph_recordings")
-    add("counter", "ridgeline:graph_recordings", "Graphs recorded, in a step or without work.", recordings)
+    add("counter", "ridgeline:graph_recordings", "CUDA graphs captured, in a step or while idle.", recordings)
     compiles = metrics.counter("kernel_compiles")
     add("counter", "ridgeline:kernel_compiles", "Kernels compiled because the cache had none.", compiles)
-    add("counter", "ridgeline:requests_aborted", "Requests whose client left or that were called off.", metrics.aborted)
-    add("counter", "ridgeline:engine_restarts", "Engines started in the place of one that died.", llm.num_restarts)
-    add("gauge", "ridgeline:engine_up", "1 while the engine takes requests.", int(llm.is_alive))
+    add("counter", "ridgeline:requests_aborted", "Requests aborted, by a client that left or by the server.", metrics.aborted)
+    add("counter", "ridgeline:engine_restarts", "Engines restarted after a death or a hang.", llm.num_restarts)
+    add("gauge", "ridgeline:engine_up", "1 while the engine accepts requests.", int(llm.is_alive))
     add("gauge", "ridgeline:queued_prompt_tokens", "Prompt tokens that wait to start.", llm.load.waiting_tokens)
-    add("gauge", "ridgeline:predicted_wait_seconds", "What a request sent now would wait; 0 too while unknown.", wait)
+    add("gauge", "ridgeline:predicted_wait_seconds", "Predicted wait of a request sent now; also 0 while unknown.", wait)
+
+
+def _add_roofline_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
     live = roofline_endpoint.look(llm)
     used = live.total
-    add("gauge", "ridgeline:mfu", "Useful FLOPs by those of the measured rate, while busy; last 10 s.", used.mfu)
-    add("gauge", "ridgeline:hfu", "The same with what was computed for nothing.", used.hfu)
-    add("gauge", "ridgeline:mbu", "Bytes of weights and KV by those of the measured bandwidth, while busy; last 10 s.", used.mbu)
+    add("gauge", "ridgeline:mfu", "Useful FLOPs divided by the measured peak, while busy; last 10 s.", used.mfu)
+    add("gauge", "ridgeline:hfu", "The same, counting FLOPs computed in vain.", used.hfu)
+    add("gauge", "ridgeline:mbu", "Bytes of weights and KV divided by the measured bandwidth, while busy; last 10 s.", used.mbu)
     gap = [("padding", used.padding), ("recomputation", used.recomputation), ("rejected", used.rejected)]
-    add("gauge", "ridgeline:wasted_flops_share", "Part of the FLOPs computed for nothing, by cause.", *by("cause", gap))
+    add("gauge", "ridgeline:wasted_flops_share", "Share of the FLOPs computed in vain, by cause.", *by("cause", gap))
     bound = [(term, int(term == live.verdict.term)) for term in TERMS]
-    add("gauge", "ridgeline:bound", "1 for the term that binds, 0 for the others.", *by("term", bound))
-    add("gauge", "ridgeline:roof_headroom", "Times as fast if every op were at its roof.", live.verdict.headroom)
+    add("gauge", "ridgeline:bound", "1 for the resource that limits the engine, 0 for the others.", *by("term", bound))
+    add("gauge", "ridgeline:roof_headroom", "Speed-up if every op reached its roof.", live.verdict.headroom)
     parts = by("part", live.split.items())
-    add("gauge", "ridgeline:step_time_share", "Busy time by what the iron law divides it into.", *parts)
+    add("gauge", "ridgeline:step_time_share", "Shares of the busy time: compute, memory, overhead.", *parts)
     rates = llm.roofline.rates
     add("gauge", "ridgeline:peak_read_bytes_per_second", "Measured bandwidth; 0 while not measured.", rates.read_bytes_s)
     add("gauge", "ridgeline:peak_flops_per_second", "Measured matrix rate; 0 while not measured.", rates.flops_s)
     add("gauge", "ridgeline:build_info", "The version, in the label.", ({"version": __version__}, 1))
-    return made
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -176,7 +196,7 @@ def _escaped(text: str) -> str:
 
 
 def metrics_response(llm: AsyncLLM, model: str, request: Request) -> Response:
-    """GET /metrics. Also while there is no engine: what was counted before is still true."""
+    """GET /metrics. Answers without an engine too: earlier counts stay true."""
     openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
     text = written(families(llm), {"model_name": model, "engine": "0"}, openmetrics)
     return Response(text, headers={"content-type": OPENMETRICS if openmetrics else TEXT})
@@ -186,10 +206,10 @@ def metrics_response(llm: AsyncLLM, model: str, request: Request) -> Response:
 
 
 class Load(msgspec.Struct):
-    server_load: int                 # as vLLM has it: requests that are being worked on
+    server_load: int                 # vLLM's name: open requests
     running: int
     waiting: int                     # answers without a first token
-    queued_tokens: int               # of their prompts
+    queued_tokens: int               # of the prompts of those
     predicted_wait: float | None     # seconds before a request sent now would begin; None: not known yet
 
 
@@ -203,7 +223,7 @@ def load(llm: AsyncLLM) -> Load:
 
 
 class Timings(msgspec.Struct):
-    """Seconds. Of several prompts or answers the longest, as they ran side by side; counts are sums."""
+    """Seconds. With several prompts or answers the longest time counts, as they ran in parallel; counts are sums."""
 
     queue: float
     prefill: float
@@ -216,7 +236,7 @@ class Timings(msgspec.Struct):
 
 
 def timings(llm: AsyncLLM, outputs: list[RequestOutput]) -> Timings:
-    """What these answers took; to be called when they are whole."""
+    """The times of these answers; call it when they are complete."""
     known = [output.metrics for output in outputs if output.metrics is not None]
     off = {name for times in known for name in times.off}
     techniques = [name for name in (llm.ready.techniques if llm.ready else []) if name not in off]
@@ -243,21 +263,21 @@ def _round(seconds: float) -> float:
     return round(seconds, 6)
 
 
-# -- what a request asks of us -----------------------------------------------------------------------------------------
+# -- what a request asks for -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     arrived: float = 0.0
     timings: bool = False
-    log: dict[str, Any] | None = None    # what the access log will say of it
+    log: dict[str, Any] | None = None    # the request's entry in the access log
 
 
 _ASKED: ContextVar[_Asked] = ContextVar("asked", default=_Asked())  # noqa: B039 (it cannot change)
 
 
 def note_arrival(scope: Mapping[str, Any]) -> None:
-    """The body is here: a client's waiting begins now. Remembered for the task that answers."""
+    """The body has arrived: the client's wait begins now. Kept for the task that answers."""
     given = next((value for name, value in scope["headers"] if name == TIMINGS_HEADER), b"")
     _ASKED.set(_Asked(time.monotonic(), given.strip().lower() in (b"1", b"true"), scope.get(LOG)))
 
@@ -267,17 +287,17 @@ def arrived() -> float:
 
 
 def wants_timings(asked: bool | None) -> bool:
-    """The body's `return_timings` decides; where it says nothing, the header does, whatever the dialect."""
+    """The body's `return_timings` decides; without it the header, in every dialect."""
     return _ASKED.get().timings if asked is None else asked
 
 
 def with_timings(body: bytes, llm: AsyncLLM, outputs: list[RequestOutput]) -> bytes:
-    """A JSON object with one member more. Any dialect's: its own clients do not look at what they do not know."""
+    """A JSON object with one more member, in any dialect: clients ignore members they do not know."""
     return body[:-1] + b',"timings":' + msgspec.json.encode(timings(llm, outputs)) + b"}"
 
 
 def note_in_log(llm: AsyncLLM, outputs: list[RequestOutput]) -> None:
-    """Whole or not: what it came to, for the access log."""
+    """Tokens, finish reasons and times for the access log, also of unfinished answers."""
     log = _ASKED.get().log
     if log is not None:
         answers = [answer for output in outputs for answer in output.outputs]
@@ -287,11 +307,12 @@ def note_in_log(llm: AsyncLLM, outputs: list[RequestOutput]) -> None:
         log["timings"] = timings(llm, outputs)
 
 
-def switch(llm: AsyncLLM, techniques: Mapping[str, bool] | None) -> None:
-    """Do without techniques for this request. BadRequest for one that it alone cannot switch."""
+def switched(llm: AsyncLLM, caller: Caller, techniques: Mapping[str, bool] | None) -> Caller:
+    """The caller, with techniques off that this request wants off. BadRequest for one that a request cannot switch."""
     for name, wanted in (techniques or {}).items():
         if name != "prefix_caching":
-            raise BadRequest(f"techniques.{name[:40]} cannot be switched by a request; prefix_caching can")
+            raise BadRequest(f"techniques.{name[:40]} cannot be switched by a request; prefix_caching can", field="techniques")
         if wanted and not (llm.ready and "prefix caching" in llm.ready.techniques):
-            raise BadRequest("techniques.prefix_caching cannot be true: this server runs without it")
-        CALLER.set(replace(CALLER.get(), prefix_caching=wanted))
+            raise BadRequest("techniques.prefix_caching cannot be true: this server runs without it", field="techniques")
+        caller = replace(caller, prefix_caching=wanted)
+    return caller

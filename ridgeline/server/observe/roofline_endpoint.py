@@ -1,6 +1,6 @@
-"""`GET /roofline`: where the engine is on its machine's roofline, over the last seconds. Also what /metrics has of it.
+"""`GET /roofline`: the engine's place on its machine's roofline over the last seconds; /metrics shows a part of it.
 
-Everything is computed when it is asked for, from what the engine has reported; nobody pays for it in between.
+All of it is computed on request, from what the engine has reported; it costs nothing otherwise.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ridgeline.roofline.verdict import Setting
 from ridgeline.sizes.hardware import data_sheet
 
 HISTORY = ("at", "sampled_s", "tokens_s", "mfu", "mbu", "busy", "compute", "memory", "waiting", "rows")
-LONGEST_SECONDS = 120.0              # so much is remembered
+LONGEST_SECONDS = 120.0              # the history that is kept
 _RECENT_SECONDS = 300.0              # of the percentiles
-_SHEET_NAMES = {"float8_e4m3fn": "fp8"}      # dtypes that data sheets call otherwise
+_SHEET_NAMES = {"float8_e4m3fn": "fp8"}      # dtypes with another name in data sheets
 
 
 def look(llm: AsyncLLM, seconds: float = WINDOW_SECONDS) -> Live:
-    """The last seconds, judged."""
+    """The last seconds, with their verdict."""
     return llm.roofline.live.look(time.monotonic(), llm.roofline.rates, setting(llm), seconds)
 
 
@@ -40,7 +40,7 @@ def setting(llm: AsyncLLM) -> Setting:
         weight_bytes=stats.weight_bytes, kv_bytes=stats.kv_bytes, graphs="recorded graphs" in on,
         overlap="overlap" in on, prefix_caching="prefix caching" in on,
         ranks=llm.config.parallel.tensor_parallel_size,
-    )  # fmt: skip
+    )
 
 
 def window_seconds(given: str | None) -> float:
@@ -61,7 +61,7 @@ class RooflineReply(msgspec.Struct):
 
     model: str
     state: str
-    machine: dict[str, Any]          # its peaks as measured, and as the data sheet has them
+    machine: dict[str, Any]          # its measured peaks, and those of the data sheet
     window: dict[str, float]
     utilisation: dict[str, Any]      # steps, tokens per second, MFU, HFU, MBU, what was wasted …
     phases: dict[str, dict[str, Any]]                    # … and the same by phase
@@ -116,7 +116,7 @@ def document(llm: AsyncLLM, model: str, state: str, seconds: float = WINDOW_SECO
         points={
             "fields": POINT, "phases": PHASES, "values": [[now - at, *rest] for at, *rest in list(view.points)],
         },
-    )  # fmt: skip
+    )
 
 
 def _machine(llm: AsyncLLM) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _machine(llm: AsyncLLM) -> dict[str, Any]:
                 if _SHEET_NAMES.get(dtype, dtype) in sheet.flops
             },
         },
-    }  # fmt: skip
+    }
 
 
 def _utilisation(used: Utilisation) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _utilisation(used: Utilisation) -> dict[str, Any]:
         "steps": used.steps, "tokens_per_second": used.sampled_s, "computed_tokens_per_second": used.tokens_s,
         "rows": used.rows, "mfu": used.mfu, "hfu": used.hfu, "mbu": used.mbu, "flops_per_byte": used.intensity,
         "wasted": {"padding": used.padding, "recomputation": used.recomputation, "rejected_drafts": used.rejected},
-    }  # fmt: skip
+    }
 
 
 def _percentiles(recent: Iterable[tuple[float, float]], now: float) -> dict[str, float | int | None]:

@@ -4,9 +4,9 @@
                 ├ prefill    … ─ the step that sampled the first token ends
                 └ decode     … ─ the step that sampled the last one ends        one for each answer
 
-A request whose client sends a `traceparent` is part of that trace. Names and attributes are vLLM's; prompts and answers
-are never among them. The times are those of the metrics, taken whether or not somebody traces: spans are made of them when
-a request has ended. Off, which is the default, is an object that does nothing, and then the packages need not be there.
+A request whose client sends a `traceparent` becomes part of that trace. Names and attributes are vLLM's; prompts and answers
+are never sent. Spans are made when a request has ended, from the times that the metrics take anyway. Tracing is off by default:
+then an object that does nothing stands in, and the packages need not be installed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 logger = get_logger("server")
 
 HEADERS = (b"traceparent", b"tracestate")
-MAX_SPANS = 64                       # below one request: who asks for hundreds of answers wants no trace of each
+MAX_SPANS = 64                       # per request: hundreds of answers need no span each
 _PATH = "/v1/traces"                 # where collectors listen, by the specification
-_FLUSH_SECONDS = 3.0                 # what a collector that does not answer may cost at the end
+_FLUSH_SECONDS = 3.0                 # how long a collector that does not answer may delay the end
 _MISSING = "traces need the OpenTelemetry packages, which are not installed: pip install 'ridgeline[otel]'"
 
 
@@ -44,18 +44,18 @@ class NoTracing:
     """Off."""
 
     def note(self, scope: Mapping[str, Any]) -> None:
-        """Remember whose trace the request that has just arrived belongs to."""
+        """Note the headers of the request that has just arrived."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Around everything that is done for the request noted last."""
+        """Around all work for the request noted last."""
         yield
 
     def ran(self, request_id: str, params: SamplingParams, outputs: Sequence[RequestOutput]) -> None:
-        """What the request asked of the engine, and what came of it; whole or not."""
+        """The request's parameters and its answers, complete or not."""
 
     def close(self) -> None:
-        """Send what has not been sent yet."""
+        """Send the remaining spans."""
 
 
 class Tracing(NoTracing):
@@ -71,7 +71,7 @@ class Tracing(NoTracing):
         named = {} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: "ridgeline"}
         self._trace = trace
         self._model = model
-        self._provider = TracerProvider(resource=Resource.create(named))       # and what OTEL_RESOURCE_ATTRIBUTES says
+        self._provider = TracerProvider(resource=Resource.create(named))       # plus OTEL_RESOURCE_ATTRIBUTES
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("ridgeline", __version__)
         self._read = TraceContextTextMapPropagator().extract
@@ -93,12 +93,12 @@ class Tracing(NoTracing):
         try:
             yield
         except Exception as error:
-            # Our own words for what a client got wrong; anything else may quote somebody, and is only named.
-            told = str(error) if isinstance(error, RequestError) else ""
-            span.set_status(self._trace.StatusCode.ERROR, told or type(error).__name__)
+            # A request error has words of our own; any other may quote a client's text, so only its type is sent.
+            words = str(error) if isinstance(error, RequestError) else ""
+            span.set_status(self._trace.StatusCode.ERROR, words or type(error).__name__)
             span.set_attribute("error.type", type(error).__name__)
             raise
-        except BaseException:                            # nobody waits for it any more
+        except BaseException:                            # cancelled: its client left
             span.set_status(self._trace.StatusCode.ERROR, "the client has gone")
             span.set_attribute("error.type", "aborted")
             raise
@@ -118,14 +118,14 @@ class Tracing(NoTracing):
             child.end(wall + int(end * 1e9))
 
     def close(self) -> None:
-        # In a thread, because a collector that does not answer is asked again and again.
+        # In a thread: the exporter retries while a collector does not answer.
         ending = threading.Thread(target=self._provider.shutdown, name="tracing-end", daemon=True)
         ending.start()
         ending.join(_FLUSH_SECONDS)
 
 
 def described(params: SamplingParams, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """A request's attributes. Of several prompts or answers the longest times, as they ran side by side."""
+    """A request's attributes. With several prompts or answers the longest times, as they ran in parallel."""
     answers = [answer for output in outputs for answer in output.outputs]
     found: dict[str, Any] = {
         "gen_ai.request.n": params.n,
@@ -137,23 +137,25 @@ def described(params: SamplingParams, outputs: Sequence[RequestOutput]) -> dict[
     }
     if params.max_tokens is not None:
         found["gen_ai.request.max_tokens"] = params.max_tokens
+    return found | _latencies(outputs)
+
+
+def _latencies(outputs: Sequence[RequestOutput]) -> dict[str, float]:
     times = [(each, index) for each in _times(outputs) for index, first in enumerate(each.first) if first]
-    if times:
-        prefill = max(each.prefill(index) for each, index in times)
-        decode = max(each.decode(index) for each, index in times)
-        found |= {
-            "gen_ai.latency.time_in_queue": max(each.queue for each, _ in times),
-            "gen_ai.latency.time_to_first_token": min(each.first_seen - each.arrived for each, _ in times),
-            "gen_ai.latency.time_in_model_prefill": prefill,
-            "gen_ai.latency.time_in_model_decode": decode,
-            "gen_ai.latency.time_in_model_inference": max(each.prefill(index) + each.decode(index) for each, index in times),
-            "gen_ai.latency.e2e": max(each.last[index] - each.arrived for each, index in times),
-        }
-    return found
+    if not times:
+        return {}
+    return {
+        "gen_ai.latency.time_in_queue": max(each.queue for each, _ in times),
+        "gen_ai.latency.time_to_first_token": min(each.first_seen - each.arrived for each, _ in times),
+        "gen_ai.latency.time_in_model_prefill": max(each.prefill(index) for each, index in times),
+        "gen_ai.latency.time_in_model_decode": max(each.decode(index) for each, index in times),
+        "gen_ai.latency.time_in_model_inference": max(each.prefill(index) + each.decode(index) for each, index in times),
+        "gen_ai.latency.e2e": max(each.last[index] - each.arrived for each, index in times),
+    }
 
 
 def phases(outputs: Sequence[RequestOutput]) -> list[tuple[str, float, float, dict[str, Any]]]:
-    """(name, begin, end, attributes) of what the engine did, by time.monotonic(); of what has happened."""
+    """(name, begin, end, attributes) of each phase that has happened, by time.monotonic()."""
     found: list[tuple[str, float, float, dict[str, Any]]] = []
     for times in _times(outputs):
         if not times.started:
@@ -177,8 +179,8 @@ def _times(outputs: Sequence[RequestOutput]) -> list[RequestTimes]:
 
 
 def start_tracing(endpoint: str, model: str) -> NoTracing:
-    """On with an endpoint, given here or by the usual variables; ConfigError when it cannot be used."""
-    given = endpoint or _told()
+    """On if an endpoint is given, here or by the OTEL variables; ConfigError if it cannot be used."""
+    given = endpoint or _from_environment()
     if not given or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return NoTracing()
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
@@ -192,13 +194,13 @@ def start_tracing(endpoint: str, model: str) -> NoTracing:
     except ImportError:
         if endpoint:
             raise ConfigError(_MISSING) from None
-        logger.warning("%s", _MISSING)                   # a variable for everybody on the machine must not keep us from starting
+        logger.warning("%s", _MISSING)                   # a machine-wide variable must not keep the server from starting
         return NoTracing()
     path = place.path if place.path.strip("/") else _PATH
     return Tracing(OTLPSpanExporter(endpoint=place._replace(path=path).geturl()), model)
 
 
-def _told() -> str:
-    """By the variables of the specification; the general one is the place of all signals, traces have a path below it."""
+def _from_environment() -> str:
+    """The variables of the specification; the general one is the base of all signals, with traces at a path below it."""
     general = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "") or (general and general.rstrip("/") + _PATH)

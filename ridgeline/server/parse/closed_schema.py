@@ -1,11 +1,11 @@
-"""A JSON schema without what it only forgot to forbid: an object that lists its properties has no others.
+"""Closes a JSON schema: objects that list their properties get `additionalProperties: false`, unless they say otherwise.
 
-JSON Schema lets every object have more properties than it lists unless it says `additionalProperties: false`. Who writes the
-schema of an answer or of a function's arguments seldom means that; a small model adds properties until its tokens are used
-up, and callers do not know what to do with them. All that a closed schema lets through the given one lets through too.
+JSON Schema allows more properties than an object lists. The author of a schema for an answer or a function's arguments seldom
+means that: a small model then adds properties until its tokens are used up, and callers cannot use them. Whatever a closed schema
+accepts, the given one accepts too.
 
-`oneOf` is the one part where less can become more: what fits one closed branch may fit two open ones, and so none. Where that
-cannot be (`_apart`), it is the same as `anyOf`, which grammars know how to follow, and is written so.
+Except with `oneOf`: a value that fits one closed branch may fit two open ones, and so be invalid. Where that is impossible
+(`_apart`), oneOf equals `anyOf`, which grammars support, and is replaced by it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
-_MOST_REFERENCES = 8                 # that lead to one another
+_MOST_REFERENCES = 8                 # in a chain
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The same where objects that list their properties and do not speak of others have no others. A schema in which one
-    part could say what another leaves open stays as it is."""
+    """The schema, closed. A schema in which one part may define properties for another stays as it is."""
     try:
         return dict(_closed(schema, schema))
     except (_Mixed, RecursionError):
@@ -27,14 +26,14 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Mixed(Exception):
-    """A schema in which one part says what another leaves open: none of its objects can be closed by itself."""
+    """One part of the schema may define properties for another: none of its objects can be closed by itself."""
 
 
 _MIXING = frozenset({
     "allOf", "if", "not", "dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "patternProperties",
     "minProperties",
-})  # fmt: skip
-_BESIDE = frozenset({"anyOf", "oneOf", "$ref", "const", "enum"})     # that mix where properties stand beside them
+})
+_BESIDE = frozenset({"anyOf", "oneOf", "$ref", "const", "enum"})     # that mix if properties are beside them
 
 
 def _closed(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -48,7 +47,7 @@ def _closed(schema: Any, root: Mapping[str, Any]) -> Any:
         branches = made.pop("oneOf")
         if "anyOf" in schema or not _is_choice(schema, branches, root):
             if _refers(branches):
-                raise _Mixed                             # what they refer to would be closed for them, too
+                raise _Mixed                             # their targets would be closed for them, too
             return schema
         made["anyOf"] = [_closed(each, root) for each in branches]
         made.pop("discriminator", None)
@@ -76,16 +75,16 @@ def _gets_closed(schema: Mapping[str, Any]) -> bool:
 
 
 def _is_choice(schema: Mapping[str, Any], branches: list[Any], root: Mapping[str, Any]) -> bool:
-    """Whether nothing that fits one of the branches, closed, fits another."""
+    """Whether no value fits two of the closed branches."""
     if "discriminator" in schema:
-        return True                                      # it says so itself
+        return True                                      # by its own declaration
     found = [_resolved(branch, root) for branch in branches]
     plain = [branch for branch in found if branch is not None]
     return len(plain) == len(found) and all(_apart(one, other) for one, other in combinations(plain, 2))
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a schema refers to, if it is one and is known; a reference with anything but words beside it is not."""
+    """The target of a reference; None if it is unknown, or has more than a description beside it."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return None
@@ -111,7 +110,7 @@ def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     needed, wanted = set(one.get("required") or []), set(other.get("required") or [])
     if any(_differ(first.get(name), second.get(name)) for name in needed & wanted):
         return True
-    # Each has to have what the other, closed, cannot have.
+    # Each requires a property that the other, closed, does not have.
     return _is_closed(one) and _is_closed(other) and not wanted <= first.keys() and not needed <= second.keys()
 
 

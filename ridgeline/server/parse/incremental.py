@@ -1,7 +1,7 @@
-"""A parser that is fed text piece by piece, and what such parsers tell: the parts of a model's message.
+"""The base of parsers that are fed text piece by piece, and their events: the parts of a model's message.
 
-A parser here is a generator that reads one character after another and never looks back, so the pieces in which the text
-arrives cannot change what it makes of it. Which formats there are is not known here.
+A parser is a generator that reads character by character and never looks back, so the result does not depend on how the text
+was cut into pieces. The formats are in server/parse/tool_calls and server/parse/reasoning.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class CallArguments:
 
 Event = Content | Reasoning | CallStart | CallArguments
 T = TypeVar("T")
-Reads = Generator[str | None, str, T]                    # yields what it wants to read next, is sent the text
+Reads = Generator[str | None, str, T]                    # yields what to read next, is sent the text
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """The same, with neighbours that continue each other as one."""
+    """The same events, with adjacent parts of one text joined."""
     made: list[Event] = []
     pieces: list[str] = []                               # of the last one
 
@@ -75,7 +75,7 @@ def _continues(last: Event, event: Event) -> bool:
 
 
 class Malformed(Exception):
-    """This is no call. `rest` has been read and belongs to nothing yet; what follows has not been read."""
+    """The text is not a call. `rest` was read and not used yet; what follows it was not read."""
 
     def __init__(self, rest: str = "") -> None:
         self.rest = rest
@@ -85,17 +85,17 @@ class Machine(ABC):
     """A parser that is fed text. `_run` reads with `_char` and `_until`; both give "" at the end of the text."""
 
     def __init__(self) -> None:
-        self.content_spans: list[tuple[int, int]] = []   # where in the text its content stands, as far as it has been said
+        self.content_spans: list[tuple[int, int]] = []   # where in the text its content is, as far as it was emitted
         self._num_read = 0                               # characters
         self._events: list[Event] = []
         self._back = ""                                  # one character that was read and given back
-        self._raw: list[str] | None = None               # everything read, while it is not sure to be a call
-        self._cut = False                                # the text is over, and its writer had not come to an end
+        self._raw: list[str] | None = None               # everything read, while it may turn out not to be a call
+        self._cut = False                                # the text is over, and the model had not finished
         self._steps = self._run()
         self._wanted = next(self._steps)
 
     def begin_at(self, place: int) -> None:
-        """What is fed stands there in a longer text; to be said before it is."""
+        """The text to be fed begins at `place` of a longer text; call it before feed()."""
         self._num_read = place
 
     def feed(self, text: str) -> list[Event]:
@@ -118,7 +118,7 @@ class Machine(ABC):
         return self._take()
 
     def finish(self, cut: bool = False) -> list[Event]:
-        """The text is over; `cut`: because it may not be longer."""
+        """The text is over; `cut`: because of a length limit."""
         self._cut = cut
         try:
             while True:
@@ -132,11 +132,11 @@ class Machine(ABC):
 
     @property
     def _place(self) -> int:
-        """Where in the text reading goes on."""
+        """The next character's place in the text."""
         return self._num_read - len(self._back)
 
     def _say(self, text: str, start: int) -> None:
-        """Content, which stands there in the text."""
+        """Emit content that is at `start` in the text."""
         if not text:
             return
         self._events.append(Content(text))
@@ -160,7 +160,7 @@ class Machine(ABC):
         return char
 
     def _until(self, stops: str) -> Reads[str]:
-        """Characters that are none of `stops`, as many as there are; or one that is. No stops: all there is."""
+        """The characters before the next of `stops`, or that one; without stops, all there are."""
         if self._back:
             text, self._back = self._back, ""
         else:
@@ -182,11 +182,11 @@ class Machine(ABC):
                 return char
 
     def _is_cut_mark(self, word: str) -> bool:
-        """Whether `word`, the beginning of a mark and more than its first character, is all there will be of it."""
+        """Whether `word`, at least two characters of a mark, was cut off by the end of the text."""
         return self._cut and len(word) > 1
 
     def _rest_of(self, word: str) -> Reads[str]:
-        """Reads on along `word`, whose first character is read; returns how much of it came, and unreads what differs."""
+        """Read on along `word`, whose first character was read; returns the part that matched, and unreads what differs."""
         for place in range(1, len(word)):
             char = yield from self._char()
             if char != word[place]:

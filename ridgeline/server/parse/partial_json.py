@@ -1,7 +1,7 @@
-"""A JSON object that was cut while it was written: what of it is complete, as the clients of streams read it.
+"""The complete part of a JSON object that was cut while it was written, as clients of streams read it.
 
-Pairs and elements whose value is complete are kept, objects and arrays that are open are closed. A number at the very end counts
-as complete. Time is linear in the text, and depth is no stack.
+Pairs and elements with a complete value are kept, open objects and arrays are closed. A number at the very end counts as
+complete. Time is linear in the text, without recursion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_object(text: str) -> bool:
 
 
 def completed(text: str) -> dict[str, Any]:
-    """Empty where it is no object, or nothing of it is complete."""
+    """Empty if it is not an object, or nothing of it is complete."""
     end, closing = _last_complete(text)
     try:
         value = msgspec.json.decode(text[:end] + closing)
@@ -35,7 +35,7 @@ def completed(text: str) -> dict[str, Any]:
 
 def _last_complete(text: str) -> tuple[int, str]:
     """(where the last complete value ends, what closes everything that is open there)."""
-    is_open: tuple[Any, ...] = ()                        # what closes the innermost, then the same of those around it
+    is_open: tuple[Any, ...] = ()                        # the innermost closing bracket, then the same for those around it
     complete: tuple[int, tuple[Any, ...]] = (0, ())
     place, is_key = 0, False
     while place < len(text):
@@ -65,7 +65,7 @@ def _last_complete(text: str) -> tuple[int, str]:
 
 
 def _end_of_text(text: str, place: int) -> int:
-    """Behind its closing quote; 0: there is none."""
+    """The place after its closing quote; 0: there is none."""
     while True:
         place += 1
         quote = text.find('"', place)
@@ -78,7 +78,7 @@ def _end_of_text(text: str, place: int) -> int:
 
 
 def _end_of_word(text: str, place: int) -> int:
-    """Of a number, true, false or null; 0: only a part of it is there."""
+    """The end of a number, true, false or null; 0: it is incomplete."""
     end = place
     while end < len(text) and text[end] not in _AFTER_A_WORD:
         end += 1

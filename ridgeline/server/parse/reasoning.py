@@ -19,7 +19,7 @@ from ridgeline.server.parse.tool_calls import CallParser
 class ReasoningParser(Machine):
     """<think> … </think> at the start of a message; blanks around either part are left out.
 
-    `inside`: the prompt has opened it. `reasoning_end` is where the content begins, None as long as it has not.
+    `inside`: the prompt has opened it. `reasoning_end` is where the content begins; None before that.
     """
 
     def __init__(self, inside: bool) -> None:
@@ -78,7 +78,7 @@ class ReasoningParser(Machine):
 
 
 class MessageParser:
-    """One message: its reasoning taken off first, then its calls; either may be None."""
+    """One message: reasoning is parsed first, then calls in the rest; either may be None."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning = reasoning
@@ -88,13 +88,13 @@ class MessageParser:
 
     @property
     def content_spans(self) -> list[tuple[int, int]]:
-        """Where in the text its content stands, as far as it has been said; all else is thoughts, calls and the marks of both."""
+        """Where in the text its content is, as far as it was emitted; the rest is reasoning, calls and their marks."""
         last = self._calls or self._reasoning
         return last.content_spans if last is not None else []
 
     @property
     def last_call_is_whole(self) -> bool:
-        """Its arguments are; known once the text is over."""
+        """Whether its arguments are complete; known once the text is over."""
         return is_object("".join(self._last_arguments))
 
     @property
@@ -107,12 +107,12 @@ class MessageParser:
         return self._to_calls(self._reasoning.feed(text))
 
     def finish(self, cut: bool = False) -> list[Event]:
-        """The text is over; `cut`: because it may not be longer, wherever it was."""
+        """The text is over; `cut`: because of a length limit or a stop string."""
         events = self._to_calls(self._reasoning.finish(cut) if self._reasoning is not None else [])
         return events + (self._noted(self._calls.finish(cut)) if self._calls is not None else [])
 
     def reasoning_tokens(self, text_offsets: list[int]) -> int:
-        """How many of the tokens, which begin there in the text, are reasoning; the marks around it included."""
+        """The number of reasoning tokens, marks included, among tokens that begin at these offsets."""
         if self._reasoning is None:
             return 0
         end = self._reasoning.reasoning_end
@@ -127,7 +127,7 @@ class MessageParser:
         if self._is_reasoning and any(isinstance(event, Content) for event in events):
             assert self._reasoning is not None
             self._is_reasoning = False
-            self._calls.begin_at(self._reasoning.content_spans[0][0])        # nothing behind it is left out
+            self._calls.begin_at(self._reasoning.content_spans[0][0])        # nothing after it is left out
         for event in events:
             made += self._noted(self._calls.feed(event.text)) if isinstance(event, Content) else [event]
         return made

@@ -1,12 +1,11 @@
-"""Tool calls in the text a model writes, while it is written: a hand-written parser for each format.
+"""Tool calls in a model's text, parsed while it is written: a hand-written parser for each format.
 
-A stream adds up to the whole message, however the text was cut (server/parse/incremental). Time is linear in the text; nothing
-of it is ever executed, and no regular expression runs over it.
+The events of a stream add up to the same message however the text was cut (server/parse/incremental). Time is linear in the
+text; nothing is executed, and no regular expression runs over it.
 
-What does not turn out to be a call comes back as content, from its first character on. A call begins for the client as
-soon as its name is known and its arguments begin; from there on they are passed on as they are written, and text that
-can no longer be part of them is content again. Where a text is cut in the middle of a call, there is as much of that call as
-was written, its name at least or nothing; none of it is content. Requests, tokens and HTTP are not known here.
+Text that turns out not to be a call becomes content, from its first character on. A call begins for the client when its name is
+known and its arguments begin; arguments are passed on as they are written, and text after them is content again. If the text
+is cut inside a call, the call has what was written, its name at least; none of it is content. Knows no requests, tokens or HTTP.
 """
 
 from __future__ import annotations
@@ -15,30 +14,27 @@ import json
 from collections.abc import Callable, Collection
 from functools import partial
 
-from ridgeline.sampling_params import is_unicode
-from ridgeline.server.parse.incremental import BLANKS, CallArguments, CallStart, Machine, Malformed, Reads
+from ridgeline.server.parse.incremental import BLANKS, CallArguments, CallStart, Malformed, Reads
+from ridgeline.server.parse.json_text import MAX_WORD, JsonMachine
 from ridgeline.server.parse.python_literals import json_arguments
 
-MAX_WORD = 512                       # characters of a number, a function's name or a header
-
 _NO_BLANKS = dict.fromkeys(map(ord, BLANKS))
-_CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(32)}    # JSON has them escaped only
 
 
-class CallParser(Machine):
+class CallParser(JsonMachine):
     """What the formats share: content with its blanks, and calls written as JSON objects.
 
-    `names` are the functions there are; formats without a mark of their own take only those for calls. Calls after the
-    first `most` are left out.
+    `names` are the known functions; formats without marks accept only those as calls. Calls after the first `most` are
+    left out.
     """
 
-    head = ""                                            # how a call of that name begins, without blanks, where no mark says so
+    head = ""                                            # how a call begins, without blanks, in formats without marks
 
     def __init__(self, names: Collection[str], most: int | None = None) -> None:
         self.count = 0                                   # calls begun
         self._names = names
         self._most = most
-        self._held: list[tuple[str, int]] = []           # blanks that are content only if content follows; where they stand
+        self._held: list[tuple[str, int]] = []           # blanks that are content only if content follows, with their places
         self._spoke = False                              # content came after the last call
         self._named = ""                                 # the function of a call whose arguments have not begun
         super().__init__()
@@ -46,7 +42,7 @@ class CallParser(Machine):
     # -- what comes out ------------------------------------------------------------------------------------------------
 
     def _content(self, text: str) -> None:
-        """What was read last is content."""
+        """The text read last is content."""
         if self.count and not self._spoke:
             text = text.lstrip(BLANKS)                   # blanks between calls and after the last are no content
         start = self._place - len(text)
@@ -75,8 +71,8 @@ class CallParser(Machine):
         return lambda text: self._events.append(CallArguments(index, text))
 
     def _attempt(self, reads: Reads[None], sure: bool) -> Reads[bool]:
-        """Read calls; whether it worked. What is no call is said as content; needs `_raw` to hold its beginning. `sure`: what
-        stood before it says that calls follow."""
+        """Read calls; whether it worked. Text that is not a call is emitted as content; `_raw` must hold its beginning. `sure`: a
+        mark before it announced calls."""
         count, self._named = self.count, ""
         try:
             yield from reads
@@ -96,12 +92,12 @@ class CallParser(Machine):
             self._raw = None
 
     def _begins_a_call(self) -> bool:
-        """Whether what there is could only become the head of a call of a known function, or text that looks like one."""
+        """Whether the text so far can be the head of a call of a known function."""
         raw = "".join(self._raw or []).translate(_NO_BLANKS)
         return len(raw) > 1 and any((self.head % name).startswith(raw) for name in self._names if self.head)
 
     def _no_call_follows(self) -> None:
-        """What was read since the last call, which is in `_raw`, belongs to none."""
+        """The text since the last call, in `_raw`, is not a call."""
         raw, self._raw = "".join(self._raw or []), None
         self._content("" if self._cut and self.count else raw)
 
@@ -116,7 +112,7 @@ class CallParser(Machine):
             if char != "{":
                 raise self._unexpected(char)
             yield from self._object(bare)
-            self._raw = []                               # what follows may be no call
+            self._raw = []                               # the text after it may not be a call
             char = yield from self._solid()
             if char == "]":
                 return
@@ -125,10 +121,10 @@ class CallParser(Machine):
             char = yield from self._solid()
 
     def _object(self, bare: bool) -> Reads[None]:
-        """One call, its "{" read: a name, and arguments before or after it. `bare`: nothing but that, and a known name."""
+        """One call, its "{" read: a name, with arguments before or after it. `bare`: no other keys, and a known name."""
         name: str | None = None
         pieces: list[str] = []                           # arguments that came before the name
-        has_arguments = told = False
+        has_arguments = begun = False
         char = yield from self._solid()
         while char != "}":
             if char != '"':
@@ -151,8 +147,8 @@ class CallParser(Machine):
                     yield from self._arguments(lambda: pieces.append)
                 else:
                     yield from self._arguments(partial(self._begin, name))
-                    told, self._raw = True, []
-            elif bare and not told and key not in ("type", "id"):
+                    begun, self._raw = True, []
+            elif bare and not begun and key not in ("type", "id"):
                 raise Malformed
             else:
                 yield from self._value(lambda text: None)
@@ -163,15 +159,15 @@ class CallParser(Machine):
                 raise self._unexpected(char)
         if name is None:
             raise Malformed
-        if not told:
+        if not begun:
             self._begin(name)("".join(pieces) or "{}")
 
     def _begin(self, name: str) -> Callable[[str], None]:
-        """The call is sure; says where its arguments go."""
+        """The call has begun; returns where its arguments go."""
         return self._arguments_of(self._start(name))
 
     def _arguments(self, start: Callable[[], Callable[[str], None]]) -> Reads[None]:
-        """An object; some models write its text as a string, or null for none. `start` is called when it is one of them."""
+        """An object; some models write its text as a string, or null for none. `start` is called once it is sure."""
         char = yield from self._solid()
         if char == "{":
             self._unread(char)
@@ -190,124 +186,12 @@ class CallParser(Machine):
         else:
             raise self._unexpected(char)
 
-    def _unexpected(self, char: str) -> Malformed:
-        self._unread(char)
-        return Malformed()
-
-    # -- JSON ----------------------------------------------------------------------------------------------------------
-
-    def _value(self, sink: Callable[[str], None]) -> Reads[None]:
-        """One JSON value, told to `sink` as it is read. An explicit stack: depth costs no recursion."""
-        stack: list[str] = []                            # the brackets that will close what is open
-        state = "value"
-        while state != "after" or stack:
-            char = yield from self._char()
-            if not char:
-                raise Malformed
-            if char in BLANKS:
-                sink(char)
-                continue
-            if stack and char == stack[-1] and state in ("after", "first"):
-                stack.pop()
-                sink(char)
-                state = "after"
-            elif state == "after" and char == ",":
-                sink(char)
-                state = "key" if stack[-1] == "}" else "value"
-            elif state == "colon" and char == ":":
-                sink(char)
-                state = "value"
-            elif state == "key" or (state == "first" and stack[-1] == "}"):
-                if char != '"':
-                    raise self._unexpected(char)
-                yield from self._string(sink)
-                state = "colon"
-            elif state not in ("value", "first"):
-                raise self._unexpected(char)
-            elif char in "{[":
-                sink(char)
-                stack.append("}" if char == "{" else "]")
-                state = "first"
-            elif char == '"':
-                yield from self._string(sink)
-                state = "after"
-            elif char in "-0123456789tfn":
-                yield from self._scalar(char, sink)
-                state = "after"
-            else:
-                raise self._unexpected(char)
-
-    def _string(self, sink: Callable[[str], None]) -> Reads[None]:
-        """A string, its opening quote read. Models forget to escape line breaks, and escape what needs none: mended."""
-        sink('"')
-        while True:
-            text = yield from self._until('"\\')
-            if not text:
-                raise Malformed
-            if text == '"':
-                sink(text)
-                return
-            if text != "\\":
-                sink(text.translate(_CONTROLS))
-                continue
-            char = yield from self._char()
-            if char == "u":
-                yield from self._code(sink)
-            elif char == "'":
-                sink(char)
-            elif char and char in '"\\/bfnrt':
-                sink(f"\\{char}")
-            elif char:
-                sink(f"\\\\{char.translate(_CONTROLS)}")
-            else:
-                sink("\\")
-
-    def _code(self, sink: Callable[[str], None]) -> Reads[None]:
-        """The four digits of a \\u escape; without them it was no escape."""
-        digits = ""
-        while len(digits) < 4:
-            char = yield from self._char()
-            if not char or char not in "0123456789abcdefABCDEF":
-                self._unread(char)
-                break
-            digits += char
-        sink(f"\\u{digits}" if len(digits) == 4 or not char else f"\\\\u{digits}")
-
-    def _text(self) -> Reads[str]:
-        """A string's value, its opening quote read."""
-        pieces: list[str] = []
-        yield from self._string(pieces.append)
-        text = str(json.loads("".join(pieces)))
-        if not is_unicode(text):
-            raise Malformed
-        return text
-
-    def _scalar(self, first: str, sink: Callable[[str], None]) -> Reads[None]:
-        """A number, true, false or null."""
-        word = first
-        while True:
-            char = yield from self._char()
-            if not char or not (char.isascii() and (char.isalnum() or char in "+-.")):
-                break
-            word += char
-            if len(word) > MAX_WORD:
-                raise Malformed(word)
-        self._unread(char)
-        try:
-            if "I" in word:                              # Python's json would take -Infinity
-                raise ValueError
-            json.loads(word)
-        except ValueError:
-            if char:
-                raise Malformed(word) from None
-        sink(word)                                       # half a word at the end of the text is passed on as it is
-
 
 class HermesParser(CallParser):
     """<tool_call>{"name": …, "arguments": …}</tool_call>, anywhere in the text: Hermes, Qwen and many others."""
 
     def _run(self) -> Reads[None]:
-        called = False                                   # a call has just ended; models may forget its closing mark
+        called = False                                   # a call has just ended; models sometimes omit its closing mark
         while text := (yield from self._solid() if called else self._until("<")):
             if text != "<":
                 if called:
@@ -360,7 +244,7 @@ class LlamaParser(CallParser):
         self._end_content()
 
     def _calls_or_text(self, word: str, bare: bool) -> Reads[None]:
-        """Calls, if an object begins here; if not, `word` was text."""
+        """Calls, if an object begins here; otherwise `word` was text."""
         self._raw = [word] if word else []
         char = yield from self._solid()
         if char == "{":
@@ -419,7 +303,7 @@ class ListParser(CallParser):
     """[{"name": …, "parameters": …}, …] as the whole message: what the schema of `calls_schema` makes a model write."""
 
     head = '[{"name":"%s"'
-    nothing_else = False                                 # the schema allows calls only, and no other list
+    nothing_else = False                                 # the schema allows calls only
 
     def _run(self) -> Reads[None]:
         self._raw = []
@@ -435,7 +319,7 @@ class ListParser(CallParser):
 
 
 class RequiredParser(ListParser):
-    """The same, where at least one call is demanded."""
+    """The same, if at least one call is required."""
 
     nothing_else = True
 
@@ -453,7 +337,7 @@ class NamedParser(CallParser):
 
 
 class PythonicParser(CallParser):
-    """[f(a=1), g(b="x")] as the whole message. Each call is told when its ")" is read."""
+    """[f(a=1), g(b="x")] as the whole message. Each call is emitted when its ")" is read."""
 
     head = "[%s("
 

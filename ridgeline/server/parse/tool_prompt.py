@@ -1,8 +1,8 @@
-"""Tools for a model whose chat template has no word for them: told, called and answered in plain text, as Hermes does.
+"""Tools for a model whose chat template does not support them: written into the messages as plain text, in Hermes' format.
 
-Most clients offer their tools without asking whether the model's template can show them. Here the tools become a part of
-the system message, calls a part of an assistant's text, and results a user's text; server/parse/tool_calls reads the answer as
-it reads any other in that format. Messages in, messages out: no prompt, no tokens.
+Most clients send tools without knowing whether the model's template can show them. Here tools become a part of the system
+message, calls a part of the assistant's text, and results a user's text; server/parse/tool_calls parses the answer as usual.
+Messages in, messages out: no prompt, no tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ridgeline.errors import BadRequest
 from ridgeline.server.parse.partial_json import completed, is_object
 
 _WORD = re.compile(r"\btools\b")
-# As templates of Gemma say, and those of the first Mistrals and Mixtrals.
+# The words of Gemma's templates, and of the first Mistral and Mixtral ones.
 _NO_SYSTEM = re.compile(r"system role (?:is )?not supported|only user and assistant roles are supported!", re.IGNORECASE)
 
 INTRODUCTION = """You can call functions. Each of these lines describes one:
@@ -43,35 +43,35 @@ def tells_of_tools(message: Mapping[str, Any]) -> bool:
 def in_plain_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], templates: str
 ) -> list[dict[str, Any]]:
-    """The same conversation without tools, tool calls and messages of role tool. Contents become lists of parts, which a
-    template gets as one text with a part a line; parts that are no text stay, for others to refuse."""
-    told: list[dict[str, Any]] = []
+    """The same conversation without tools, tool calls and messages of role tool. Contents become lists of parts, which the
+    template gets as one text, a part per line. Parts that are not text stay, and are refused later."""
+    made: list[dict[str, Any]] = []
     last_role = ""
     for message in messages:
         role = message["role"]
         if role == "tool":
             result = [_part("<tool_response>"), *_parts(message), _part("</tool_response>")]
-            if last_role == "tool":                      # results of calls that were made together are one turn
-                told[-1]["content"] += result
+            if last_role == "tool":                      # results of parallel calls are one turn
+                made[-1]["content"] += result
             else:
-                told.append({"role": "user", "content": result})
-        elif role == "user" and last_role == "tool":     # and so is what the user adds: some templates want turns to alternate
-            told[-1]["content"] += _parts(message)
+                made.append({"role": "user", "content": result})
+        elif role == "user" and last_role == "tool":     # so is the user's next text: some templates require turns to alternate
+            made[-1]["content"] += _parts(message)
         elif message.get("tool_calls"):
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             calls = [_part(_call(call["function"])) for call in message["tool_calls"]]
-            told.append(rest | {"content": [*_parts(message), *calls]})
+            made.append(rest | {"content": [*_parts(message), *calls]})
         else:
-            told.append(dict(message))
+            made.append(dict(message))
         last_role = role
     if tools:
-        _introduce(told, tools, has_system=_NO_SYSTEM.search(templates) is None)
-    return told
+        _introduce(made, tools, has_system=_NO_SYSTEM.search(templates) is None)
+    return made
 
 
 def mended(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For a template that reads arguments as an object: those that are none have what is complete of them. A call that was cut,
-    or that a model wrote badly, comes back with the rest of the conversation, which shall not end at it."""
+    """For templates that read arguments as an object: arguments that are not valid JSON keep their complete part. Clients send a
+    cut or malformed call back with the conversation, which must not fail because of it."""
     return [
         {**message, "tool_calls": [_mended(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {**message}
         for message in messages
@@ -103,7 +103,7 @@ def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]
 def _call(function: Mapping[str, Any]) -> str:
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):       # what a model wrote once and was no JSON stays what it was
+        with suppress(ValueError, RecursionError):       # text that is not JSON stays as the model wrote it
             arguments = json.loads(arguments or "{}")
     return f"<tool_call>\n{_json({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
 
@@ -112,7 +112,7 @@ def _json(value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        raise BadRequest("messages and tools must not be nested so deep") from None
+        raise BadRequest("messages and tools are nested too deep", field="messages") from None
 
 
 def _parts(message: Mapping[str, Any]) -> list[Any]:

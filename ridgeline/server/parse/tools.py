@@ -1,8 +1,8 @@
-"""Tools: what a request says of them, the schema that holds a model to them, and which parser reads its answer.
+"""Tools: a request's tools and tool_choice, the schema that enforces calls, and the parser for the answer.
 
-Which format a model writes its calls in is told by its chat template, or by an option. Where calls are demanded
-(`required`, or one function by name) the format does not matter: the answer is held to a JSON schema made here, and is
-JSON. The parsers themselves are in server/parse/tool_calls and server/parse/reasoning; prompts and HTTP are not known here.
+The chat template, or an option, decides the format in which a model writes its calls. If calls are required (`required`, or
+one function by name), the answer is constrained to a JSON schema made here instead. The parsers are in server/parse/tool_calls
+and server/parse/reasoning. Knows no prompts and no HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.api.generation import structured_outputs
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
 from ridgeline.server.parse.tool_calls import (
@@ -36,14 +36,14 @@ from ridgeline.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 MAX_NAME = 128                       # Anthropic's limit; OpenAI's is 64, but a name here may have its namespace before it
-TAIL_TOKENS = 8                      # at the end of a prompt, among which "<think>" and a line break must be
+TAIL_TOKENS = 8                      # at the end of a prompt that are searched for "<think>"
 
-# Those that a model may write by itself, and three that only a schema makes it write.
+# Formats that models write by themselves; the three others come only from a schema.
 FREE = ("hermes", "llama3_json", "mistral", "pythonic")
 FORMATS: dict[str, type[CallParser]] = {
     "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser, "pythonic": PythonicParser,
     "list": ListParser, "required": RequiredParser, "named": NamedParser,
-}  # fmt: skip
+}
 MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]")}
 THINK_MARKS = ("<think>", "</think>")
 
@@ -66,25 +66,25 @@ class ToolUse:
         return [tool["function"]["name"] for tool in self.tools]
 
     def schema(self) -> dict[str, Any] | None:
-        """What the whole answer must be, where calls are demanded."""
+        """The schema of the whole answer, if calls are required."""
         if self.mode == "named":
             return parameters(self.tools[0])
         return calls_schema(self.tools, self.parallel) if self.mode == "required" else None
 
 
 def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse:
-    """BadRequest names what is wrong. Tools that may not be called are left out: the model need not hear of them."""
+    """BadRequest names the fault. Tools that may not be called are left out: the model does not see them."""
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise BadRequest("tool_choice needs tools")
+            raise BadRequest("tool_choice needs tools", field="tool_choice")
         return ToolUse()
     if len(tools) > MAX_TOOLS:
-        raise BadRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
+        raise BadRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", field="tools")
     plain = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in plain]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise BadRequest(f"tools has two functions with the name {twice!r}")
+        raise BadRequest(f"tools has two functions with the name {twice!r}", field="tools")
     mode, wanted = _choice(choice, names)
     if mode == "none":
         return ToolUse()
@@ -108,16 +108,17 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, Iterable[str]]:
             only(choice, "tool_choice", "type", "allowed_tools")
             only(allowed, "tool_choice.allowed_tools", "mode", "tools")
             if not tools:
-                raise BadRequest("tool_choice.allowed_tools.tools must name at least one function")
+                message = "tool_choice.allowed_tools.tools must name at least one function"
+                raise BadRequest(message, field="tool_choice.allowed_tools.tools")
             return mode, _known([_name_of(each, place) for place, each in enumerate(tools)], names)
-    raise BadRequest(f"tool_choice must be one of {known}; got {shown(choice)}")
+    raise BadRequest(f"tool_choice must be one of {known}; got {shown(choice)}", field="tool_choice")
 
 
 def only(given: Mapping[str, Any], where: str, *names: str) -> None:
-    """BadRequest if it has any other field."""
+    """BadRequest for any other field."""
     for name in given:
         if name not in names:
-            raise BadRequest(f"{where} has the unknown field {shown(name)}")
+            raise BadRequest(f"{where} has the unknown field {shown(name)}", field=where)
 
 
 def _name_of(allowed: Any, place: int) -> Any:
@@ -127,14 +128,16 @@ def _name_of(allowed: Any, place: int) -> Any:
             only(allowed, where, "type", "function")
             only(function, f"{where}.function", "name")
             return name
-    raise BadRequest(f"tool_choice.allowed_tools.tools must hold functions by their names; got {shown(allowed)}")
+    message = f"tool_choice.allowed_tools.tools must hold functions by their names; got {shown(allowed)}"
+    raise BadRequest(message, field="tool_choice.allowed_tools.tools")
 
 
 def _known(given: list[Any], names: list[str]) -> list[str]:
     known = frozenset(names)
     for name in given:
         if not isinstance(name, str) or name not in known:
-            raise BadRequest(f"tool_choice names the function {shown(name)}, which is not among the tools")
+            message = f"tool_choice names the function {shown(name)}, which is not among the tools"
+            raise BadRequest(message, field="tool_choice")
     return given
 
 
@@ -142,33 +145,33 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind not in (None, "function"):
-            raise Unsupported(f"{where}.type {shown(kind)} is not supported; only 'function' is")
-        raise BadRequest(f"{where} must be an object with type 'function' and a function")
+            raise Unsupported(f"{where}.type {shown(kind)} is not supported; only 'function' is", field=f"{where}.type")
+        raise BadRequest(f"{where} must be an object with type 'function' and a function", field=where)
     only(tool, where, "type", "function", "strict", *HINTS)
     if tool.get("type", "function") != "function":
-        raise Unsupported(f"{where}.type {shown(tool['type'])} is not supported; only 'function' is")
+        raise Unsupported(f"{where}.type {shown(tool['type'])} is not supported; only 'function' is", field=f"{where}.type")
     function = tool["function"]
     if function.get("strict") is None and "strict" in tool:      # some clients have it a level higher, as the Responses API does
         function = {**function, "strict": tool["strict"]}
     return {"type": "function", "function": plain_function(function, f"{where}.function")}
 
 
-HINTS = ("cache_control", "defer_loading")               # of a tool or its function, for servers that do such things
+HINTS = ("cache_control", "defer_loading")               # of a tool or its function; ignored here
 
 
 def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
     only(function, where, "name", "description", "parameters", "strict", "return", *HINTS)
     name = function.get("name")
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not _NAME_CHARACTERS.issuperset(name):
-        raise BadRequest(
-            f"{where}.name must be 1 to {MAX_NAME} letters, digits, dots, underscores and dashes; got {shown(name)}"
-        )
+        message = f"{where}.name must be 1 to {MAX_NAME} letters, digits, dots, underscores and dashes; got {shown(name)}"
+        raise BadRequest(message, field=f"{where}.name")
     if not isinstance(function.get("description", ""), str | None):
-        raise BadRequest(f"{where}.description must be a text")
+        raise BadRequest(f"{where}.description must be a text", field=f"{where}.description")
     if not isinstance(function.get("parameters", {}), Mapping | None):
-        raise BadRequest(f"{where}.parameters must be a JSON schema; got {shown(function['parameters'])}")
+        message = f"{where}.parameters must be a JSON schema; got {shown(function['parameters'])}"
+        raise BadRequest(message, field=f"{where}.parameters")
     if not isinstance(function.get("strict"), bool | None):
-        raise BadRequest(f"{where}.strict must be true or false; got {shown(function['strict'])}")
+        raise BadRequest(f"{where}.strict must be true or false; got {shown(function['strict'])}", field=f"{where}.strict")
     return {key: value for key, value in function.items() if value is not None and key not in HINTS}
 
 
@@ -176,7 +179,7 @@ def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object; a tool that says nothing of them has none."""
+    """The schema of a tool's arguments, which are always an object; without `parameters` it has none."""
     given = tool["function"].get("parameters")
     schema = {"properties": {}} if given is None else dict(given)
     if "type" not in schema and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
@@ -198,7 +201,7 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> d
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
-        })  # fmt: skip
+        })
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema: dict[str, Any] = {"type": "array", "items": items, "minItems": 1, "$defs": definitions}
     if not parallel:
@@ -207,7 +210,7 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> d
 
 
 def answer_or_calls_schema(answer: Mapping[str, Any], use: ToolUse) -> dict[str, Any]:
-    """Either an answer of that schema or a list of calls: what a model may say that has both."""
+    """An answer of that schema, or a list of calls."""
     calls = calls_schema(use.tools, use.parallel)
     definitions = calls.pop("$defs")
     definitions["answer"] = moved(dict(answer), "#/$defs/answer")
@@ -215,11 +218,11 @@ def answer_or_calls_schema(answer: Mapping[str, Any], use: ToolUse) -> dict[str,
 
 
 def moved(schema: Any, to: str) -> Any:
-    """A schema that will stand at `to` instead of at the root: its references to itself follow."""
+    """A schema for the place `to` instead of the root, with its references adapted."""
     try:
         return _moved(schema, to)
     except RecursionError:
-        raise BadRequest(f"tools has a schema that is nested more than {MAX_SCHEMA_DEPTH} deep") from None
+        raise BadRequest(f"tools has a schema that is nested more than {MAX_SCHEMA_DEPTH} deep", field="tools") from None
 
 
 def _moved(schema: Any, to: str) -> Any:
@@ -229,7 +232,7 @@ def _moved(schema: Any, to: str) -> Any:
             if key == "$ref" and isinstance(value, str) and value.startswith("#"):
                 made[key] = to + value[1:]
             elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
-                made[key] = {name: _moved(each, to) for name, each in value.items()}     # whatever their names
+                made[key] = {name: _moved(each, to) for name, each in value.items()}     # names, not keywords
             else:
                 made[key] = value if key in ("enum", "const", "default", "examples") else _moved(value, to)
         return made
@@ -240,8 +243,8 @@ AFTER_REASONING = ("json", "json_object", "choice")
 
 
 def after_reasoning(asked: StructuredOutputs, inside: bool, special: bool) -> StructuredOutputs:
-    """The same language with reasoning before it, as a Lark grammar. `inside`: its beginning is in the prompt; `special`:
-    its marks are special tokens, which no text of a grammar has."""
+    """The same grammar with reasoning before it, in Lark. `inside`: the prompt has opened the reasoning; `special`: its marks
+    are special tokens, which a grammar's text cannot match."""
     if asked.choice is not None:
         answer = " | ".join(json.dumps(text) for text in asked.choice)
     else:
@@ -259,15 +262,15 @@ def after_reasoning(asked: StructuredOutputs, inside: bool, special: bool) -> St
     return structured_outputs("response_format", grammar=grammar)
 
 
-_BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"                  # between the parts of JSON, as where there is no reasoning
+_BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"                  # between the parts of JSON, as without reasoning
 
 
 # -- which parser ------------------------------------------------------------------------------------------------------
 
 
 def tool_format(option: str, templates: str) -> str | None:
-    """The format of calls: what the option says; when it is auto, what the chat template's text shows, or, where that has
-    no word for tools at all, the one that server/parse/tool_prompt tells the model. None: calls could not be read."""
+    """The format of calls: the option's; with auto, the one in the chat template's text, or Hermes' if the template does not
+    support tools (server/parse/tool_prompt). None: unknown."""
     if option != "auto":
         return None if option == "none" else option
     if "[TOOL_CALLS]" in templates:
@@ -282,7 +285,7 @@ def tool_format(option: str, templates: str) -> str | None:
 
 
 def needs_plain_text(option: str, templates: str) -> bool:
-    """Whether the chat template would leave tools and calls out, so that the messages have to tell of them."""
+    """Whether the chat template ignores tools and calls, so that they must be written into the messages."""
     return tool_format(option, templates) == "hermes" and not knows_tools(templates)
 
 
@@ -292,17 +295,17 @@ def has_reasoning(option: str, templates: str) -> bool:
 
 @dataclass(slots=True)
 class Reading:
-    """How the answers to one request are read."""
+    """How the answers to one request are parsed."""
 
     format: str | None = None        # a name in FORMATS
     names: Sequence[str] = ()
     most_calls: int | None = None
     reasoning: bool = False
-    inside: bool = False             # the prompt has begun the reasoning
-    short_ids: bool = False          # Mistral's templates take ids of nine characters only
+    inside: bool = False             # the prompt has opened the reasoning
+    short_ids: bool = False          # Mistral's templates accept only ids of nine characters
 
     def parser(self) -> MessageParser | None:
-        """For one answer; None where the text is the content as it is."""
+        """For one answer; None if all of its text is content."""
         if self.format is None and not self.reasoning:
             return None
         calls: CallParser | None = None
@@ -316,8 +319,8 @@ class Reading:
         return f"call_{secrets.token_hex(12)}"
 
     def follow(self, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
-        """Look at the prompt: a template may begin the reasoning, and the answer then starts in the middle of it; or end
-        it, and there is none. A grammar of `params` holds from the reasoning's end on."""
+        """Look at the prompt's end: a template may open the reasoning, so that the answer begins inside it, or close it at once.
+        A grammar of `params` applies after the reasoning."""
         if not self.reasoning:
             return
         tail = tokenizer.decode(list(prompt[-TAIL_TOKENS:])).rstrip()
@@ -329,17 +332,17 @@ class Reading:
 
 
 def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokenizer: Tokenizer | None) -> Reading:
-    """BadRequest when the tools could not be read from the answer. Makes `params` show tokens that are marks, and keep
-    strict tools to their schemas."""
+    """BadRequest if calls could not be parsed from the answer. Sets `params` so that mark tokens are shown and strict tools keep
+    their schemas."""
     if tokenizer is None:
         if use.mode == "auto":
-            raise BadRequest("tools need a tokenizer, and skip_tokenizer_init is set")
+            raise BadRequest("tools need a tokenizer, and skip_tokenizer_init is set", field="tools")
         return Reading()
     templates = "\n".join(tokenizer.chat_templates.values())
     form = tool_format(options.tool_call_parser, templates)
     asked = params.structured_outputs
     made = Reading(names=use.names, most_calls=None if use.parallel else 1, short_ids=form == "mistral")
-    # Other grammars hold from the first token on: there is no reasoning before what they describe.
+    # Other grammars apply from the first token on: no reasoning comes before them.
     free = asked is None or asked.kind in (*AFTER_REASONING, "structural_tag")
     made.reasoning = free and has_reasoning(options.reasoning_parser, templates)
     marks: tuple[str, ...] = THINK_MARKS if made.reasoning else ()
@@ -353,7 +356,8 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
         if form is None:
             raise BadRequest(
                 "tools with tool_choice 'auto' need a known format of calls, and the chat template has another; start the "
-                f"server with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function"
+                f"server with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function",
+                field="tools",
             )
         made.format = form
         marks += MARKS.get(form, ())
@@ -365,9 +369,9 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
 
 
 def strict_calls(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Any text, but where a Hermes call begins it is one of these tools, and those that are strict have their schema kept.
+    """Free text in which each Hermes call is to one of these tools, with the schema enforced for strict ones.
 
-    It takes marks that are ordinary text: a grammar's free text has no special tokens, and there would be no call at all.
+    Only for marks that are ordinary text: a grammar's free text cannot contain special tokens, so there would be no calls.
     """
     structures = []
     for tool in tools:

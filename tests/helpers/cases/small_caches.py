@@ -10,8 +10,8 @@ from typing import Any
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.engine_process import main
 from ridgeline.engine.core.grammars import Grammars
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.lifecycle import run as run_server
+from ridgeline.server.options import ServerOptions
 
 CACHE_BYTES = 2**20                  # about eight of the soak's grammars
 

@@ -17,14 +17,14 @@ import numpy as np
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
 from ridgeline.engine.client.processor import Prompt, RequestState
-from ridgeline.engine.client.request_context import CALLER, Caller
+from ridgeline.engine.client.request_context import LOCAL, Caller
 from ridgeline.engine.ipc import Ready
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import Logprobs, TokenDelta
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.lifecycle import HttpServer, address_of, bind
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
 # Shows tools, calls and thoughts the way Qwen's templates do, so that answers are read for them.
@@ -127,7 +127,7 @@ class ScriptedLLM(AsyncLLM):
             text = tokenizer.decode(request.prompt_token_ids)
             self.prompts.append(text)
             self.params.append(sampling_params)
-            self.callers.append(CALLER.get())
+            self.callers.append(settings.get("caller", LOCAL))
             said = self.script(text)
             if isinstance(said, tuple):
                 said, error = said

@@ -12,8 +12,8 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.engine.core.engine_process import main
 from ridgeline.runner.runner import Runner
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.lifecycle import run as run_server
+from ridgeline.server.options import ServerOptions
 
 STEP_SECONDS = 0.1
 

@@ -16,8 +16,8 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import ServerProcess, wait_until, write_model
 
 from ridgeline.errors import RequestError
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.partial_json import completed
 
 NAME = "tiny"

@@ -19,7 +19,7 @@ from ridgeline.server.api.openapi import OPERATIONS
 from ridgeline.server.api.score import ScoreRequest
 from ridgeline.server.api.tokenize import DetokenizeRequest, TokenizeRequest
 from ridgeline.server.app import make_app
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
 PAGE = (Path(__file__).parents[3] / "docs" / "server.md").read_text(encoding="utf-8")

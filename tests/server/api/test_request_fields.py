@@ -19,8 +19,11 @@ from served_model import ServerProcess, write_model
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.http.connection_limits import ServerOptions
-from ridgeline.server.protocol import ChatRequest, CompletionRequest, param_of, parse
+from ridgeline.server.api.chat import ChatRequest
+from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.http.body import parse_body
+from ridgeline.server.http.failures import param_of
+from ridgeline.server.options import ServerOptions
 
 TEMPLATE = (
     "{# <tool_call> </think> #}"
@@ -424,8 +427,8 @@ BAD: list[tuple[type[Any], dict[str, Any], str | None, str]] = [
 def test_what_is_refused(kind: type[Any], body: dict[str, Any], param: str, says: str) -> None:
     given = {"messages": MESSAGES} if kind is ChatRequest else {"prompt": "a"}
     with pytest.raises((BadRequest, Unsupported)) as caught:
-        parse(kind, json.dumps(given | body).encode()).params({})
-    assert says in str(caught.value) and param_of(str(caught.value)) == param
+        parse_body(kind, json.dumps(given | body).encode()).params({})
+    assert says in str(caught.value) and param_of(caught.value) == param
 
 
 @pytest.mark.parametrize(("message", "says"), [
@@ -437,7 +440,7 @@ def test_what_is_refused(kind: type[Any], body: dict[str, Any], param: str, says
 ])  # fmt: skip
 def test_messages_that_are_refused(message: dict[str, Any], says: str) -> None:
     with pytest.raises((BadRequest, Unsupported), match=f"^messages\\[0\\].*{says}"):
-        parse(ChatRequest, json.dumps({"messages": [message]}).encode()).conversation()
+        parse_body(ChatRequest, json.dumps({"messages": [message]}).encode()).conversation()
 
 
 # -- a real engine -----------------------------------------------------------------------------------------------------

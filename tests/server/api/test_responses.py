@@ -22,8 +22,8 @@ from ridgeline.server.api.chat import ChatMessage, ChatRequest
 from ridgeline.server.api.responses_answer import ResponsesRequest, ResponsesWriter
 from ridgeline.server.api.responses_store import KEPT_SECONDS, ResponseStore
 from ridgeline.server.http.body import LONG_BODY
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.text_tokens import TextTokens
 
 NAME = "tiny"
@@ -114,7 +114,7 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("body", "words"), [
-    ({"previous_response_id": "resp_1"}, "previous_response_id: there is no response 'resp_1' here, or no longer; send"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id: no response 'resp_1' is stored here, or no longer; send"),
     ({"conversation": "conv_1"}, "conversation is not supported"),
     ({"background": True}, "background is not supported"),
     ({"truncation": "middle"}, "truncation: invalid enum value 'middle'; one of auto, disabled works"),
@@ -321,7 +321,7 @@ def test_nothing_is_stored_where_that_is_switched_off(tmp_path: Path) -> None:
         assert made.model_dump()["store"] is False
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made.id)
-        with pytest.raises(openai.BadRequestError, match="no response is stored here"):
+        with pytest.raises(openai.BadRequestError, match="this server stores no responses"):
             client.responses.create(model=NAME, input="x", previous_response_id=made.id)
 
 

@@ -52,8 +52,8 @@ def test_behind_a_first_token_of_the_models_own_every_token_has_a_likelihood() -
 
 @pytest.mark.parametrize(("first", "second", "says"), [
     ("hel", "lo", "are a single token together in pair 0"),
-    ("", "lo there", "at least a token each; those of pair 0"),
-    ("hello", "", "at least a token each; those of pair 0"),
+    ("", "lo there", "at least one token each; those of pair 0"),
+    ("hello", "", "at least one token each; those of pair 0"),
 ])  # fmt: skip
 def test_pairs_without_a_score(first: str, second: str, says: str) -> None:
     with pytest.raises(BadRequest, match=says):

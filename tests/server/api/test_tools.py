@@ -14,7 +14,7 @@ from served_model import write_model
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse import tool_calls as parsers
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Reasoning

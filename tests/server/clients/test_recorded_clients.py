@@ -20,7 +20,7 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import write_model
 
 from ridgeline.engine.ipc import Ready
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 
 LINES = (Path(__file__).parents[2] / "golden" / "client_requests.jsonl").read_text(encoding="utf-8").splitlines()
 RECORDED: list[dict[str, Any]] = [json.loads(line) for line in LINES]

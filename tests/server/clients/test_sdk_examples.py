@@ -30,7 +30,7 @@ from scripted_server import ScriptedServer
 from served_model import write_model
 
 from ridgeline.engine.ipc import Ready
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.options import ServerOptions
 
 ANSWER = "Arr, this be a test."
 CONTEXT = 65_536
@@ -255,7 +255,7 @@ FILES: dict[str, Expected] = {
     "anthropic/tools_runner_search_tool.py": "Fetching weather for a in c",
     "anthropic/tools_stream.py": "snapshot: {'location': 'a'",
     "anthropic/fallbacks.py": "non-streaming: tiny",
-    "anthropic/message_threads.py": (anthropic.BadRequestError, "thread: no conversation is held here"),
+    "anthropic/message_threads.py": (anthropic.BadRequestError, "thread: conversations are not stored here"),
     "anthropic/images.py": (anthropic.BadRequestError, "only text is supported by this server, no images"),
     "anthropic/web_search.py": (anthropic.BadRequestError, "is one of Anthropic's own; only custom tools work here"),
     "anthropic/web_search_stream.py": (anthropic.BadRequestError, "is one of Anthropic's own; only custom tools work here"),

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from ridgeline.cli.cmd_serve import require_authentication
-from ridgeline.engine.client.request_context import CALLER, Caller
+from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import ConfigError, EngineDead, Overloaded, TimedOut
 from ridgeline.process.children import child_environment
 from ridgeline.server.app import make_app
-from ridgeline.server.http.connection_limits import ServerOptions
 from ridgeline.server.http.failures import describe
-from ridgeline.server.http.gate import OPEN_PATHS, Gate
+from ridgeline.server.http.gate import LOG, OPEN_PATHS, Gate, caller_of
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import check_certificate
+from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
 KEYS = Keys(["sk-one", "sk-two"])
@@ -51,8 +51,8 @@ def ask(
     reply = Reply()
 
     async def plain(scope: Any, receive: Any, send: Any) -> None:
-        reply.caller = CALLER.get()
-        scope["ridgeline.process.log"].update(note or {})
+        reply.caller = caller_of(scope)
+        scope[LOG].update(note or {})
         own = [(b"x-request-id", own_id.encode())] if own_id else []
         await send({"type": "http.response.start", "status": 200, "headers": own})
         await send({"type": "http.response.body", "body": b"fine"})

@@ -19,9 +19,10 @@ import uvicorn
 
 from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server.http import connection_limits
-from ridgeline.server.http.connection_limits import ServerOptions, Slots, limited_protocol
+from ridgeline.server.http.connection_limits import Slots, limited_protocol
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.lifecycle import NoFiles, raise_file_limit
+from ridgeline.server.options import ServerOptions
 
 MAX_BODY = 200_000
 MAX_CONNECTIONS = 5
@@ -304,7 +305,8 @@ def test_files_that_run_out_are_told_in_one_line(caplog: pytest.LogCaptureFixtur
         for _ in range(2000):
             handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")})
         handler(loop, {"message": "Task exception was never retrieved"})
-    assert [record.getMessage() for record in caplog.records] == ["no file is left for another connection; those that come wait"]
+    says = "out of file descriptors: new connections wait until one closes (raise `ulimit -n`)"
+    assert [record.getMessage() for record in caplog.records] == [says]
     assert told == [{"message": "Task exception was never retrieved"}]
 
 

@@ -103,5 +103,5 @@ def test_the_scan_leaves_the_harmless_alone(source: str) -> None:
 
 
 def test_templates_are_made_in_one_place() -> None:
-    source = (PACKAGE / "engine" / "chat_template.py").read_text()
+    source = (PACKAGE / "text" / "chat_template.py").read_text()
     assert not list(offences(source, "text/chat_template.py")) and list(offences(source, "elsewhere.py"))

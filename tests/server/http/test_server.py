@@ -24,10 +24,13 @@ import pytest
 from served_model import CONTEXT, ServerProcess, one_thread, wait_until, write_model
 
 from ridgeline.errors import ConfigError, EngineDead
-from ridgeline.server.http.connection_limits import ServerOptions
+from ridgeline.server.api.chat import ChatRequest
+from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.failures import describe
-from ridgeline.server.protocol import ChatRequest, CompletionRequest, parse
-from ridgeline.server.service import Service, Unavailable
+from ridgeline.server.options import ServerOptions
+from ridgeline.server.server_errors import Unavailable
+from ridgeline.server.service import Service
 
 QUEUE = 16
 OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "2600", "--max-num-seqs", "8",
@@ -51,12 +54,12 @@ def server(model: Path) -> Iterator[ServerProcess]:
 def test_a_requests_fields_come_before_the_models_defaults() -> None:
     defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 50}
     chat: dict[str, Any] = {"model": NAME, "messages": MESSAGES}
-    own = parse(ChatRequest, json.dumps(chat | {"temperature": 0, "max_tokens": 9}).encode()).params(defaults)
+    own = parse_body(ChatRequest, json.dumps(chat | {"temperature": 0, "max_tokens": 9}).encode()).params(defaults)
     assert (own.temperature, own.top_k, own.max_tokens) == (0.0, 20, 9)
-    silent = parse(ChatRequest, json.dumps(chat).encode())
+    silent = parse_body(ChatRequest, json.dumps(chat).encode())
     assert (silent.params(defaults).temperature, silent.params(defaults).max_tokens) == (0.6, 50)
     assert (silent.params({}).temperature, silent.params({}).max_tokens) == (1.0, None)
-    completion = parse(CompletionRequest, json.dumps({"model": NAME, "prompt": "x"}).encode())
+    completion = parse_body(CompletionRequest, json.dumps({"model": NAME, "prompt": "x"}).encode())
     assert (completion.params(defaults).max_tokens, completion.params({}).max_tokens) == (50, 16)
 
 

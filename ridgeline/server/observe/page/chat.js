@@ -42,8 +42,8 @@ async function answer(shown) {
   });
   if (!reply.ok) {
     if (reply.status === 401) askForKey(true);
-    const told = await reply.json().catch(() => null);
-    throw new Error(told && told.error ? told.error.message : `HTTP ${reply.status}`);
+    const failed = await reply.json().catch(() => null);
+    throw new Error(failed && failed.error ? failed.error.message : `HTTP ${reply.status}`);
   }
   let first = 0, tokens = 0, text = "";
   for await (const event of events(reply.body)) {

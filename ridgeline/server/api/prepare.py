@@ -1,0 +1,211 @@
+"""From a request's body to what the engine runs: parsed, checked, its prompt as token ids, with the writer of its answer.
+
+    body ─ parse_body ─▶ ChatRequest, CompletionRequest ─ params() ─▶ SamplingParams ─┐
+                         other dialects ─ chat() ─▶ ChatRequest ─ chat template ─▶ prompts ─▶ Job
+
+No ASGI. Sending a Job to the engine and its answer to the client is server/endpoints' work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from ridgeline.engine.client.processor import Prompt
+from ridgeline.engine.client.request_context import Caller
+from ridgeline.errors import BadRequest
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.server.api import anthropic, responses_answer
+from ridgeline.server.api.chat import ChatRequest, ChatWriter
+from ridgeline.server.api.completions import CompletionRequest, CompletionWriter, middle_marks
+from ridgeline.server.api.generation import FIT, GenerationRequest, Writer
+from ridgeline.server.api.responses_continued import Continued, recalled_bytes
+from ridgeline.server.api.responses_request import ResponsesRequest
+from ridgeline.server.api.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from ridgeline.server.http.body import LONG_BODY, away_if_long, parse_body
+from ridgeline.server.http.stream import Headers
+from ridgeline.server.parse.tool_prompt import in_plain_text, mended, tells_of_tools
+from ridgeline.server.parse.tools import needs_plain_text, reading
+from ridgeline.server.service import Service
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that was parsed and checked: what to run, and the writer of its answer."""
+
+    request: GenerationRequest
+    params: SamplingParams
+    prompts: list[Prompt]
+    writer: Writer
+    headers: Headers
+
+
+async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
+    """A chat's prompt, by the model's own template. Tools that the template does not support are written into the messages."""
+    messages, given = request.conversation(), request.template()
+    tokenizer = service.tokenizer
+    if tokenizer is not None and (given["tools"] or any(map(tells_of_tools, messages))):
+        templates = "\n".join(tokenizer.chat_templates.values())
+        if needs_plain_text(service.options.tool_call_parser, templates):
+            tools, given["tools"] = given["tools"] or [], None
+            messages = await asyncio.to_thread(in_plain_text, messages, tools, templates)    # tools may take 100 kB
+        elif any(message.get("tool_calls") for message in messages):
+            messages = await asyncio.to_thread(mended, messages)
+    return await service.llm.chat_tokens(messages, **given)
+
+
+async def chat_job(
+    service: Service, request: ChatRequest, params: SamplingParams, prefix: str, writer: Callable[..., ChatWriter]
+) -> Job:
+    """The job of a chat request, in whichever dialect it came."""
+    read = reading(request.tool_use(), params, service.options, service.tokenizer)
+    tokens = await prompt_tokens(service, request)
+    fit(service, request, params)
+    if service.tokenizer is not None:
+        read.follow(tokens, params, service.tokenizer)
+    request_id = f"{prefix}{secrets.token_hex(12)}"
+    made = writer(request, params, request_id, service.name, service.tokenizer, read)
+    return Job(request, params, [tokens], made, [(b"x-request-id", request_id.encode())])
+
+
+def checked_params(service: Service, request: ChatRequest | CompletionRequest) -> SamplingParams:
+    """The request's sampling parameters, checked."""
+    service.check(request)
+    with request.naming_its_grammar():
+        return request.params(service.llm.sampling_defaults)
+
+
+async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job:
+    def work() -> tuple[ChatRequest, SamplingParams]:
+        request = parse_body(ChatRequest, body)
+        return request, checked_params(service, request)
+
+    request, params = await away_if_long(len(body), work)
+    return await chat_job(service, request, params, "chatcmpl-", ChatWriter)
+
+
+async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Job:
+    def work() -> tuple[CompletionRequest, SamplingParams]:
+        request = parse_body(CompletionRequest, body)
+        return request, checked_params(service, request)
+
+    request, params = await away_if_long(len(body), work)
+    request_id = f"cmpl-{secrets.token_hex(12)}"
+    writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
+    prompts: list[Prompt] = list(request.prompts())
+    if request.suffix:
+        prompts = [await around_gap(service, each, request.suffix) for each in prompts]
+    elif request.add_special_tokens is False:
+        prompts = [
+            {"prompt": each, "prompt_token_ids": await service.llm.text_tokens(each, False)} if isinstance(each, str) else each
+            for each in prompts
+        ]
+    fit(service, request, params)
+    return Job(request, params, prompts, writer, [(b"x-request-id", request_id.encode())])
+
+
+async def around_gap(service: Service, prompt: Prompt, suffix: str) -> Prompt:
+    """A prompt for filling in the middle, between `prompt` and `suffix`."""
+    if not isinstance(prompt, str):
+        raise BadRequest("suffix needs a prompt of text", field="suffix")
+    begin, hole, end = middle_marks(service.llm.get_tokenizer())
+    before, behind = await service.llm.text_tokens(prompt, False), await service.llm.text_tokens(suffix, False)
+    return {"prompt": prompt, "prompt_token_ids": [begin, *before, hole, *behind, end]}
+
+
+def fit(service: Service, request: GenerationRequest, params: SamplingParams) -> None:
+    """truncate_prompt_tokens -1: keep as many of the prompt's last tokens as leave room for max_tokens."""
+    if request.truncate_prompt_tokens == FIT:
+        assert service.llm.ready is not None
+        params.truncate_prompt_tokens = max(1, service.llm.ready.max_model_len - (params.max_tokens or 1))
+
+
+class ChatLike(Protocol):
+    def chat(self) -> dict[str, Any]:
+        """The same request in chat's form, as plain data."""
+
+
+def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingParams]:
+    """A request in another dialect as a chat request, checked like one."""
+    try:
+        plain = msgspec.json.encode(asked.chat())
+    except (OverflowError, RecursionError):
+        raise BadRequest("the body holds numbers of more than 64 bits, or is nested too deep") from None
+    request = parse_body(ChatRequest, plain)
+    return request, checked_params(service, request)
+
+
+async def prepare_messages(service: Service, caller: Caller, body: bytes) -> Job:
+    def work() -> tuple[anthropic.MessagesRequest, ChatRequest, SamplingParams]:
+        asked = parse_body(anthropic.MessagesRequest, body)
+        return asked, *as_chat(service, asked)
+
+    asked, request, params = await away_if_long(len(body), work)
+    return await chat_job(service, request, params, "msg_", partial(anthropic.MessagesWriter, asked))
+
+
+async def count_tokens(service: Service, caller: Caller, body: bytes) -> anthropic.TokenCount:
+    def work() -> ChatRequest:
+        return as_chat(service, parse_body(anthropic.CountRequest, body))[0]
+
+    request = await away_if_long(len(body), work)
+    return anthropic.TokenCount(len(await prompt_tokens(service, request)))
+
+
+async def response_chat(service: Service, caller: Caller, body: bytes) -> tuple[Continued, ChatRequest, SamplingParams]:
+    """A request of the Responses API as a chat request. A short one may continue a long stored conversation."""
+    asked = await away_if_long(len(body), lambda: parse_body(ResponsesRequest, body))
+    key = caller.key
+
+    def work() -> tuple[Continued, ChatRequest, SamplingParams]:
+        continued = Continued(asked, service.stored, key)
+        return continued, *as_chat(service, continued)
+
+    size = len(body)
+    if size <= LONG_BODY:
+        size += recalled_bytes(asked, service.stored, key)
+    return await away_if_long(size, work)
+
+
+async def prepare_response(service: Service, caller: Caller, body: bytes) -> Job:
+    continued, request, params = await response_chat(service, caller, body)
+    writer = partial(responses_answer.ResponsesWriter, continued.asked, continued.keep)
+    return await chat_job(service, request, params, "resp_", writer)
+
+
+async def count_input(service: Service, caller: Caller, body: bytes) -> responses_answer.InputTokens:
+    _, request, _ = await response_chat(service, caller, body)
+    return responses_answer.InputTokens(len(await prompt_tokens(service, request)))
+
+
+async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeReply:
+    def work() -> tuple[TokenizeRequest, ChatRequest | None]:
+        request = parse_body(TokenizeRequest, body)
+        if request.model is not None:
+            service.check_name(request.model)
+        return request, as_chat(service, request)[0] if request.messages is not None else None
+
+    request, chat = await away_if_long(len(body), work)
+    if chat is not None:
+        tokens = await prompt_tokens(service, chat)
+    else:
+        tokens = await service.llm.text_tokens(request.prompt or "", request.add_special_tokens is not False)
+    assert service.llm.ready is not None
+    longest, tokenizer = service.llm.ready.max_model_len, service.llm.get_tokenizer()
+    return TokenizeReply.of(tokens, longest, tokenizer, bool(request.return_token_strs))
+
+
+async def detokenize(service: Service, caller: Caller, body: bytes) -> DetokenizeReply:
+    def work() -> DetokenizeReply:
+        request = parse_body(DetokenizeRequest, body)
+        if request.model is not None:
+            service.check_name(request.model)
+        return DetokenizeReply.of(request.tokens, service.llm.get_tokenizer())
+
+    return await away_if_long(len(body), work)

@@ -1,0 +1,166 @@
+"""The POST endpoints as raw ASGI applications: read the body, run the job, send the answer or the error.
+
+    body ─ api/prepare ─▶ Job ─ llm.stream ─▶ AnswerStream ─ Writer ─▶ JSON or server-sent events
+
+Each request runs under a watch for its client: a client that hangs up has its request aborted, streaming or not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from ridgeline.engine.client.answer_stream import AnswerStream, Batch
+from ridgeline.engine.client.request_context import Caller
+from ridgeline.server.api.dialects import CHAT, Dialect
+from ridgeline.server.api.prepare import Job
+from ridgeline.server.http.failures import describe
+from ridgeline.server.http.gate import caller_of
+from ridgeline.server.http.hosts import Scope
+from ridgeline.server.http.stream import (
+    DIRECT,
+    ClientGone,
+    EventStream,
+    Receive,
+    Send,
+    read_body,
+    send_json,
+    while_connected,
+)
+from ridgeline.server.observe import prometheus
+from ridgeline.server.server_errors import WrongMediaType
+from ridgeline.server.service import Service
+
+EVENTS_AT_ONCE = 4                   # written before the next check whether the client keeps up
+
+
+class Endpoint(ABC):
+    """A POST with a JSON body: reads it, watches its client, and answers errors."""
+
+    def __init__(self, service: Service, dialect: Dialect = CHAT, prompt_field: str | None = None) -> None:
+        """`prompt_field`: the body's field with the prompt, if one field has all of it."""
+        self._service = service
+        self._dialect = dialect
+        self._prompt_field = prompt_field
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._service.require_ready()
+            with self._service.slots.taking(1):          # before a byte of the body is read
+                check_media_type(scope)
+                body = await read_body(receive)
+                prometheus.note_arrival(scope)
+                self._service.tracing.note(scope)
+                await while_connected(receive, self._answer(scope, body, send))
+        except ClientGone:
+            pass
+        except Exception as error:
+            status, body, headers = describe(error, self._prompt_field, self._dialect.names)
+            await send_json(send, status, self._dialect.error(status, body), headers)
+
+    @abstractmethod
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None: ...
+
+
+class Question(Endpoint):
+    """An endpoint whose answer is one struct."""
+
+    def __init__(
+        self, service: Service, answer: Callable[[Service, Caller, bytes], Awaitable[Any]], dialect: Dialect = CHAT,
+        prompt_field: str | None = None,
+    ) -> None:
+        super().__init__(service, dialect, prompt_field)
+        self._make = answer
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        await send_json(send, 200, msgspec.json.encode(await self._make(self._service, caller_of(scope), body)))
+
+
+class Generation(Endpoint):
+    """An endpoint that generates tokens."""
+
+    def __init__(
+        self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Job]], dialect: Dialect = CHAT,
+        prompt_field: str | None = None,
+    ) -> None:
+        super().__init__(service, dialect, prompt_field)
+        self._prepare = prepare
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        with self._service.tracing.request():
+            await self._generate(scope, body, send)
+
+    async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
+        caller = caller_of(scope)
+        job = await self._prepare(self._service, caller, body)
+        caller = prometheus.switched(self._service.llm, caller, job.request.techniques)
+        caller = caller.expecting_first_token(job.request.ttft_deadline_ms)
+        count = len(job.prompts) * job.params.n
+        with self._service.slots.taking(count, already=1):
+            with job.request.naming_its_grammar():
+                stream = await self._service.llm.stream(
+                    job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
+                    arrived=prometheus.arrived(), must_fit="" if self._dialect.clips else job.request.length_field,
+                    caller=caller,
+                )
+            try:
+                if job.request.stream:
+                    events = EventStream(send, job.headers, self._dialect.framed, scope.get(DIRECT))
+                    await self._send_events(stream, job, events)
+                else:
+                    body = job.writer.body(await stream.complete())
+                    if prometheus.wants_timings(job.request.return_timings):
+                        body = prometheus.with_timings(body, self._service.llm, stream.outputs)
+                    await send_json(send, 200, body, job.headers)
+            finally:
+                prometheus.note_in_log(self._service.llm, stream.outputs)
+                self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
+                stream.close()
+                stream.error = None                      # it refers to this frame: no cycle for the garbage collector
+
+    async def _send_events(self, stream: AnswerStream, job: Job, events: EventStream) -> None:
+        """Nothing is sent before the first tokens: until then a failure can still have its own status.
+
+        Later tokens are written as they arrive, without waking this task. Only the end wakes it, and tokens that a slow
+        client cannot take yet.
+        """
+        timed = prometheus.wants_timings(job.request.return_timings) and not self._dialect.framed
+
+        def written(batch: Batch) -> list[bytes]:
+            new = job.writer.events(stream.outputs, batch)
+            if new and timed and all(output.finished for output in stream.outputs):
+                new[-1] = prometheus.with_timings(new[-1], self._service.llm, stream.outputs)
+            return new
+
+        def deliver(batch: Batch) -> bool:
+            if not events.is_free:
+                return False
+            if new := written(batch):
+                events.write_now(new)
+            return True
+
+        stream.deliver_to(deliver)
+        try:
+            async for batch in stream:
+                # A slow client's tokens wait as deltas, which are short; a few at a time become events.
+                for place in range(0, len(batch), EVENTS_AT_ONCE):
+                    if new := written(batch[place : place + EVENTS_AT_ONCE]):
+                        await events.write(new)
+            await events.write(job.writer.last_events(stream.outputs))
+        except Exception as error:
+            if not events.started:
+                raise
+            status, body, _ = describe(error, names=self._dialect.names)
+            await events.write([self._dialect.error_event(job.writer, status, body)])
+        await events.end()
+
+
+def check_media_type(scope: Scope) -> None:
+    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    if kind.split(b";")[0].strip().lower() != b"application/json":
+        raise WrongMediaType("the body must be JSON and say so: Content-Type: application/json")
+    if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]):
+        raise WrongMediaType("the body must not be compressed: Content-Encoding is not supported")

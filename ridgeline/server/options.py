@@ -1,0 +1,53 @@
+"""The options of `ridgeline serve` that concern the server; the engine's are in ridgeline/config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.config import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0: any free one", low=0)
+    allowed_host: str = option("", "further host names and addresses that this server answers to, separated by commas; *: any")
+    served_model_name: str = option(
+        "", "name of the model in requests and answers, and aliases, separated by commas; gpt-*: any name that begins with gpt-; "
+        "empty: the file's name",
+    )
+    max_connections: int = option(4096, "open connections, including idle ones", low=1)
+    max_queued_requests: int | None = option(
+        None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1
+    )
+    max_queued_tokens: int = option(1_000_000, "prompt tokens that may wait at once", low=1)
+    request_timeout: int = option(600, "seconds that a request may take, including its wait; 0: no limit", low=0)
+    tool_call_parser: str = option(
+        "auto", "format in which the model writes tool calls; auto: as in its chat template",
+        ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic"),
+    )
+    reasoning_parser: str = option(
+        "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template contains it",
+        ("auto", "none", "think"),
+    )
+    max_body_bytes: int = option(16 * 2**20, "largest size of a request's body", low=1)
+    max_stored_responses: int = option(
+        1000, "answers of /v1/responses kept in memory for an hour, for previous_response_id; 0: none", low=0
+    )
+    max_stored_bytes: int = option(64 * 2**20, "largest size of all stored answers together", low=0)
+    drain_timeout: int = option(30, "seconds that running requests get to finish when the server stops", low=0)
+    max_engine_restarts: int = option(3, "restarts of a dead or hung engine within ten minutes", low=0)
+    engine_timeout: int = option(
+        60, "seconds without a finished step after which a busy engine counts as hung; 0: no limit", low=0
+    )
+    api_key_file: str = option("", "file with API keys, one per line; RIDGELINE_API_KEY holds keys too, separated by commas")
+    api_key: str = option("", "API keys, separated by commas; other users of the machine can read them in the process list")
+    insecure_no_auth: bool = option(False, "allow listening on a public address without API keys")
+    allowed_origins: str = option("", "origins whose web pages may use this server, separated by commas; *: all")
+    ssl_certfile: str = option("", "certificate chain (PEM) for HTTPS; needs ssl_keyfile")
+    ssl_keyfile: str = option("", "private key (PEM) for HTTPS; needs ssl_certfile")
+    admin_socket: str = option("", "path of a unix socket for `ridgeline admin`, for this user only; empty: none")
+    otlp_traces_endpoint: str = option(
+        "", "OpenTelemetry collector for traces, like http://localhost:4318/v1/traces; empty: by the OTEL_* variables, or none"
+    )
+    access_log: str = option("", "file for one line of JSON per request, without prompts or keys; -: stderr")
