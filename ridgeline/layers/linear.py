@@ -1,7 +1,7 @@
 """Linear layers that know their shard. A column linear divides its outputs among the ranks, a row linear its inputs.
 
 Fused projections are column linears with several parts, each divided on its own. The shard comes from the communicator;
-nobody above this file does arithmetic with ranks. How a weight is stored and multiplied is its scheme's business.
+layers above this file do no rank arithmetic. The linear's scheme decides how a weight is stored and multiplied.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Linear(nn.Module):
     def normed(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm, batch: Batch | None
     ) -> tuple[Tensor, Tensor]:
-        """(the product with norm(x + residual), x + residual). Without a residual x is the whole stream."""
+        """(the linear of norm(x + residual), x + residual). Without a residual, x is the whole residual stream."""
         return self.scheme.apply_normed(self, x, residual, norm, batch)
 
 
@@ -133,9 +133,9 @@ class RowLinear(Linear):
         return self.comm.all_reduce(self.scheme.apply(self, x, batch))
 
     def onto(self, residual: Tensor, x: Tensor, batch: Batch | None) -> tuple[Tensor, Tensor | None]:
-        """The product and the residual it is to be added to, or their sum alone where one kernel makes it.
+        """(the linear's result, the residual to add it to), or (their sum, None) where one kernel computes it.
 
-        That one writes over the residual: nobody else may need it.
+        That kernel writes the sum over the residual.
         """
         if self.comm.size == 1 and self.scheme.adds(self, x):
             return self.scheme.apply_onto(self, residual, x), None

@@ -1,16 +1,15 @@
-"""How a linear keeps its weight and multiplies by it. Each linear has a scheme object; layers never ask which.
+"""How a linear stores its weight and multiplies by it. Each linear has a scheme object.
 
     create        registers the parameters on the linear: zeros where `padded`, else empty
     store         how values of the checkpoint get into rows of the parameters; None: they are copied
     numbers       the weight as numbers, whatever is stored
-    finish        after loading: whatever layout the product wants
-    apply         the product; `batch` is there for schemes that depend on the step's rows
-    apply_normed  the product between the norm before it and, with a gate, the gated activation behind it; `following` is the
-                  linear that takes the result, which may then come in the form that its scheme wants
-    apply_onto    the product added to a residual, in place, where `adds` says that this is faster than leaving the sum to
-                  the next norm
-    extra_bytes   what the linear occupies after `finish` beside its parameters
-    read_bytes    what a product with that many rows reads of the weight
+    finish        after loading: convert to the layout that the kernels read
+    apply         the GEMM; `batch` is for schemes that depend on the step's rows
+    apply_normed  the norm, the GEMM and, with a gate, the gated activation; `following` is the linear that takes the result,
+                  which may then have the form that its scheme takes
+    apply_onto    the GEMM added to a residual in place, where `adds` says that this is faster than adding in the next norm
+    extra_bytes   memory of the linear after `finish`, beside its parameters
+    read_bytes    weight bytes that a GEMM of that many rows reads
 
 A scheme knows one matrix on one device. It knows neither shards nor checkpoints.
 """
@@ -36,7 +35,7 @@ from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
 
 
 class Norm(Protocol):
-    """The norm before a product: layers/norm.py's."""
+    """The norm before a GEMM: layers/norm.py's."""
 
     weight: Tensor
     eps: float
@@ -78,7 +77,7 @@ class Scheme(Protocol):
 
 
 class Composed(ABC):
-    """What a scheme does that has no kernel for a product together with its neighbours: one op after the other."""
+    """For schemes without fused kernels: norm, GEMM and activation are separate ops."""
 
     @abstractmethod
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor: ...
@@ -87,7 +86,7 @@ class Composed(ABC):
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
         following: nn.Module | None = None,
     ) -> tuple[Any, Tensor]:
-        """The product with norm(x + residual), and x + residual. Without a residual x is the whole stream."""
+        """The linear of norm(x + residual), and x + residual. Without a residual, x is the whole residual stream."""
         if residual is None:
             normed, stream = norm(x), x
         else:
@@ -135,8 +134,8 @@ class Unquantised(Composed):
 
 
 class Fused(Unquantised):
-    """On a GPU: for few rows a product is one kernel with the norm before it and the activation behind it; for many the
-    library adds the residual while it computes, and the norm behind it has half as much to read and to write."""
+    """GPU. Few rows: one kernel for norm, GEMM and activation. Many rows: cuBLAS adds the residual in its epilogue, so that the
+    next norm reads and writes half as much."""
 
     MANY_ROWS = 1024
 
@@ -160,8 +159,8 @@ class Fused(Unquantised):
 
 
 class Invariant(Unquantised):
-    """On a GPU, for results that do not depend on the batch: one order of additions for any number of rows. What a library
-    chooses by the number of rows, and so differs by it, is left alone."""
+    """GPU, deterministic mode: one order of additions for any number of rows. cuBLAS is not used: it chooses its algorithm by the
+    number of rows."""
 
     def finish(self, linear: nn.Module) -> None:
         if linear.weight.shape[1] % 8:
@@ -175,8 +174,8 @@ class Invariant(Unquantised):
 
 
 class PackedFloat32(Unquantised):
-    """float32 on a CPU: the weight as it is for few rows, and for more a second copy in oneDNN's blocked layout, kept by
-    linears that gain from it. Either alone would lose at one end (`layout.py` says which).
+    """float32 on a CPU: the plain weight for few rows, and for more rows a second copy in oneDNN's blocked layout, kept by
+    linears that gain from it (`layout.py`). Either alone would be slow for some number of rows.
     """
 
     TYPICAL_ROWS = 16                # that the blocked layout is chosen for; it serves any number
@@ -203,8 +202,8 @@ class PackedFloat32(Unquantised):
 
 
 class StoredBlocks(PackedFloat32):
-    """float32 on a CPU with native kernels, for linears that a GGUF file keeps in blocks: the blocks serve few rows, which
-    is the same numbers in a sixth of the bytes. More rows are arithmetic and no longer reading, and want floats.
+    """float32 on a CPU with native kernels, for linears that a GGUF file stores in blocks. Few rows read the blocks: the same
+    numbers in a sixth of the bytes. More rows are compute-bound and read floats.
     """
 
     keeps_blocks = True

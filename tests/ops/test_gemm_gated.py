@@ -59,7 +59,7 @@ def test_on_a_gpu(gate: str, dtype: torch.dtype) -> None:
 
 def test_it_is_for_many_rows_without_bias() -> None:
     x, weight = torch.zeros(4096, 64, dtype=torch.bfloat16), torch.zeros(8192, 64, dtype=torch.bfloat16)
-    here = gemm_gated._has_copy_engine(x.device)
+    here = gemm_gated._has_tma(x.device)
     assert gemm_gated.suits(x, weight, None) == here
     assert not gemm_gated.suits(x[:512], weight, None)
     assert not gemm_gated.suits(x, weight, torch.zeros(8192, dtype=torch.bfloat16))
@@ -68,7 +68,7 @@ def test_it_is_for_many_rows_without_bias() -> None:
 
 def test_rows_at_odd_places_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy engine reads and writes rows that begin at multiples of 16 bytes, and refuses others."""
-    monkeypatch.setattr(gemm_gated, "_has_copy_engine", lambda device: True)
+    monkeypatch.setattr(gemm_gated, "_has_tma", lambda device: True)
     x, weight = torch.zeros(4096, 64, dtype=torch.bfloat16), torch.zeros(2 * 4104, 64, dtype=torch.bfloat16)
     assert gemm_gated.suits(x, weight, None)
     assert not gemm_gated.suits(x, weight[: 2 * 4100], None), "rows of the result"

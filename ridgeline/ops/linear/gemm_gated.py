@@ -1,9 +1,8 @@
-"""Many rows times the gate and up matrices, with the gated activation behind them: prompts.
+"""GEMM of gate and up for many rows (prefill), fused with the gated activation.
 
-The library multiplies as fast, but it writes both halves, and another kernel reads them again to multiply them. Here a tile
-holds an output's gate and its partner in the same registers, so only their product is written. One instruction of the copy
-engine brings the rows of both halves, which then are one operand of one product. A program stays and walks over tiles;
-tiles that run at the same time share rows of x or of the weight.
+cuBLAS is as fast, but it writes both halves, and another kernel reads them again. Here a tile holds an output's gate and its
+partner in the same registers, so only the activated result is written. One TMA load brings the rows of both halves as one operand.
+CTAs are persistent; tiles that run at the same time share rows of x or of the weight.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from ridgeline.ops.launch import multiprocessors, shared_memory
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
 
-# Fewer rows, and the last round of tiles is so empty that the library is ahead, whose tiles come in more sizes; more inputs,
-# and what the activation costs is little beside the product. In layers of products that go on for a while, at the card's power
-# limit, 640 to 4,096 rows are 1 to 8 % faster this way, 512 as fast and 544 to 576 slower by 4 %.
+# With fewer rows the last wave of tiles is so empty that cuBLAS is faster, whose tiles come in more sizes. With more inputs the
+# activation costs little beside the GEMM. In long chains of layers, at the card's power limit, 640 to 4,096 rows are 1 to 8 %
+# faster this way, 512 equal, 544 to 576 slower by 4 %.
 FEWEST_ROWS, FEWEST_OUTPUTS, MOST_INPUTS = 640, 4096, 6144
 BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS = 128, 128, 64
-STAGES = 4                           # blocks of inputs on their way at a time
+STAGES = 4                           # blocks of inputs in flight
 NEIGHBOURS = 8                       # blocks of rows that go through the outputs together
 
 
@@ -33,10 +32,10 @@ def _gated_gemm_kernel(  # type: ignore[no-untyped-def]
     x, weight, out, rows, outputs, inputs,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, NEIGHBOURS: tl.constexpr,
     PROGRAMS: tl.constexpr, GATE: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """x [rows, inputs], weight [2, outputs, inputs] and out [rows, outputs] are descriptors of the copy engine.
+):
+    """x [rows, inputs], weight [2, outputs, inputs] and out [rows, outputs] are TMA descriptors.
 
-    It fills what lies outside of them with zeros, and writes nothing there.
+    TMA reads zeros outside of them, and writes nothing there.
     """
     row_blocks = tl.cdiv(rows, BLOCK_ROWS)
     output_blocks = tl.cdiv(outputs, BLOCK_OUTPUTS)
@@ -59,8 +58,8 @@ def _gated_gemm_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def _has_copy_engine(device: torch.device) -> bool:
-    """The copy engine, products of tiles this wide, and the shared memory for them."""
+def _has_tma(device: torch.device) -> bool:
+    """TMA, wgmma, and the shared memory for these tiles."""
     if device.type != "cuda":
         return TRITON_INTERPRETED
     needed = (BLOCK_ROWS + 2 * BLOCK_OUTPUTS) * BLOCK_INPUTS * 2 * STAGES + BLOCK_ROWS * BLOCK_OUTPUTS * 2
@@ -68,13 +67,13 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether this is the kernel for the product."""
+    """Whether this kernel runs."""
     if x.shape[0] < FEWEST_ROWS or weight.shape[0] < 2 * FEWEST_OUTPUTS or x.shape[1] > MOST_INPUTS or bias is not None:
         return False
-    # The copy engine wants rows at multiples of 16 bytes: those of x and the weight, and those of the result.
+    # TMA needs rows at multiples of 16 bytes: those of x, of the weight and of the result.
     whole = x.shape[1] % 8 == 0 and weight.shape[0] % 16 == 0
     aligned = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
-    return whole and aligned and _has_copy_engine(x.device)
+    return whole and aligned and _has_tma(x.device)
 
 
 def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
@@ -90,7 +89,7 @@ def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS, NEIGHBOURS=NEIGHBOURS,
         PROGRAMS=programs, GATE=GATES[gate], UPCAST=TRITON_INTERPRETED,     # the interpreter's narrow dot products are wrong
         num_warps=8, num_stages=STAGES,
-    )  # fmt: skip
+    )
     return out
 
 

@@ -1,8 +1,7 @@
-"""A product whose result for a row does not depend on how many other rows there are: the same sums in the same order.
+"""Batch-invariant GEMM for deterministic mode: a row's result does not depend on the other rows.
 
-Every sum runs over the inputs in order, in as many parts as the matrix's shape says, and the parts are added in order.
-Few rows compute the parts side by side (gemm_small.py), many rows one after the other (here); which tile a row lies in
-changes no addition.
+Every sum runs over the inputs in order, in as many parts as the matrix's shape gives, and the parts are added in order. Few rows
+compute the parts in parallel (gemm_small.py), many rows one after the other (here); the tile of a row changes no addition.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def _invariant_gemm_kernel(  # type: ignore[no-untyped-def]
     x_tiles, weight_tiles, bias_ptr, out_ptr, rows, inputs, outputs, part_inputs,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Tiles in groups of GROUP blocks of rows, so that programs which run together read the same weights."""
+):
+    """Tiles in groups of GROUP blocks of rows, so that CTAs which run together read the same weights."""
     number = tl.program_id(0)
     row_blocks = tl.cdiv(rows, BLOCK_ROWS)
     output_blocks = tl.cdiv(outputs, BLOCK_OUTPUTS)
@@ -74,5 +73,5 @@ def _one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None, plan: G
         BLOCK_ROWS=plan.block_rows, BLOCK_OUTPUTS=plan.block_outputs, BLOCK_INPUTS=plan.block_inputs,
         SPLITS=triton.cdiv(inputs, part_inputs), GROUP=8, BIAS=bias is not None, UPCAST=TRITON_INTERPRETED,
         num_warps=plan.warps, num_stages=plan.stages, **dependent_launch(x.device),
-    )  # fmt: skip
+    )
     return out

@@ -1,11 +1,10 @@
-"""A few rows times a weight matrix as in gemm_small.py, with the weight coming through a ring in shared memory.
+"""GEMM for a few rows as in gemm_small.py, with the weight streamed through a ring in shared memory.
 
-As in gemv_ring.py, a program asks for as much of the weight as its ring has room for before it waits for the kernel before
-it. The tensor cores multiply out of the ring, the weight on the left side; the copy engine brings the rows of x. Tiles, parts
-of the inputs and their addition are gemm_small.py's.
+As in gemv_ring.py, a CTA fills its ring with weights before the PDL wait. wgmma reads the ring directly, the weight as its left
+operand; TMA loads the rows of x. Tiles, split-K and the addition of its parts are gemm_small.py's.
 
-Written in Gluon, which the interpreter does not know; there, and on devices without that matrix unit or with less shared
-memory, gemm_small.py multiplies.
+Written in Gluon, which the interpreter does not support; there, and on devices without wgmma or with less shared memory,
+gemm_small.py runs.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ if HAS_GLUON:
 @gluon_kernel()
 def _copy_weight(  # type: ignore[no-untyped-def]
     weight_ptr, ring, slot, unit, units, chunks, first, outputs, step, weight_stride, line, place, GATE: gl.constexpr
-):  # fmt: skip
-    """Ask for a block of the weights, with a gate for its partner's too; nothing but zeros behind the last one."""
+):
+    """Request a block of weights, with a gate its partner too; zeros behind the last one."""
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
     output = (gl.program_id(0) + unit // chunks * gl.num_programs(0)) * step
     source = weight_ptr + output.to(gl.int64) * weight_stride + (first + unit % chunks * ring.shape[2])
@@ -88,7 +87,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     X_STAGES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr, PAIRED: gl.constexpr,
     WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """Program (first tile, split); tiles are dealt out in turn, and the ring goes on from one to the next.
+    """CTA (first tile, split); tiles are assigned round-robin, and the ring continues from one tile to the next.
 
     Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are e4m3
     codes with a scale for each row of x and each output (no gate). The tensor cores truncate sums of e4m3 products to about 11
@@ -115,7 +114,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     for stage in gl.static_range(STAGES - 1):
         _copy_weight(
             weight_ptr, ring, stage, stage, units, chunks, first, outputs, step, weight_stride, line, place, GATE
-        )  # fmt: skip
+        )
     for stage in gl.static_range(X_STAGES):
         mbarrier.init(filled.index(stage), count=1)
     wait_for_kernel_before(DEPENDENT)
@@ -145,7 +144,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             else:
                 sums, other = warpgroup_mma_wait(0, deps=(sums, other))
             fence_async_shared()
-            group_barrier()                              # everybody's copies are there, and the unit before is multiplied
+            group_barrier()                              # all threads' copies have arrived, and the unit before is multiplied
             x = x_ring.index(x_slot).permute((1, 0))
             if SCALED:
                 other = _multiply_line(ring.index(slot), x_ring.index(x_slot), other, 0)
@@ -164,7 +163,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             _copy_weight(
                 weight_ptr, ring, free, unit + (STAGES - 1), units, chunks, first, outputs, step, weight_stride, line,
                 place, GATE,
-            )  # fmt: skip
+            )
             _fetch_x(x_tiles, x_ring, filled, x_free, unit + (X_STAGES - 1), units, chunks, first)
             free = slot
             slot = gl.where(slot == STAGES - 1, 0, slot + 1)
@@ -189,7 +188,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
                 gl.store(mine + SIZE + at, other)
             group_barrier()                              # every thread's part is written before the arrival is
             arrived = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
-            # Whoever is last adds all parts; the others have nothing to add and nothing to write.
+            # The last CTA of a tile adds all parts; the others add and write nothing.
             terms = gl.where(arrived == splits - 1, splits, 0)
             sums = gl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], gl.float32, layout)
             other = sums
@@ -225,12 +224,12 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     async_copy.wait_group(0)
 
 
-RESERVED = 1280                      # bytes of shared memory that a program needs beside its rings: barriers, and the driver's
+RESERVED = 1280                      # bytes of shared memory that a CTA needs beside its rings: mbarriers, and the driver's
 
 
 @functools.cache
 def ring_gemm_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> RingGemmPlan | None:
-    """The plan where this kernel is to multiply; None: gemm_small.py's."""
+    """The plan where this kernel runs; None: gemm_small.py does."""
     plan = ring_gemm_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
     if plan is None:
         return None

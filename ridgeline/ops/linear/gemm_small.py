@@ -1,8 +1,8 @@
-"""A few rows times a weight matrix, with the gated activation behind it: tiles that cover all rows of x.
+"""GEMM for a few rows, fused with the gated activation behind it: a tile covers all rows of x, so every weight is read once.
 
-Every weight is read once. Where the outputs alone make too few tiles to keep every multiprocessor reading, the inputs
-are split too; the program that arrives last at a tile adds the parts up, always in the same order. The weight is the left
-side of the product: a tile of few rows of x then still fills the matrix unit, whose left side has 64 rows.
+Where the outputs alone make too few tiles to keep every SM reading, the inputs are split, too (split-K); the CTA that arrives last
+at a tile adds the parts, always in the same order. The weight is the left operand: the tensor cores' left side has 64 rows, so
+few rows of x still fill them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.linear.select import GemmPlan, split_inputs
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
 
-MOST_TILES = 4096                    # with split inputs: one counter each
-AHEAD = 256                          # inputs whose weights are fetched before the predecessor's result is waited for
+MOST_TILES = 4096                    # with split-K: one arrival counter each
+AHEAD = 256                          # inputs whose weights are prefetched into L2 before the PDL wait
 
 
 @triton_kernel(do_not_specialize=["rows", "outputs"])
@@ -28,8 +28,8 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, SPLITS: tl.constexpr,
     STEP: tl.constexpr, EVEN: tl.constexpr, EVEN_INPUTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Program (tile, block of rows, split). Tiles begin STEP outputs apart, which may be fewer than they have room for.
+):
+    """CTA (tile, block of rows, split). Tiles begin STEP outputs apart, which may be fewer than BLOCK_OUTPUTS.
 
     `part_ptr`: float32, a tile after the other, its splits together. EVEN: no tile is cut off, in either direction.
     """
@@ -46,7 +46,7 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
     partner = outputs.to(tl.int64) * weight_stride       # with a gate: from a gate's weights to its partner's
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-        # Into the second level cache, a line of 64 numbers at a time: the memory is not idle while this waits.
+        # Into L2, a line of 64 numbers at a time: HBM is busy during the wait.
         line = first + tl.arange(0, AHEAD // 64) * 64
         ahead = weight_ptr + tl.minimum(output, end - 1).to(tl.int64)[:, None] * weight_stride
         ahead += tl.where(line < last, line, first)[None, :]
@@ -57,7 +57,7 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead + partner], dtype=tl.int32, is_pure=False,
                 pack=1,
-            )  # fmt: skip
+            )
         tl.extra.cuda.gdc_wait()
     x_row = x_ptr + row.to(tl.int64) * x_stride
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
@@ -126,12 +126,12 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def arrivals(device: torch.device) -> Tensor:
-    """Counters that every launch leaves at zero. One stream at a time may use them."""
+    """Arrival counters, which every launch leaves at zero. Only one stream may use them."""
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def prepare(device: torch.device) -> None:
-    """Before the first graph is recorded: what is made while recording belongs to that graph."""
+    """Allocates the counters before the first CUDA graph: memory allocated during a capture belongs to that graph."""
     if device.type == "cuda":
         arrivals(device)
 
@@ -160,5 +160,5 @@ def small_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, *
         GATE=GATES[gate], BIAS=bias is not None, AHEAD=AHEAD,
         UPCAST=TRITON_INTERPRETED,       # the interpreter's narrow dot products are wrong
         num_warps=plan.warps, num_stages=plan.stages, **dependent_launch(x.device),
-    )  # fmt: skip
+    )
     return out

@@ -1,13 +1,12 @@
-"""81 to 128 rows times a weight matrix: the ring of weights is full before the rows are there.
+"""GEMM for 81 to 128 rows (fp8: 65 to 128): persistent, warp-specialised CTAs whose weight ring is full before x is there.
 
-A program stays on its multiprocessor. One warp asks for weights and waits for nobody: what its ring has room for is on its
-way while the kernel before this one still runs. Another warp waits for that kernel and asks for rows; two groups of four warps
-multiply 64 rows each by the same weights. Tiles are wide in outputs, since every tile reads all rows again. Where they are too
-few, inputs are split: every program of a tile writes its part, and when all are there adds up its share of the outputs, always
-in the same order.
+One warp loads weights by TMA without any wait, so the ring fills while the kernel before this one still runs. Another warp does the
+PDL wait and loads the rows of x. Two warpgroups multiply 64 rows each by the same weights. Tiles are wide in outputs, because
+every tile reads all of x again. Where there are too few tiles, the inputs are split (split-K): every CTA of a tile writes its
+part, waits for the others, and adds its share of the outputs, always in the same order.
 
-Written in Gluon, which the interpreter does not know; there, and on other devices, the library multiplies. What was measured,
-and what lost: docs/kernels.md.
+Written in Gluon, which the interpreter does not support; there, and on other devices, cuBLAS runs. What was measured, and what
+was slower: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ if HAS_GLUON:
 
     @triton.constexpr_function
     def _line_layout(width):  # type: ignore[no-untyped-def]
-        """Of 64 rows: as the product leaves its sums, but with eight neighbours of a row in one lane."""
+        """Of 64 rows: wgmma's accumulator layout, but with eight neighbours of a row in one lane."""
         registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 1 << bit] for bit in range(5, width.bit_length() - 1)]
         lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
         return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
 
 PROMOTED = 1                         # blocks of 128 e4m3 products that the tensor cores add before float32 does
-# Neighbouring blocks of the same weight rows are asked for together: one at a time, the product behind the norm takes 5 % longer;
-# four at a time, 14 %: too many of a ring of five wait for each other, it seems.
+# Neighbouring blocks of the same weight rows are requested together. One at a time, gate_up takes 5 % longer; four at a time 14 %,
+# probably because too many stages of a ring of five wait for each other.
 RUN = 2
-BOX = 32                             # weight rows that one instruction of the copy engine brings; with a gate 16 pairs
-MOST_TILES = 128                     # with split inputs: two counters each, for every number of splits
-REGISTERS = 168                      # of each of 384 threads, before those that only ask give most of theirs away
-SCRATCH, PART_SCRATCH = 5 * 1024, 1024   # shared memory beside the rings: barriers, and for lanes to exchange whole results
+BOX = 32                             # weight rows of one TMA load; with a gate 16 pairs
+MOST_TILES = 128                     # with split-K: two arrival counters each, for every number of splits
+REGISTERS = 168                      # of each of 384 threads, before the loading warps give most of theirs away
+SCRATCH, PART_SCRATCH = 5 * 1024, 1024   # shared memory beside the rings: mbarriers, and layout conversions in the epilogue
 
 
 # ── the warps that fetch ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -60,7 +59,7 @@ SCRATCH, PART_SCRATCH = 5 * 1024, 1024   # shared memory beside the rings: barri
 
 @gluon_kernel()
 def _runs(item, blocks, SPLITS: gl.constexpr, RUN: gl.constexpr):  # type: ignore[no-untyped-def]
-    """How many runs of blocks an item has. Parts of a tile have runs in turn: what they read together lies together."""
+    """How many runs of blocks an item has. The splits of a tile take runs in turn, so that they read neighbouring memory."""
     return (gl.cdiv(blocks, RUN) - item % SPLITS + SPLITS - 1) // SPLITS
 
 
@@ -123,7 +122,7 @@ def _write(  # type: ignore[no-untyped-def]
     FIRST: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr,
     LINE: gl.constexpr,
 ):
-    """A tile's results of one group. Lanes exchange what they hold until each has eight neighbours of a row: whole sectors
+    """Epilogue of one warpgroup's tile. Lanes exchange results until each has eight neighbours of a row, so that whole sectors
     are written."""
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
     WIDTH: gl.constexpr = sums.shape[1] // HALVES
@@ -162,10 +161,10 @@ def _add_parts(  # type: ignore[no-untyped-def]
     FIRST: gl.constexpr, STEP: gl.constexpr, SPLITS: gl.constexpr, MOST_TILES: gl.constexpr, BIAS: gl.constexpr,
     SCALED: gl.constexpr, LINE: gl.constexpr,
 ):
-    """The same where inputs are split: the part is written, the others are waited for, and a share of the outputs added up.
+    """Epilogue with split-K: write the part, wait for the others, add a share of the outputs.
 
-    All programs run at once, so waiting is safe. A part lies in memory as [outputs / 8, rows, 8]: the lanes' values side by
-    side. Counters go on from launch to launch.
+    All CTAs run at once, so waiting is safe. A part lies in memory as [outputs / 8, rows, 8]: the lanes' values side by side.
+    Counters keep counting from launch to launch.
     """
     TILE: gl.constexpr = sums.shape[1]
     SHARE: gl.constexpr = TILE // SPLITS
@@ -226,7 +225,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             mbarrier.wait(row_full.index(row_slot), (count // ROW_STAGES) & 1)
             left = row_ring.index(row_slot * 2 + FIRST // 64)
             right = weights.index(slot).permute([1, 0])
-            # To wait at once frees the blocks a turn earlier; the other group keeps the tensor cores busy meanwhile.
+            # Waiting at once frees the blocks a turn earlier; the other warpgroup keeps the tensor cores busy meanwhile.
             if SCALED:
                 running = warpgroup_mma(left, right, part, use_acc=block % PROMOTED > 0, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[running])
@@ -265,9 +264,9 @@ def wide_gemm_kernel(  # type: ignore[no-untyped-def]
     ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
     SCALED: gl.constexpr, PROMOTED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """x [rows, inputs] and weight [outputs, inputs] or [2, outputs, inputs] are descriptors of the copy engine, which fills
-    in zeros beyond them. An item is one part of one tile; with split inputs every program has one at most. What lies in the
-    ring beyond STEP is nobody's, and so are its sums."""
+    """x [rows, inputs] and weight [outputs, inputs] or [2, outputs, inputs] are TMA descriptors; TMA fills in zeros beyond them.
+    An item is one split of one tile; with split-K every CTA has at most one. Rows of the ring beyond STEP are not used, and
+    neither are their sums."""
     LINE: gl.constexpr = 128 if SCALED else 64           # inputs in 128 bytes: the pattern in which tensor cores read
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 1024 // LINE, rank=2)
     ring = gl.allocate_shared_memory(x.dtype, [STAGES * (TILE // BOX), BOX, LINE], flat)
@@ -294,19 +293,19 @@ def wide_gemm_kernel(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Counters of the splits that have arrived, ever. One stream at a time may use them."""
+    """Counters of the splits that have ever arrived. Only one stream may use them."""
     return torch.zeros(2 * 9 * MOST_TILES, dtype=torch.int32, device=device)
 
 
 def prepare(device: torch.device) -> None:
-    """Before the first graph is recorded: what is made while recording belongs to that graph."""
+    """Allocates the counters before the first CUDA graph: memory allocated during a capture belongs to that graph."""
     if HAS_GLUON and is_hopper(device):
         _arrivals(device)
 
 
 @functools.cache
 def wide_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> WidePlan | None:
-    """The plan where this kernel is to multiply. With split inputs all programs must run at once."""
+    """The plan where this kernel runs. With split-K all CTAs must run at once."""
     plan = wide_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
     if plan is None or plan.shared_bytes() + (SCRATCH if plan.splits == 1 else PART_SCRATCH) > shared_memory(device):
         return None

@@ -1,9 +1,8 @@
-"""One row times a weight matrix, with the norm before it and the gated activation behind it.
+"""GEMV for one row, fused with the norm before it and the gated activation behind it.
 
-Nothing but reading the weight takes time here, so the kernel is arranged around never stopping to read: a program keeps
-the whole row in registers and streams blocks of the weight's rows through, and its first block is on its way before the
-predecessor's result is waited for. Several programs share a multiprocessor: one reads while another multiplies. The norm
-costs no pass of its own: its scale is a factor of the whole row and is applied to the sums.
+Only reading the weight takes time, so the kernel never stops reading: a CTA keeps the whole row of x in registers and streams
+blocks of weight rows, and requests the first block before the PDL wait. Several CTAs share an SM: one reads while another
+multiplies. The norm needs no pass of its own: its scale is a factor of the whole row and is applied to the sums.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 @triton_kernel()
 def activated(gate, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation behind a product, of sums in float32; for kernels in Gluon too."""
+    """The activation in a GEMM's epilogue, on float32 sums; used by Gluon kernels, too."""
     if GATE == 1:
         gate = gate / (1.0 + tl.exp(-gate))
     elif GATE == 2:                                      # 1 + tanh(z) is 2 sigmoid(2 z)
@@ -38,8 +37,8 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
     inputs, outputs, weight_stride, eps, norm_offset,
     BLOCK: tl.constexpr, BLOCK_INPUTS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Blocks of outputs are dealt out to the programs in turn. With a gate, weight row `outputs + i` is i's partner.
+):
+    """Blocks of outputs are assigned to the CTAs round-robin. With a gate, weight row `outputs + i` is the partner of row i.
 
     EVEN: every block and every row is full, so that no load needs a mask.
     """
@@ -81,7 +80,7 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
         factor = tl.rsqrt(tl.sum(x * x, axis=0) / inputs + eps)
         x = x * scale
     for block in range(first, outputs, step):
-        # Asked for as early as registers allow.
+        # Requested as early as registers allow.
         following = block + step
         source = weight_ptr + following.to(tl.int64) * weight_stride
         there = (following + row < outputs)[:, None]
@@ -108,7 +107,7 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
 def one_row(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, norm_offset: float,
     residual: Tensor | None, gate: str | None,
-) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:
     """(result, x + residual, arguments, constants) for the launch of this kernel, or of gemv_ring.py's."""
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
@@ -116,7 +115,7 @@ def one_row(
     arguments = (
         x, x if residual is None else residual, weight if norm is None else norm, weight, weight if bias is None else bias,
         out, new_residual, x.shape[1], outputs, weight.stride(0), eps, norm_offset,
-    )  # fmt: skip
+    )
     constants = {"NORM": norm is not None, "RESIDUAL": residual is not None, "GATE": GATES[gate], "BIAS": bias is not None}
     return out, new_residual, arguments, constants
 
@@ -133,5 +132,5 @@ def gemv(
     _gemv_kernel[(programs,)](
         *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, EVEN=even, num_warps=plan.warps, **constants,
         **dependent_launch(x.device),
-    )  # fmt: skip
+    )
     return out, new_residual

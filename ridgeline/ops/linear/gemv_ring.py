@@ -1,13 +1,11 @@
-"""One row times a weight matrix as in gemv.py, with the weight coming through a ring in shared memory.
+"""GEMV for one row as in gemv.py, with the weight streamed through a ring in shared memory (cp.async).
 
-What a kernel has asked for before it waits for the one before it is what the memory works on meanwhile: between two
-products and, above all, while attention computes. Registers hold 64 KiB of a multiprocessor's weights on their way, shared
-memory three times that. Every thread copies what it will multiply itself, so that nobody waits for anybody but its own
-copies. The sums are gemv.py's, in the same order.
+Weights that a CTA requests before its PDL wait keep HBM busy while the kernel before it still runs, above all during attention.
+Registers hold 64 KiB of weights in flight per SM, shared memory three times that. Every thread copies what it multiplies
+itself, so a thread waits only for its own copies. The sums are gemv.py's, in the same order.
 
-Written in Gluon, which the interpreter does not know; there, and on devices with less shared memory, gemv.py multiplies.
-Prefetching into the second level cache instead, by this kernel or by those before it, was measured and loses: what has been
-prefetched is hardly faster to read than the memory.
+Written in Gluon, which the interpreter does not support; there, and on devices with less shared memory, gemv.py runs. Measured and
+slower: prefetching into L2, by this kernel or by those before it. L2 is hardly faster to read than HBM.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ridgeline.ops.registry import gluon_kernel, triton
 @gluon_kernel()
 def _copy_rows(  # type: ignore[no-untyped-def]
     weight_ptr, ring, slot, block, outputs, weight_stride, row, filled, place, GATE: gl.constexpr
-):  # fmt: skip
+):
     """Request a block of weight rows, with a gate the partner rows too; nothing behind the last row."""
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
     source = weight_ptr + block.to(gl.int64) * weight_stride
@@ -55,9 +53,9 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
     RESIDUAL: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr, WARPS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Blocks of outputs are dealt out to the programs in turn. With a gate, weight row `outputs + i` is i's partner.
+    """Blocks of outputs are assigned to the CTAs round-robin. With a gate, weight row `outputs + i` is the partner of row i.
 
-    EVEN: rows fill BLOCK_INPUTS. Where they do not, what lies behind them in the ring is zero and stays so.
+    EVEN: rows fill BLOCK_INPUTS. Where they do not, the rest of the ring is zeroed once and stays zero.
     """
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [1, 32], [1, WARPS], [1, 0])
@@ -71,7 +69,7 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
     first = program * BLOCK
     ring = gl.allocate_shared_memory(
         dtype, [HALVES * STAGES, BLOCK, BLOCK_INPUTS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )  # fmt: skip
+    )
     if not EVEN:
         for stage in gl.static_range(HALVES * STAGES):
             ring.index(stage).store(gl.full([BLOCK, BLOCK_INPUTS], 0, dtype, layout))
@@ -118,7 +116,7 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
     async_copy.wait_group(0)
 
 
-RESERVED = 2048                      # bytes of shared memory that a program needs beside its ring: for sums, and the driver's
+RESERVED = 2048                      # bytes of shared memory that a CTA needs beside its ring: reductions, and the driver's
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""The product with weights that stay packed as a GGUF file stores them: blocks of 32 with their scales.
+"""The linear with weights packed as a GGUF file stores them: blocks of 32 with their scales (CPU).
 
-The numbers are the stored ones, the arithmetic is float32: only bytes are saved. On a CPU, where a decode step is nothing
-but reading weights, that is what counts.
+The weights are exactly the stored ones and the arithmetic is float32; only bytes are saved. A decode step on a CPU is bound by
+reading weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def block_linear_native(x: Tensor, blocks: Tensor, kind: str, bias: Tensor | Non
     native.library().ridgeline_block_linear(
         x.data_ptr(), blocks.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), tokens, inputs,
         outputs, KINDS[kind],
-    )  # fmt: skip
+    )
     return out
 
 
@@ -59,7 +59,7 @@ def block_linear_native(x: Tensor, blocks: Tensor, kind: str, bias: Tensor | Non
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, tokens: int, inputs: int, outputs: int, kind: str, bias: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 

@@ -1,8 +1,8 @@
-"""The product with a weight matrix as it is stored, [outputs, inputs], alone and between its neighbours.
+"""The linear: x W^T with W [outputs, inputs] in 16 bits or wider, alone or fused with the norm before and the gate behind it.
 
-Packed and quantised weights are quant/'s business. The kernels are in gemv_ring.py and gemv.py (one row), gemm_ring.py and
-gemm_small.py (a few), gemm_wide.py (81 to 128) and gemm_gated.py (many, with a gate); select.py and select_wide.py say which
-of them, or the library, multiplies how many rows.
+Kernels: gemv_ring.py and gemv.py (one row), gemm_ring.py and gemm_small.py (a few rows), gemm_wide.py (81 to 128 rows),
+gemm_gated.py (many rows, with a gate), else cuBLAS. select.py and select_wide.py choose by rows and shape. Quantised weights have
+ops of their own (fp8_linear.py, gguf_blocks.py).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def normed_linear_reference(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
     *, norm_offset: float = 0.0, gate: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(the product with rms_norm(x + residual), x + residual); with a gate, its gated activation. x [T, inputs].
+) -> tuple[Tensor, Tensor]:
+    """(the linear of rms_norm(x + residual), x + residual); with a gate, its gated activation. x [T, inputs].
 
-    Without a residual x is the whole stream. The rounding of the norm, before the product, is not part of the definition.
+    Without a residual, x is the whole residual stream. Rounding the norm before the GEMM is not part of the definition.
     """
     normed, stream = rms_norm_reference(
         x, norm, eps, residual=torch.zeros_like(x) if residual is None else residual, weight_offset=norm_offset
@@ -55,7 +55,7 @@ def normed_linear_reference(
 
 
 def _aligned(x: Tensor, weight: Tensor) -> bool:
-    """The copy engine wants rows at multiples of 16 bytes; so do loads of 16 bytes."""
+    """TMA and 16-byte loads need rows at multiples of 16 bytes."""
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.is_contiguous()
 
 
@@ -87,7 +87,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: GemmPlan, 
 
 
 def _wide(x: Tensor, weight: Tensor, gate: str | None = None) -> WidePlan | None:
-    """Where tiles wide in outputs multiply: 81 to 128 rows."""
+    """The plan of gemm_wide.py, for 81 to 128 rows."""
     if not FEWEST_WIDE_ROWS <= len(x) <= MOST_WIDE_ROWS or not _aligned(x, weight) or weight.data_ptr() % 16:
         return None
     return wide_for(len(x), *_shape(weight, gate), gate is not None, x.device)
@@ -113,7 +113,7 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def normed_linear_triton(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
     *, norm_offset: float = 0.0, gate: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     chosen = _plan(x, weight, gate is not None) if x.dtype in NARROW else None
     if isinstance(chosen, GemvPlan):
         return _one_row(
@@ -150,7 +150,7 @@ def _on_a_gpu(site: Site) -> bool:
 
 
 def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """One row is nothing but reading the weight, which needs no library; several are torch's."""
+    """One row only streams the weight: native code. More rows go to torch."""
     if x.shape[0] != 1 or x.stride(1) != 1 or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     outputs, inputs = weight.shape
@@ -198,7 +198,7 @@ linear = Op(
 def _normed_inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, tokens: int, inputs: int, outputs: int, residual: bool, bias: bool, gate: str | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 

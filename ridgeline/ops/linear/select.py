@@ -1,14 +1,15 @@
-"""Which kernel multiplies how many rows by which matrix: a rule in plain Python, for 16 bit numbers.
+"""Chooses the kernel of a linear by rows and shape, in plain Python. 16-bit weights unless a function says otherwise.
 
-Derived from sweeps on an H200 over the matrices of an 8B model, checked on those of 1B to 70B models. What they say:
-one row is fastest in programs that stay and walk over the matrix, the more of it on its way the better: that is what the
-memory works on while a kernel waits for the one before it. That holds up to 32 rows, and without a gate from 48 to 64, for
-matrices that take long enough to read. Up to 64 rows tiles of 64 outputs win, cut so that every multiprocessor gets the same
-share in one round; beyond that all tiles together read x so often that the library's kernels, whose neighbours share a copy
-of x, are ahead, unless a gated activation can be had with the product. From 81 to 128 rows select_wide.py comes first.
+The rules come from sweeps on an H200 over the matrices of an 8B model, checked on those of 1B to 70B models:
 
-Measured and slower, at 128 rows: split inputs whose parts the norm behind the product adds up. The product is as fast as the
-library's (4 parts in tiles of 128 outputs; 8 in tiles of 256 are slower), but the norm takes 2 us longer.
+- One row: persistent CTAs that prefetch as much weight as shared memory holds. This keeps HBM busy while the kernel waits (PDL).
+- Up to 32 rows, and from 48 to 64 without a gate: the same with tensor cores, for matrices that take long enough to read.
+- Up to 64 rows: tiles of 64 outputs, cut so that every SM gets the same share in one wave.
+- More rows: the tiles would read x too often. cuBLAS shares x among the CTAs of a cluster and is faster, unless the gated
+  activation can be fused. From 81 to 128 rows select_wide.py comes first.
+
+Measured and slower at 128 rows: split-K with the partial sums added by the norm behind the GEMM. The GEMM is as fast as cuBLAS
+(4 splits with tiles of 128 outputs; 8 with tiles of 256 are slower), but the norm takes 2 us longer.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-MULTIPROCESSORS = 132                # of the device the rule is for; others are served well enough by its shares
+MULTIPROCESSORS = 132                # SMs of an H200, for which the rules were made; they serve other devices well enough
 
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:
     """One row: ops/linear/gemv.py."""
 
-    block: int                       # weight rows that a program multiplies at a time; pairs of rows with a gate
+    block: int                       # weight rows that a CTA multiplies at a time; pairs of rows with a gate
     warps: int
-    programs: int                    # per multiprocessor; each walks over several blocks
+    programs: int                    # CTAs per SM; each walks over several blocks
 
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
     """One row: ops/linear/gemv_ring.py."""
 
-    block: int                       # weight rows, or pairs of rows with a gate, that come and are multiplied at a time
+    block: int                       # weight rows (pairs with a gate) of one stage of the ring
     warps: int
-    programs: int                    # per multiprocessor
-    stages: int                      # blocks that a program has room for
+    programs: int                    # CTAs per SM
+    stages: int                      # blocks in the ring
 
     def shared_bytes(self, padded_inputs: int, gated: bool, weight_bytes: int = 2) -> int:
         """Shared memory of an SM that the rings of all its CTAs take."""
@@ -50,12 +51,12 @@ class GemmPlan:
     block_outputs: int               # of each half, with a gate
     block_inputs: int
     warps: int
-    stages: int                      # blocks of inputs that are on their way at a time
-    splits: int = 1                  # of the inputs
-    step: int = 0                    # outputs from a tile to the next, fewer than it has room for; 0: as many
+    stages: int                      # blocks of inputs in flight
+    splits: int = 1                  # split-K
+    step: int = 0                    # outputs from one tile to the next, at most block_outputs; 0: block_outputs
 
     def shared_bytes(self, gated: bool) -> int:
-        """What the blocks of 16 bit numbers on their way take of a multiprocessor's shared memory."""
+        """Shared memory of the blocks in flight, 16-bit elements."""
         width = self.block_rows + self.block_outputs * (2 if gated else 1)
         return width * self.block_inputs * 2 * self.stages
 
@@ -68,11 +69,11 @@ class RingGemmPlan:
     block_outputs: int               # of each half, with a gate
     block_inputs: int
     warps: int
-    stages: int                      # blocks of weights that a program has room for
-    x_stages: int                    # blocks of x
-    programs: int                    # per multiprocessor
-    splits: int                      # of the inputs
-    step: int                        # outputs from a tile to the next, at most as many as it has room for
+    stages: int                      # blocks of weights in the ring
+    x_stages: int                    # blocks of x in the ring
+    programs: int                    # CTAs per SM
+    splits: int                      # split-K
+    step: int                        # outputs from one tile to the next, at most block_outputs
 
     def shared_bytes(self, gated: bool, element_bytes: int = 2) -> int:
         """Shared memory that the rings of one CTA take; x and the weight have equally wide elements."""
@@ -80,14 +81,14 @@ class RingGemmPlan:
         return width * self.block_inputs * element_bytes
 
 
-Plan = GemvPlan | GemmPlan | None    # None: the library
+Plan = GemvPlan | GemmPlan | None    # None: cuBLAS
 
 MOST_ROWS = 128
 MOST_PLAIN_ROWS = 64                 # without a gate
-MOST_GEMV_INPUTS = 16384             # that a program holds in registers
+MOST_GEMV_INPUTS = 16384             # that a CTA holds in registers
 FEWEST_OUTPUTS, FEWEST_INPUTS = 64, 256
 FEWEST_SPLIT_INPUTS = 512
-HEAD_OUTPUTS = 256 * MULTIPROCESSORS # and more: many rounds of tiles in any case
+HEAD_OUTPUTS = 256 * MULTIPROCESSORS # and more: many waves of tiles in any case
 SPLIT_UNIT = 256                     # parts begin at its multiples, whatever the block of inputs
 
 
@@ -104,7 +105,7 @@ def plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Plan:
 
 
 def _gemv_plan(inputs: int, gated: bool) -> GemvPlan:
-    """32 to 64 weights in flight per thread, and 16 to 64 warps on a multiprocessor."""
+    """32 to 64 weights in flight per thread, and 16 to 64 warps on an SM."""
     if gated:
         warps = 4 if inputs <= 4096 else 8 if inputs <= 8192 else 16
         return GemvPlan(1, warps, 16 if warps == 4 else 32 // warps)
@@ -112,18 +113,18 @@ def _gemv_plan(inputs: int, gated: bool) -> GemvPlan:
     return GemvPlan(4 if inputs <= 2048 else 2, warps, min(4, 32 // warps))
 
 
-# By the inputs, rounded up to a power of two, and whether there is a gate: 192 KiB of a multiprocessor's shared memory, about
-# the most that fits beside what else its programs need. With two thirds of it a step of an 8B model took 12 % longer, with
-# half 18 %; two programs of six stages instead of three of four, 1.5 %. Not measured: 16384 with a gate.
+# By the inputs, rounded up to a power of two, and whether there is a gate. All use 192 KiB of an SM's shared memory, about the
+# most that fits. With two thirds of it a step of an 8B model took 12 % longer, with half 18 %; two CTAs of six stages instead of
+# three of four, 1.5 %. Not measured: 16384 with a gate.
 _RINGS = {
     (4096, False): RingPlan(2, 8, 3, 4), (4096, True): RingPlan(1, 4, 3, 4),
     (8192, False): RingPlan(1, 8, 2, 6), (8192, True): RingPlan(1, 8, 2, 3),
     (16384, False): RingPlan(1, 16, 2, 3), (16384, True): RingPlan(1, 16, 1, 3),
-}  # fmt: skip
+}
 
 
-# Smaller matrices gain nothing: the 33 MB of a 1B model's largest are read in 8 us, and its step took 0.743 ms without rings and
-# 0.805 with them at one row, 0.888 and 0.905 at two, 1.117 and 1.159 at 32. With 2,560 inputs (a 4B model) they gain 9 % at one
+# Smaller matrices gain nothing: the largest of a 1B model (33 MB) is read in 8 us, and its step took 0.743 ms without rings and
+# 0.805 with them at one row, 0.888 and 0.905 at two, 1.117 and 1.159 at 32. With 2,560 inputs (a 4B model) rings gain 9 % at one
 # row, 5 % at four, 2 % at 64.
 FEWEST_RING_INPUTS, FEWEST_RING_OUTPUTS = 2560, 2560
 
@@ -142,16 +143,16 @@ def ring_plan(outputs: int, inputs: int, gated: bool = False, weight_bytes: int 
     return plan and replace(plan, block=plan.block * 2 // weight_bytes)
 
 
-# By the rows of x in a tile and whether there is a gate: outputs (pairs, with a gate), inputs, warps, programs per
-# multiprocessor, blocks of weights and blocks of x. About as many blocks of x as of weights: it is asked for after the wait, and
-# what there is of the weight by then is multiplied only as fast as x comes.
+# By the rows of x in a tile and whether there is a gate: outputs (pairs, with a gate), inputs, warps, CTAs per SM, blocks of
+# weights, blocks of x. About as many blocks of x as of weights: x is requested after the PDL wait, when the weights are there
+# already, so the GEMM runs as fast as x arrives.
 _RING_GEMMS = {
     (8, False): (64, 256, 4, 1, 6, 6), (8, True): (64, 128, 4, 2, 3, 4),
     (16, False): (64, 256, 4, 1, 5, 6), (16, True): (64, 128, 4, 2, 3, 4),
     (32, False): (64, 256, 4, 1, 4, 5), (32, True): (128, 128, 8, 1, 3, 4),
     (64, False): (64, 128, 4, 1, 7, 7),
-}  # fmt: skip
-# With a gate, where those tiles would be less than three quarters full: the ring then holds what is not there.
+}
+# With a gate, where those tiles would be less than three quarters full: the ring would hold empty rows.
 _NARROW_RING_GEMMS = {8: (64, 128, 4, 1, 6, 8), 16: (64, 128, 4, 1, 6, 6), 32: (64, 128, 4, 1, 5, 6)}
 # At 40 rows gemm_small.py is as fast or up to 3 % faster in five of six models; at 48 and 64 the ring is, by 0.3 to 3 %, in all.
 FEWEST_RING_ROWS_OF_64 = 48
@@ -206,7 +207,7 @@ def _gated_plan(rows: int, outputs: int) -> GemmPlan | None:
         return GemmPlan(128, 128, 64, 8, 4, step=step) if step >= 96 else None
     block_inputs, stages = {16: (128, 3), 32: (64, 5), 64: (64, 4)}[block_rows]
     step = even_step(outputs, 64, 2 * MULTIPROCESSORS)
-    if step < 48:                    # too few outputs for two tiles per multiprocessor: one, with twice the depth
+    if step < 48:                    # too few outputs for two tiles per SM: one, with twice the depth
         step, stages = even_step(outputs, 64, MULTIPROCESSORS), 2 * stages
     return GemmPlan(block_rows, 64, block_inputs, 4, stages, step=step)
 
@@ -224,7 +225,7 @@ def _plain_plan(rows: int, outputs: int, inputs: int) -> GemmPlan:
 
 
 def even_splits(outputs: int, inputs: int) -> int:
-    """So many that tiles of about 64 outputs give every multiprocessor one; a matter of the matrix, not of the rows."""
+    """Split-K factor with which tiles of about 64 outputs give every SM one; depends on the matrix, not on the rows."""
     splits = 1
     while (
         splits < 8
@@ -236,7 +237,7 @@ def even_splits(outputs: int, inputs: int) -> int:
 
 
 def even_step(outputs: int, block: int, slots: int) -> int:
-    """Outputs per tile such that the last round of tiles is as full as the others: a multiple of 8, at most `block`."""
+    """Outputs per tile such that the last wave of tiles is as full as the others: a multiple of 8, at most `block`."""
     rounds = -(-outputs // (block * slots))
     share = -(-outputs // (rounds * slots))
     return min(block, -(-share // 8) * 8)

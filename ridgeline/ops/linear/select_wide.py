@@ -1,11 +1,10 @@
-"""Which products of 81 to 128 rows gemm_wide.py makes, and in which tiles: a rule in plain Python, for 16 bit numbers.
+"""Chooses the GEMMs of 81 to 128 rows (fp8: 65 to 128) that gemm_wide.py computes, and their tiles, in plain Python.
 
-Derived on an H200 from the matrices of an 8B model in chains of layers, checked on those of 1B and 70B models. Tiles of nearly
-128 pairs with a gate read the rows half as often as tiles of 128 outputs do: 4 to 6 % faster than before. So do tiles of 256
-outputs where there are rounds of them (a head), by 1 to 4 %, unless the last round is half empty. Tiles of 128 outputs with
-split inputs are 1 to 2 % ahead where inputs are many and every multiprocessor is busy (the product behind the gate). Everything
-else is the library's: q, k and v would be a fifth slower. With 80 rows both take the same time; with more than 128 the library
-is faster.
+The rules come from chains of layers of an 8B model on an H200, checked on 1B and 70B models. With a gate, tiles of nearly 128
+pairs read x half as often as tiles of 128 outputs: 4 to 6 % faster. Tiles of 256 outputs gain 1 to 4 % where there are several
+waves of them (the head), unless the last wave is half empty. Tiles of 128 outputs with split-K gain 1 to 2 % where inputs are many
+and every SM is busy (the down projection). cuBLAS computes the rest: q, k and v would be a fifth slower here. With 80 rows both
+take the same time; with more than 128 cuBLAS is faster.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from ridgeline.ops.linear.select import MULTIPROCESSORS
 FEWEST_WIDE_ROWS, MOST_WIDE_ROWS = 81, 128
 FEWEST_FP8_ROWS = 65
 FEWEST_INPUTS = 2048
-FEWEST_PAIRS = 96                    # of a tile: narrower ones read the rows too often
-FULL = 0.92                          # at least, of the last round and those before it
-LONG = 3                             # with split inputs: times as many inputs as outputs
+FEWEST_PAIRS = 96                    # of a tile: narrower ones read x too often
+FULL = 0.92                          # share of the waves' CTAs that must be busy
+LONG = 3                             # with split-K: times as many inputs as outputs
 
 
 @dataclass(frozen=True, slots=True)
 class WidePlan:
     tile: int                        # weight rows that a tile has room for
     step: int                        # that it has: outputs, or with a gate both halves of its pairs
-    splits: int                      # of the inputs: a power of two
-    stages: int                      # blocks of weights that a program has room for
-    row_stages: int                  # blocks of rows
+    splits: int                      # split-K: a power of two
+    stages: int                      # blocks of weights in the ring
+    row_stages: int                  # blocks of x in the ring
 
     def shared_bytes(self) -> int:
         """What the blocks of 64 inputs take."""
@@ -38,7 +37,7 @@ class WidePlan:
 
 @functools.cache
 def wide_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> WidePlan | None:
-    """With a gate, `outputs` counts the pairs. None: somebody else's."""
+    """With a gate, `outputs` counts the pairs. None: another kernel's."""
     if not FEWEST_WIDE_ROWS <= rows <= MOST_WIDE_ROWS or inputs < FEWEST_INPUTS or inputs % 8:
         return None
     if gated:
