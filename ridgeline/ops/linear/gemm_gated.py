@@ -1,8 +1,8 @@
 """GEMM of gate and up for many rows (prefill), fused with the gated activation.
 
 cuBLAS is as fast, but it writes both halves, and another kernel reads them again. Here a tile holds an output's gate and its
-partner in the same registers, so only the activated result is written. One TMA load brings the rows of both halves as one operand.
-CTAs are persistent; tiles that run at the same time share rows of x or of the weight.
+partner in the same registers, so only the activated result is written. One TMA load brings the rows of both halves as
+one operand. CTAs are persistent; tiles that run at the same time share rows of x or of the weight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """GEMM for a few rows, fused with the gated activation behind it: a tile covers all rows of x, so every weight is read once.
 
-Where the outputs alone make too few tiles to keep every SM reading, the inputs are split, too (split-K); the CTA that arrives last
+Where the outputs alone make too few tiles to keep every SM reading, the inputs are split, too (split-K); the CTA that
+arrives last
 at a tile adds the parts, always in the same order. The weight is the left operand: the tensor cores' left side has 64 rows, so
 few rows of x still fill them.
 """
@@ -101,7 +102,7 @@ def _small_gemm_kernel(  # type: ignore[no-untyped-def]
             tl.store(mine + SIZE + place, other)
         tl.debug_barrier()                               # every thread's part is written before the arrival is
         arrived = tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel")
-        # Whoever is last adds all parts; the others have nothing to add and nothing to write.
+        # The last CTA of a tile adds all parts; the others add and write nothing.
         terms = tl.where(arrived == SPLITS - 1, SPLITS, 0)
         sums = tl.zeros_like(sums)
         other = sums

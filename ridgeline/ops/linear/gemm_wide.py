@@ -1,6 +1,7 @@
 """GEMM for 81 to 128 rows (fp8: 65 to 128): persistent, warp-specialised CTAs whose weight ring is full before x is there.
 
-One warp loads weights by TMA without any wait, so the ring fills while the kernel before this one still runs. Another warp does the
+One warp loads weights by TMA without any wait, so the ring fills while the kernel before this one still runs. Another
+warp does the
 PDL wait and loads the rows of x. Two warpgroups multiply 64 rows each by the same weights. Tiles are wide in outputs, because
 every tile reads all of x again. Where there are too few tiles, the inputs are split (split-K): every CTA of a tile writes its
 part, waits for the others, and adds its share of the outputs, always in the same order.
@@ -44,7 +45,8 @@ if HAS_GLUON:
         lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
         return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
 
-PROMOTED = 1                         # blocks of 128 e4m3 products that the tensor cores add before float32 does
+PROMOTED = 1                         # blocks of 128 e4m3 products that the tensor cores add before float32
+does
 # Neighbouring blocks of the same weight rows are requested together. One at a time, gate_up takes 5 % longer; four at a time 14 %,
 # probably because too many stages of a ring of five wait for each other.
 RUN = 2
