@@ -85,13 +85,7 @@ class ToolReferenceBlock(Block, tag_field="type", tag="tool_reference"):
 
 
 AnyBlock = (
-    TextBlock
-    | ToolUseBlock
-    | ToolResultBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | ImageBlock
-    | DocumentBlock
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock | ImageBlock | DocumentBlock
     | ToolReferenceBlock
 )
 
@@ -209,13 +203,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def chat(self) -> dict[str, Any]:
         """The same request in chat's form, as plain data."""
-        messages: list[dict[str, Any]] = []
-        if self.system:
-            blocks = [TextBlock(text=self.system)] if isinstance(self.system, str) else self.system
-            messages.append({"role": "system", "content": _texts(blocks, "system")})
-        for place, message in enumerate(self.messages):
-            _extend(messages, message, f"messages[{place}]")
-        chat: dict[str, Any] = {"model": self.model, "messages": messages}
+        chat: dict[str, Any] = {"model": self.model, "messages": self._conversation()}
         if self.messages and self.messages[-1].role == "assistant":
             chat |= {"add_generation_prompt": False, "continue_final_message": True}     # the client began the answer
         if self.tools:
@@ -235,6 +223,15 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             schema = {"name": "answer", "schema": asked.schema}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         return chat
+
+    def _conversation(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            blocks = [TextBlock(text=self.system)] if isinstance(self.system, str) else self.system
+            messages.append({"role": "system", "content": _texts(blocks, "system")})
+        for place, message in enumerate(self.messages):
+            _extend(messages, message, f"messages[{place}]")
+        return messages
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -292,14 +289,19 @@ def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> Non
                 kind = msgspec.to_builtins(block)["type"]
                 words = f"a block of type {kind!r} does not belong in a message of role {message.role!r}"
                 raise BadRequest(f"{at}: {words}", field=at)
-    if not (texts or calls or thoughts):
-        return
-    content = _texts(texts, where) if texts else None
+    if texts or calls or thoughts:
+        content = _texts(texts, where) if texts else None
+        _append(messages, {"role": message.role, "content": content}, calls, thoughts)
+
+
+def _append(
+    messages: list[dict[str, Any]], plain: dict[str, Any], calls: list[dict[str, Any]], thoughts: list[str]
+) -> None:
+    """A user's text joins the user's message before it."""
     last = messages[-1] if messages else None
-    if last is not None and last["role"] == message.role == "user" and content is not None:
-        last["content"] = f"{last['content']}\n{content}"
+    if last is not None and last["role"] == plain["role"] == "user" and plain["content"] is not None:
+        last["content"] = f"{last['content']}\n{plain['content']}"
         return
-    plain: dict[str, Any] = {"role": message.role, "content": content}
     if calls:
         plain["tool_calls"] = calls
     if thoughts:

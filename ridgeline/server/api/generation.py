@@ -245,13 +245,18 @@ def _response_format(given: Any) -> dict[str, Any] | None:
             raise BadRequest(f"response_format has the unknown field {shown(name)}", field="response_format")
     if kind != "json_schema":
         return {"json_object": True} if kind == "json_object" else None
-    match given.get("json_schema"):
+    return {"json": closed(_schema_of(given.get("json_schema")))}
+
+
+def _schema_of(given: Any) -> Mapping[str, Any]:
+    """The schema in response_format.json_schema."""
+    match given:
         case {"schema": Mapping() as schema, **rest}:
             for name in rest:
                 if name not in ("name", "description", "strict"):
                     message = f"response_format.json_schema has the unknown field {shown(name)}"
                     raise BadRequest(message, field="response_format.json_schema")
-            return {"json": closed(schema)}
+            return schema
     message = "response_format.json_schema needs a name and a schema, which is an object"
     raise BadRequest(message, field="response_format.json_schema")
 

@@ -21,7 +21,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
-from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram
+from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram, RequestTimes
 from ridgeline.roofline.verdict import TERMS
 from ridgeline.server.http.gate import LOG
 from ridgeline.server.observe import roofline_endpoint
@@ -238,8 +238,7 @@ class Timings(msgspec.Struct):
 def timings(llm: AsyncLLM, outputs: list[RequestOutput]) -> Timings:
     """The times of these answers; call it when they are complete."""
     known = [output.metrics for output in outputs if output.metrics is not None]
-    off = {name for times in known for name in times.off}
-    techniques = [name for name in (llm.ready.techniques if llm.ready else []) if name not in off]
+    techniques = _techniques_used(llm, known)
     cached = sum(output.num_cached_tokens for output in outputs)
     answers = [(times, index) for times in known for index, first in enumerate(times.first) if first]
     if not answers:
@@ -257,6 +256,11 @@ def timings(llm: AsyncLLM, outputs: list[RequestOutput]) -> Timings:
         cached_tokens=cached,
         techniques=techniques,
     )
+
+
+def _techniques_used(llm: AsyncLLM, requests: list[RequestTimes]) -> list[str]:
+    off = {name for times in requests for name in times.off}
+    return [name for name in (llm.ready.techniques if llm.ready else []) if name not in off]
 
 
 def _round(seconds: float) -> float:

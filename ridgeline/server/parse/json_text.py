@@ -44,24 +44,31 @@ class JsonMachine(Machine):
                 sink(char)
                 state = "value"
             elif state == "key" or (state == "first" and stack[-1] == "}"):
-                if char != '"':
-                    raise self._unexpected(char)
-                yield from self._string(sink)
+                yield from self._key(char, sink)
                 state = "colon"
-            elif state not in ("value", "first"):
-                raise self._unexpected(char)
-            elif char in "{[":
-                sink(char)
-                stack.append("}" if char == "{" else "]")
-                state = "first"
-            elif char == '"':
-                yield from self._string(sink)
-                state = "after"
-            elif char in "-0123456789tfn":
-                yield from self._scalar(char, sink)
-                state = "after"
+            elif state in ("value", "first"):
+                state = yield from self._value_from(char, sink, stack)
             else:
                 raise self._unexpected(char)
+
+    def _key(self, char: str, sink: Callable[[str], None]) -> Reads[None]:
+        if char != '"':
+            raise self._unexpected(char)
+        yield from self._string(sink)
+
+    def _value_from(self, char: str, sink: Callable[[str], None], stack: list[str]) -> Reads[str]:
+        """A value's first character: all of a string or scalar is read, a bracket is opened. Returns the next state."""
+        if char in "{[":
+            sink(char)
+            stack.append("}" if char == "{" else "]")
+            return "first"
+        if char == '"':
+            yield from self._string(sink)
+        elif char in "-0123456789tfn":
+            yield from self._scalar(char, sink)
+        else:
+            raise self._unexpected(char)
+        return "after"
 
     def _string(self, sink: Callable[[str], None]) -> Reads[None]:
         """A string, its opening quote read. Models forget to escape line breaks, and escape what needs none: mended."""

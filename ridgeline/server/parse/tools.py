@@ -346,26 +346,30 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     free = asked is None or asked.kind in (*AFTER_REASONING, "structural_tag")
     made.reasoning = free and has_reasoning(options.reasoning_parser, templates)
     marks: tuple[str, ...] = THINK_MARKS if made.reasoning else ()
-    if use.mode == "named":
-        made.format = "named"
-    elif use.mode == "required":
-        made.format = "required"
-    elif use.mode == "auto" and asked is not None:
-        made.format = "list"
-    elif use.mode == "auto":
-        if form is None:
-            raise BadRequest(
-                "tools with tool_choice 'auto' need a known format of calls, and the chat template has another; start the "
-                f"server with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function",
-                field="tools",
-            )
-        made.format = form
-        marks += MARKS.get(form, ())
+    made.format = _answer_format(use, asked, form)
+    marks += MARKS.get(made.format or "", ())
     if any(tokenizer.token_id(mark) in tokenizer.special_ids for mark in marks):
         params.skip_special_tokens = False
     elif made.format == "hermes" and any(tool["function"].get("strict") for tool in use.tools):
         params.structured_outputs = structured_outputs("tools", structural_tag=strict_calls(use.tools))
     return made
+
+
+def _answer_format(use: ToolUse, asked: StructuredOutputs | None, form: str | None) -> str | None:
+    """A name in FORMATS; None: no calls. `form`: the model's own format."""
+    if use.mode in ("named", "required"):
+        return use.mode
+    if use.mode != "auto":
+        return None
+    if asked is not None:
+        return "list"
+    if form is None:
+        raise BadRequest(
+            "tools with tool_choice 'auto' need a known format of calls, and the chat template has another; start the "
+            f"server with --tool-call-parser ({', '.join(FREE)}), or set tool_choice to 'required' or one function",
+            field="tools",
+        )
+    return form
 
 
 def strict_calls(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
