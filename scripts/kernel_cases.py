@@ -1,8 +1,8 @@
-"""Small cases of kernels that the ops' own cases do not reach, since their rules choose them for large products and steps.
+"""Small cases of kernels that the cases of the ops do not reach, since these kernels are selected for large GEMMs and steps.
 
-Each launches its kernel directly, with the rings and tiles that the rules give it, but so few rows and outputs that a checker
-which watches every access is done in seconds. As if the device had one multiprocessor or two, where that makes a program
-walk over several tiles: every slot of a ring is then filled, used and filled again.
+Each case launches its kernel directly, with the rings and tiles of the selection rules, but with few rows and outputs, so that
+compute-sanitizer finishes in seconds. Some run as on a GPU with one or two SMs, so that a CTA walks over several tiles: every
+slot of a ring is then filled, used and filled again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ridgeline.ops.registry import gluon_kernel, tl, triton_kernel
 
 @contextmanager
 def only(count: int, module: ModuleType) -> Iterator[None]:
-    """The kernel of this file is launched as for a device with so many multiprocessors."""
+    """Launch the kernel of this module as for a GPU with `count` SMs."""
     known = module.multiprocessors
     module.multiprocessors = lambda device: count  # type: ignore[attr-defined]
     try:
@@ -47,7 +47,7 @@ def _product(
     weights = outputs if gate is None else 2 * outputs
     made = random(rows, inputs), random(weights, inputs, scale=inputs**-0.5), random(weights) if bias else None
     if device == "cuda":
-        torch.cuda.synchronize()                         # kernels ask for weights before they wait
+        torch.cuda.synchronize()                         # kernels load weights before they wait (PDL)
     return made
 
 
@@ -104,10 +104,10 @@ def run_invariant_gemm(device: str) -> None:
 
 
 def run_ring_gemm(device: str) -> None:
-    with only(2, gemm_ring):                             # two parts of the inputs: one program each, three tiles
+    with only(2, gemm_ring):                             # split-K in two parts: one CTA each, three tiles
         _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(5, 4096, 4096), 5, 150, 4096, None, True)
         _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(50, 4096, 4096), 50, 150, 4096, None, False)
-    with only(1, gemm_ring):                             # tiles of two programs, wide ones and narrow ones
+    with only(1, gemm_ring):                             # tiles of two CTAs, wide ones and narrow ones
         _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(5, 14336, 4096, True), 5, 250, 1024, "gelu_tanh", True)
         _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(20, 14336, 4096, True), 20, 250, 1024, "silu", False)
         _rows(device, gemm_ring.ring_gemm, ring_gemm_plan(20, 8192, 4096, True), 20, 150, 1024, "gelu", False)
@@ -137,7 +137,7 @@ def run_prompt_attention(device: str) -> None:
     )
     with only(2, kernel_prefill_hopper):
         out = attention_launch.paged_attention_triton(*args, **options)
-    assert not out.cpu().isnan().any()                   # what nobody may read is NaN
+    assert not out.cpu().isnan().any()                   # hidden slots hold NaN
 
 
 CASES: dict[str, Callable[[str], None]] = {

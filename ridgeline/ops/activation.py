@@ -30,7 +30,7 @@ def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-BLOCK = 1024                         # columns per program
+BLOCK = 1024                         # columns per CTA
 _TRITON_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
@@ -39,7 +39,7 @@ def _gated_activation_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: a block of columns of one token."""
+    """One CTA: a block of columns of one token."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

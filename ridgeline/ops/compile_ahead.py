@@ -1,18 +1,18 @@
-"""Kernels compiled many at a time, before anything is launched.
+"""Compiles Triton kernels in parallel, before anything is launched.
 
     with CompileAhead(device) as ahead:
         with ahead.collecting():
-            ...                      # launches of this thread only say which variant they need: it begins to compile
+            ...                      # launches of this thread only start to compile the variant they need
         ...                          # threads compile; this one may load weights
         ahead.finish()               # all are compiled and loaded
 
-Triton compiles a variant of a kernel when it is launched for the first time, so a start without its cache compiles one
-after the other. Nine tenths of that are passes of LLVM and programs of their own (the assembler, the C compiler that makes
-the launcher), which leave the interpreter to others: threads do. They use Triton's own mode for it and leave the same
-entries in its cache. What nobody has collected is compiled when it is launched, and logged, as ever.
+Triton compiles a variant of a kernel at its first launch, so a start without its cache compiles one after the other. Nine
+tenths of that time are LLVM passes and other processes (the assembler, the C compiler of the launcher), which do not hold the
+GIL: so threads suffice. They use Triton's AsyncCompileMode and leave the same entries in its cache. A variant that was not
+collected is compiled at its launch, and logged.
 
-Memory that a kernel would have written holds anything while launches are collected: whoever collects must not use it as an
-index. In Triton's interpreter, and with a Triton that lacks the mode, nothing is collected and everything is launched.
+Memory that a kernel would have written is undefined while launches are collected: the caller must not use it as an index. In
+Triton's interpreter, and with a Triton without this mode, nothing is collected and everything is launched.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ridgeline.process.log import get_logger
 logger = get_logger("ops")
 
 MOST_THREADS = 32
-# Threads that generate code hold the interpreter for tens of milliseconds, and the one that collects wants it thousands of
-# times: beside sixteen of them it took 10.5 s, where it takes 2.1 when nothing has to be compiled. So few compile while it
-# collects, and it is let in sooner than after Python's 5 ms.
+# Threads that generate code hold the GIL for tens of milliseconds, and the collecting thread needs it thousands of times: with
+# sixteen compiling it took 10.5 s, and 2.1 s when nothing has to be compiled. So few threads compile during collection, and the
+# switch interval is shorter than Python's 5 ms.
 WHILE_COLLECTING, LET_IN = 2, 0.0002
 
 
@@ -45,11 +45,11 @@ _loading = threading.Lock()
 
 
 def load_launchers_apart() -> bool:
-    """Whether threads may load launchers from now on, each its own.
+    """Let threads load launchers; returns whether this Triton allows it.
 
-    Launchers are extension modules of one name. Of such modules the interpreter keeps one object: a file that is loaded again,
-    for another kernel with the same parameters, comes as the object that was loaded last, with the file's functions put into
-    it. Whoever has that object then has another kernel's launcher. So what is loaded is copied before anybody else can load.
+    Launchers are extension modules of one name, and the interpreter keeps one object per name: loading another file of that name
+    returns the same object with the functions of the new file. The first kernel would then have the launcher of the second. So
+    the loaded module is copied under a lock.
     """
     from triton.runtime import build
 
@@ -69,7 +69,7 @@ def load_launchers_apart() -> bool:
 
 
 def triton_compiles_ahead() -> bool:
-    """Whether this Triton has what is used of it here, which is not all public."""
+    """Whether this Triton has the functions used here, some of which are private."""
     function = getattr(registry.triton, "JITFunction", None)
     there = hasattr(registry.triton, "AsyncCompileMode") and all(hasattr(function, name) for name in ("run", "_do_compile"))
     if there and load_launchers_apart():
@@ -95,9 +95,9 @@ class _Builders(Executor):
             with self._turns:
                 kernel = compile_kernel()
                 with torch.cuda.device(self._device):
-                    _ = kernel.run                       # the property makes what a launch needs
+                    _ = kernel.run                       # the property loads the kernel and makes its launcher
                 return kernel
-        except Exception as error:                       # whoever launches it will hear of it
+        except Exception as error:                       # its launch will compile it again and raise
             logger.warning("a kernel could not be compiled ahead: %s", error)
             raise
 
@@ -112,7 +112,7 @@ class CompileAhead:
     def __init__(self, device: torch.device) -> None:
         possible = registry.HAS_TRITON and not registry.TRITON_INTERPRETED and device.type == "cuda"
         self.active = possible and triton_compiles_ahead()
-        self._waiting: list[tuple[dict[str, Any], str, Any]] = []    # a kernel's variants, which of them, what it will be
+        self._waiting: list[tuple[dict[str, Any], str, Any]] = []    # variants of a kernel, key of one, its future
         self._began = time.perf_counter()
         self._compiled = len(registry.COMPILED_AHEAD)
         self._threads = min(platform.cpu_count(), MOST_THREADS)
@@ -123,10 +123,10 @@ class CompileAhead:
 
     def __exit__(self, *error: object) -> None:
         if self._builders is not None:
-            self._builders.close()                       # after an error nobody wants the others
+            self._builders.close()                       # after an error the rest is not needed
             for variants, key, kernel in self._waiting:
                 if variants.get(key) is kernel:
-                    del variants[key]                    # whoever launches it compiles it
+                    del variants[key]                    # its launch compiles it
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class CompileAhead:
             return launch(kernel, *args, warmup=warmup or threading.get_ident() == here, **kwargs)
 
         def remember(kernel: Any, key: str, signature: Any, device: int, *others: Any) -> Any:
-            """A variant is found by its key from now on. Triton 3.6 would hash its source anew at every launch until then."""
+            """Register the variant under its key now. Triton 3.6 would otherwise hash its source again at every launch."""
             found = compile_variant(kernel, key, signature, device, *others)
             if threading.get_ident() == here and found is not None:
                 variants = kernel.device_caches[device][0]
@@ -160,11 +160,11 @@ class CompileAhead:
             sys.setswitchinterval(usual)
             jit_function.run, jit_function._do_compile = launch, compile_variant
             self._builders.all_at_once()
-            mode.raw_futures = []                        # for which leaving the mode would wait
+            mode.raw_futures = []                        # or leaving the mode would wait for them
             mode.__exit__(None, None, None)
 
     def finish(self) -> None:
-        """Wait until all are compiled. One that could not be is tried again by whoever launches it."""
+        """Wait until all are compiled. A kernel that failed is compiled again at its launch."""
         if self._builders is None:
             return
         for variants, key, kernel in self._waiting:

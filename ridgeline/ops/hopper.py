@@ -1,8 +1,8 @@
-"""What the kernels written in Gluon share: its names, barriers of a ring, and the wait for the kernel before.
+"""Shared by the kernels written in Gluon: its names, the mbarriers of a ring, and the wait for the kernel before (PDL).
 
-Gluon is Triton's language for kernels that say where every number lies and when it comes. The interpreter does not know it,
-and it is young: where names changed between the versions in use, 3.6 and later, this file has one for both. Without it they
-are None, and nothing may call the kernels.
+Gluon is Triton's language for kernels with explicit layouts, barriers and copies. Triton's interpreter cannot run it. Names that
+changed between the supported versions, 3.6 and later, have one name here. Without Gluon they are None, and the kernels must not
+be called.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, gluon_kernel, triton
 
-# Before Triton 3.6 it was spelt otherwise.
+# Triton before 3.6 has other names.
 HAS_GLUON = HAS_TRITON and not TRITON_INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 if HAS_GLUON:
     from triton.experimental.gluon import language as gl
@@ -34,7 +34,7 @@ if HAS_GLUON:
 
     @builtin
     def viewed(memory, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
-        """The same shared memory as another shape."""
+        """The same shared memory with another dtype, shape and layout."""
         method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
         return method(dtype, shape, layout, _semantic=_semantic)
 
@@ -57,7 +57,7 @@ def wait_for_kernel_before(DEPENDENT: gl.constexpr):  # type: ignore[no-untyped-
 
 @gluon_kernel()
 def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(that a slot of a ring is full, that it is empty): one warp fills it, READERS groups of warps give it back."""
+    """mbarriers (slot full, slot empty) of a ring of STAGES slots: one warp fills a slot, READERS warpgroups release it."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -68,5 +68,5 @@ def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):  # type: ignore[
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """The copy engine and the instructions of four warps at once came with compute capability 9, and the latter went."""
+    """TMA and wgmma came with compute capability 9; later GPUs have no wgmma."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -1,14 +1,12 @@
-"""How a chain of kernels is launched: programmatic dependent launch, where the device has it.
+"""Programmatic dependent launch (PDL) of chains of kernels, where the GPU has it, and facts of the GPU.
 
-A kernel launched so may start while its predecessor drains. It must call `gdc_wait` before it reads what a predecessor
-wrote and before it writes anything; what it may do earlier is fetch weights, which therefore must have been written long
-before: loading ends with a synchronisation. Every kernel of a chain waits, so that the end of one is also the end of all
-before it.
+A kernel launched with PDL may start while its predecessor drains. It must call `gdc_wait` before it reads what a predecessor
+wrote and before it writes anything. Before the wait it may fetch weights: loading them ends with a synchronisation. Every
+kernel of a chain waits, so the end of one is also the end of all before it.
 
-Some kernels let the next one start before they wait themselves, so several of a chain can be under way at once. What is read
-before the wait must therefore be older than the whole chain, not than the predecessor alone: weights, and what the host has
-sent for the step (lists, lengths, tables). A chain begins with a kernel that is launched plainly, the embedding, and such a
-one waits for all that came before.
+Some kernels let the next one start before they wait themselves, so several of a chain can run at once. What is read before the
+wait must therefore be older than the whole chain, not only than the predecessor: weights, and what the host has sent for the step
+(lists, lengths, tables). A chain begins with a kernel launched without PDL, the embedding, which waits for all before it.
 """
 
 from __future__ import annotations
@@ -31,14 +29,15 @@ def dependent_launch(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
+    """SMs of the device."""
     if device.type != "cuda":
-        return 132                                       # the interpreter's: as many as the devices the rules are for
+        return 132                                       # in the interpreter: as many SMs as an H100 or H200 has
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have of it."""
+    """Most bytes of shared memory of a CTA."""
     if device.type != "cuda":
-        return 232_448                                   # the interpreter's, likewise
+        return 232_448                                   # in the interpreter, likewise
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

@@ -362,7 +362,7 @@ static void transpose_keys(const Cache *cache, const float *keys, const int64_t 
         for (int64_t i = 0; i < cache->width; i += LANES) {
             Lanes square[LANES];
             for (int64_t lane = 0; lane < LANES; lane++) {
-                int64_t key = j + lane;                  /* what nobody sees may hold anything: not even read */
+                int64_t key = j + lane;                  /* hidden slots may hold anything: not read */
                 square[lane] = key >= low && key < high ? *(const Lanes *)(keys + slots[key] + i) : (Lanes){0};
             }
             transpose(square);

@@ -1,8 +1,8 @@
-"""Building and loading `native.c`, the float32 kernels of the CPU.
+"""Builds and loads `native.c`, the float32 CPU kernels.
 
 It is compiled for this machine once, by `make install` or `ridgeline build`, into the cache, under a name made of the
-source, the compiler's flags and the processor's features: a changed source or another machine never meets an old build.
-Nothing is compiled at start-up. Without a build every op runs its definition in torch, only slower.
+source, the compiler's flags and the processor's features: a changed source or another machine never uses an old build.
+Nothing is compiled at start-up. Without a build every op runs its definition in torch, which is slower.
 
 The kernels use the OpenMP runtime that torch has loaded, so that there is one pool of threads and not two.
 """
@@ -29,7 +29,7 @@ from ridgeline.process.log import get_logger
 logger = get_logger("ops")
 
 SOURCE = Path(__file__).with_name("native.c")
-# Nothing that reorders additions or forgets NaN: a broken row must show, and a row alone equals the row in a batch.
+# No flag that reorders additions or ignores NaN: a broken row must show, and a row alone equals the row in a batch.
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -78,7 +78,7 @@ def build() -> Path:
 
 @functools.cache
 def library() -> Any:
-    """The kernels, or None where they are not built or cannot be loaded; said once."""
+    """The kernels, or None if they are not built or cannot be loaded, which is logged once."""
     try:
         built = path()
         if not built.is_file():
@@ -97,7 +97,7 @@ def library() -> Any:
 
 
 def _openmp_runtimes() -> list[str]:
-    """Of this process, loaded by torch."""
+    """The OpenMP runtimes that torch has loaded into this process."""
     with open("/proc/self/maps") as maps:
         mapped = {line.split()[-1] for line in maps if "/" in line}
     return [file for file in mapped if Path(file).name.startswith(("libgomp", "libomp", "libiomp5"))]

@@ -58,17 +58,17 @@ def wait_for_triton_key() -> None:
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-COMPILED_AHEAD: list[str] = []       # kernels that threads of ops/compile_ahead.py have compiled: nobody waits for one of them
+COMPILED_AHEAD: list[str] = []       # kernels that threads of ops/compile_ahead.py have compiled
 _thread = threading.local()
 
 
 def compile_ahead_here() -> None:
-    """From now on this thread compiles what nobody waits for yet."""
+    """Mark this thread: what it compiles is compiled ahead of its first launch."""
     _thread.ahead = True
 
 
 def log_compilations() -> None:
-    """Say when a kernel was not in the cache: somebody has just waited for it."""
+    """Log every kernel that was not in the cache and was compiled at its launch."""
 
     def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         name = getattr(src, "name", "a kernel")
@@ -98,8 +98,8 @@ def triton_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[.
 
 
 def gluon_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
-    """`gluon.jit`, or the bare function where there is none: Triton's language for kernels that say where every number
-    lies and when it comes. Its interpreter does not know it."""
+    """`gluon.jit`, or the bare function where there is none: Triton's language for kernels with explicit layouts, barriers
+    and copies. Triton's interpreter cannot run it."""
 
     def decorate(function: Callable[..., None]) -> Any:
         if not HAS_TRITON or TRITON_INTERPRETED:
@@ -111,7 +111,7 @@ def gluon_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What an implementation may ask before it says yes."""
+    """What an implementation decides by whether it supports a call."""
 
     device: str                      # "cpu", "cuda"
     dtype: torch.dtype

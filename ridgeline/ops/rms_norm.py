@@ -46,7 +46,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BLOCK_ROWS rows per program; out and new_residual are contiguous."""
+    """BLOCK_ROWS rows per CTA; out and new_residual are contiguous."""
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -92,7 +92,7 @@ def rms_norm_triton(
 
 
 def _triton_supports(site: Site) -> bool:
-    # One program holds a whole row in registers.
+    # One CTA holds a whole row in registers.
     return site.device == "cuda" and site.dtype in TRITON_DTYPES and site.width <= 16384
 
 

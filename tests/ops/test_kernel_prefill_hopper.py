@@ -1,4 +1,4 @@
-"""Prompt attention through the copy engine: the list of tiles here, the kernel's assembly here, its results on a GPU."""
+"""Prefill attention for Hopper (TMA, warp-specialised): the list of tiles and the assembly here, its results on a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_query_is_in_one_tile(rows: list[tuple[int, int]], group: int, spa
     tiles = tiles_of(rows, group, most)
     assert tiles.shape == (most, 4) and tiles.dtype == np.int32
     used = tiles[tiles[:, 1] > 0]
-    assert not tiles[len(used) :].any()                  # those of nobody come last
+    assert not tiles[len(used) :].any()                  # unused tiles come last
     assert np.array_equal(used, tiles_of(rows, group))
     found = {}
     for token, live, position, table_row in used.tolist():
@@ -115,7 +115,7 @@ def test_a_step_of_a_shape_has_as_many_tiles_as_any_other(monkeypatch: pytest.Mo
 
 
 def compiled(head_dim: int, group: int, narrow: bool) -> dict[str, Any]:
-    """What the compiler makes of the kernel for sm_90. In a process of its own, where the op files believe in a GPU."""
+    """What the compiler makes of the kernel for sm_90. In a process of its own, where the op files are imported as on a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental import gluon
@@ -173,8 +173,7 @@ def compiled(head_dim: int, group: int, narrow: bool) -> dict[str, Any]:
     ],
 )
 def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: bool) -> None:
-    """Every product under way while others compute, and the exponentials between the issue of one and the wait for it.
-    Eight-bit keys are multiplied as they are."""
+    """wgmma stays asynchronous: exponentials stand between the issue of one and the wait for it. fp8 keys use fp8 MMAs."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, __file__, str(head_dim), str(group), *["narrow"] * narrow]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -183,12 +182,12 @@ def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: 
     assert found["shared"] <= kernel_prefill_hopper.SHARED_BYTES <= 232_448
     assert "cp.async.bulk.tensor.3d" in found["ptx"] and "setmaxnreg.dec" in found["ptx"]
     assert ("QGMMA" in found["instructions"]) == narrow
-    # Computing, converting and fetching warps go on from item to item with the next one's numbers and their place in the
-    # rings. Triton 3.6 forgets those of them that are bounds of an inner loop and nothing else.
+    # Consumer, conversion and producer warps carry the next item and their place in the rings from item to item. Triton 3.6
+    # drops carried values that are only bounds of an inner loop.
     assert found["carried"] == ([6, 6, 3, 7, 5] if narrow else [6, 6, 7, 5])
     found["instructions"] = ["HGMMA" if name == "QGMMA" else name for name in found["instructions"]]
     counts = Counter(found["instructions"])
-    # Where the assembler cannot keep a product under way it waits after every instruction of it.
+    # Where the assembler cannot keep a wgmma asynchronous it waits after every one.
     assert counts["HGMMA"] > 40 and counts["WARPGROUP.DEPBAR"] <= 16 and counts["UTMALDG"] > 16
     runs = [(name, len(list(same))) for name, same in itertools.groupby(found["instructions"])]
     overlapped = [
@@ -201,7 +200,7 @@ def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: 
 # ── the kernel, on a GPU ─────────────────────────────────────────────────────────────────────────────────────────────
 
 on_hopper = pytest.mark.skipif(
-    not kernel_prefill_hopper._has_copy_engine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+    not kernel_prefill_hopper._has_tma(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     reason="needs a GPU of compute capability 9",
 )
 ROWS = [
@@ -228,7 +227,7 @@ def test_prompts_agree_with_the_definition(
     heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: str, kv_dtype: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NaN in every slot that nobody may read; decodes before; and the same bits every time."""
+    """With NaN in every hidden slot and decodes before the prompts; and the same bits every time."""
     calls: list[None] = []
     launch = kernel_prefill_hopper.prompt_attention
     monkeypatch.setattr(kernel_prefill_hopper, "prompt_attention", lambda *args: calls.append(launch(*args)))
@@ -255,7 +254,7 @@ def _wide(value: Any) -> Any:
 @on_hopper
 def test_what_is_not_plain_goes_to_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
-        raise AssertionError("the copy engine was asked")
+        raise AssertionError("the Hopper kernel was launched")
 
     monkeypatch.setattr(kernel_prefill_hopper, "prompt_attention", refuse)
     sizes: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block_size": 16, "window": None, "softcap": None}

@@ -22,7 +22,7 @@ PREFIX_QUERIES = 128                 # (row, head of a group) pairs in a tile of
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """What the host knows of a step's shape. The device has the true lengths; these fix the grids."""
+    """What the host knows of the shape of a step. The device has the true lengths; these numbers fix the grids."""
 
     num_decodes: int                 # leading rows that have exactly one query each; padding among them has kv_len 0
     longest_query: int               # no later row has more queries than this; 0: there are none
@@ -46,10 +46,10 @@ def leading_decodes(query_start: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreshTokens:
-    """What is still to be done with the new tokens of decodes: norm and rotation, and the write of K and V. One a row."""
+    """The new tokens of decodes, one per row, before norm, rotation and KV write: the decode kernel does these too."""
 
     positions: Tensor                # int64 [R]: row of cos_sin
-    slots: Tensor                    # int64 [R]: block * block_size + offset, where the row's table has the newest position
+    slots: Tensor                    # int64 [R]: block * block_size + offset of the newest position, as the block table has it
     cos_sin: Tensor                  # [max_position, 2, rotary_dim / 2]
     q_norm: Tensor | None = None     # [D]: weights of the norm on each head
     k_norm: Tensor | None = None
@@ -62,10 +62,10 @@ class FreshTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefix:
-    """Leading blocks that decode rows have in common, so that they are read once per tile of rows, not once per row.
+    """Leading blocks that decode rows have in common. They are read once per tile of rows instead of once per row.
 
-    An opportunity, never an obligation: the block tables are complete, and whoever ignores this computes the same.
-    A tile is up to `prefix_tile_rows(group)` rows with one prefix. The number of tiles and members may be upper bounds.
+    It is a hint: the block tables are complete, and the result is the same without it. A tile is up to
+    `prefix_tile_rows(group)` rows with one prefix. The number of tiles and members may be upper bounds.
     """
 
     tile_row: Tensor                 # int32 [N]: a row of the block table whose first blocks are the prefix
@@ -106,7 +106,7 @@ def shared_prefix(
 
 
 def prefix_shares(rows: int, group: int, kv_heads: int, multiprocessors: int) -> int:
-    """Into how many shares a prefix of so many rows is cut at most: one program fills a multiprocessor."""
+    """Most shares into which the prefix of `rows` rows is cut: one CTA fills an SM."""
     tiles = -(-rows // prefix_tile_rows(group))
     return max(1, min(16, multiprocessors // (tiles * kv_heads)))
 
@@ -116,8 +116,8 @@ def prefix_shares(rows: int, group: int, kv_heads: int, multiprocessors: int) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionWorkspace:
-    """Where programs leave partial results for each other. One serves all layers: launches of a stream follow each
-    other, and every launch leaves the counters at zero."""
+    """Partial results of split-KV. One workspace serves all layers: launches of a stream follow each other, and every launch
+    leaves the counters at zero."""
 
     partials: Tensor                 # float32, `workspace_floats` of them
     arrived: Tensor                  # int32 [rows * kv_heads], zeros
@@ -167,7 +167,7 @@ def device_shares(
 
 
 def sm_count(device: torch.device) -> int:
-    return 8 if TRITON_INTERPRETED else multiprocessors(device)      # the interpreter runs one program after another
+    return 8 if TRITON_INTERPRETED else multiprocessors(device)      # the interpreter runs one CTA after another
 
 
 # ── quantised caches ─────────────────────────────────────────────────────────────────────────────────────────────────

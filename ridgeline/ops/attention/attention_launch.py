@@ -35,32 +35,32 @@ from ridgeline.ops.registry import TRITON_INTERPRETED
 
 Launch = dict[str, int]              # Triton's options of a launch
 LOG2E = math.log2(math.e)
-PREFIX_MINIMUM = 256                 # keys of a prefix that are worth a program
+PREFIX_MINIMUM = 256                 # keys of a prefix that are worth a CTA
 
 # ── tile sizes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int) -> tuple[int, int, Launch]:
-    """(keys per tile, partial values that a merge takes at once, launch options) for so many pairs of a row and a KV
-    head, as measured on an H200; 0 for deterministic mode, where the number of rows may not matter."""
+    """(keys per tile, partial values that a merge takes at once, launch options), as measured on an H200. `pairs`: rows times
+    KV heads, or 0 in deterministic mode, where the number of rows may not matter. `processors`: SMs."""
     if dtype == torch.float32:
         # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
         return 32, 4096, {"num_warps": 4, "num_stages": 2}
-    if narrow:                                           # as many bytes as tiles of 32 wide keys, whatever the rows
+    if narrow:                                           # as many bytes as tiles of 32 wide keys, for any number of rows
         return 64, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
     if pairs > 40 * processors and 64 < head_dim <= 128:
         return 64, 4096, {"num_warps": 4, "num_stages": 3}
     if pairs > 6 * processors and head_dim <= 128:
-        # Small enough for eight on a multiprocessor: rows of equal length are then all under way at once, where two
-        # waves of them would both begin and both end without anything to stream.
+        # Small enough for eight CTAs per SM: rows of equal length then all run at once. Two waves would each begin and end
+        # without loads in flight.
         return 64 if head_dim <= 64 else 32, 2048, {"num_warps": 2, "num_stages": 2, "maxnreg": 128}
-    if pairs > 6 * processors:                           # the shared memory of five fits, and registers for as many
+    if pairs > 6 * processors:                           # shared memory and registers for five CTAs per SM
         return 32, 2048, {"num_warps": 2, "num_stages": 2}
     return 32, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, pairs: int) -> tuple[int, int, Launch]:
-    """(query pairs per tile, keys per tile, launch options) for rows of up to so many pairs."""
+    """(query pairs per tile, keys per tile, launch options) for rows of up to `pairs` pairs of a token and a head."""
     if dtype == torch.float32:
         return 32, 32, {"num_warps": 4, "num_stages": 2}
     queries = max(16, min(128, 1 << (pairs - 1).bit_length()))

@@ -37,7 +37,7 @@ def paged_attention_reference(
     table_rows: Tensor | None = None,    # int32 [R]: the row of block_table that is each row's; None: its own number
     work: AttentionWork | None = None,
     prefix: SharedPrefix | None = None,
-    shares: DeviceShares | None = None,  # which program reads which keys of the decodes; None: it is worked out anew
+    shares: DeviceShares | None = None,  # split-KV shares of the decodes; None: computed here
     query_tiles: Tensor | None = None,   # int32 [N, 4]: the rows after the decodes, cut up by prefill_tiles.py
     k_scale: Tensor | None = None,       # float32 [blocks, block_size, KH] of quantised caches
     v_scale: Tensor | None = None,

@@ -1,7 +1,7 @@
-"""A decode step's attention from the projection on: norm of q and k, rotation, K and V into the cache, attention.
+"""Fused decode attention after the QKV projection: norm of q and k, rotation, KV write and attention in one kernel.
 
-The definition is the two ops it replaces, in their order, for any batch. Where every row has one query the kernel of
-decode attention does all of it (kernel_decode.py); otherwise the two ops run.
+The definition is the two ops it replaces (qkv_write.py, paged_attention.py), in their order, for any batch. The decode kernel
+(kernel_decode.py) does all of it if every row has one query; otherwise the two ops run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def decode_attention_reference(
     v_scale: Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
 ) -> Tensor:
-    """What the queries see [T, H, D]; K and V are in the cache, but those of padding, which nobody reads, need not be."""
+    """The result of attention [T, H, D]. K and V are in the cache afterwards; those of padding need not be."""
     q = rotary_write(
         qkv, positions, slots, cos_sin, k_cache, v_cache, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
         eps=eps, norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale,
@@ -75,7 +75,7 @@ def decode_attention_reference(
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WIDEST_HEAD = 256                    # of the attention kernels
-FEWEST_ROWS = 4                      # that gain by it, measured between the linears of a layer
+FEWEST_ROWS = 4                      # fewest rows that are faster fused, measured between the linears of a layer
 
 
 def decode_attention_triton(
@@ -86,7 +86,7 @@ def decode_attention_triton(
 ) -> Tensor:
     tokens, rows = qkv.shape[0], kv_len.shape[0]
     if work is None and tokens == rows:
-        work = AttentionWork(rows, 0)                    # callers say more of steps with longer rows
+        work = AttentionWork(rows, 0)                    # callers give `work` for steps with longer rows
     if work is None or not _one_query_each(work, tokens, prefix) or k_cache.shape[-1] > WIDEST_HEAD:
         return decode_attention_reference(
             qkv, positions, slots, cos_sin, k_cache, v_cache, block_table, query_start, kv_len, heads=heads,
@@ -100,12 +100,12 @@ def decode_attention_triton(
 
 
 def joined(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> bool:
-    """Whether one kernel for it all is possible, and pays: every row has one query.
+    """Whether one fused kernel is possible, and pays: every row has one query.
 
-    Not for the fewest rows: launched while the projection still runs, their few programs would crowd on whichever
-    multiprocessors are free first. Not with a shared prefix, whose kernel would have to rotate the queries once more for
-    each of its programs. And not in deterministic mode, where a result may not depend on what else is in the batch:
-    beside a prompt the two ops run, whose norm adds up in another order.
+    Not for fewer than FEWEST_ROWS: launched while the projection still runs, their few CTAs would crowd on the SMs that are free
+    first. Not with a shared prefix: each CTA of its kernel would have to rotate the queries again. Not in deterministic mode: a
+    result may not depend on the rest of the batch, and with a prompt in the step the two ops run, whose norm sums in
+    another order.
     """
     return tokens >= FEWEST_ROWS and _one_query_each(work, tokens, prefix)
 
@@ -125,7 +125,7 @@ def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, rows: tuple[tuple[int, int], ...], rotary_dim: int, norm: bool, **sizes: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Those of attention, but the newest position of every row is still to be written: its slot holds NaN."""
+    """The inputs of paged_attention with the newest position of every row not yet written: its slot holds NaN."""
     (q, k_cache, v_cache, table, *lengths), kwargs = paged_attention.inputs(generator, dtype, device, rows=rows, **sizes)
     heads, head_dim = q.shape[1:]
     kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]

@@ -1,16 +1,16 @@
 """Triton kernels of decode attention: split-KV with the merge in the same launch.
 
-Every program walks one share of one row's keys for one KV head, all heads of that group together, so that a KV byte is
-read once. A row that is cut into several shares leaves partial results (maximum, sum, accumulated) in a workspace; the
-program that arrives last merges them, always in the order of the shares, so that arrival never shows in the result.
-Grids are host numbers; who has which share is read on the device, and programs beyond the list leave at once.
+A CTA walks one share of one row's keys for one KV head and all query heads of its group, so that a KV byte is read once. A row
+with several shares leaves partial results (maximum, sum, accumulated values) in a workspace. The CTA that arrives last merges
+them in the order of the shares, so the result does not depend on the order of arrival. Grids are host numbers. The list of
+shares is read on the device, and CTAs beyond the list exit at once.
 
-FRESH: the queries come straight from the projection. Every program normalises and rotates those of its group; the one
-whose share ends with the newest position does the same with that key, and puts it and its value into the page before it
-reads the page. No other program looks at that slot, so nobody has to wait: a block that such a token fills is shared with
-other rows from the next step on (scheduler._publish).
+FRESH: the queries come straight from the projection. Every CTA normalises and rotates the queries of its group. The CTA whose
+share ends with the newest position also does so for that key, and writes it and its value into the page before it reads the
+page. No other CTA of the launch reads that slot, so no synchronisation is needed: a block that this token fills becomes
+visible to other rows in the next step (scheduler._publish).
 
-`attend_keys` is the loop of all attention kernels: the prompt kernels (kernel_prefill.py) use it too.
+`attend_keys` is the inner loop of all Triton attention kernels, also of kernel_prefill.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ridgeline.ops.registry import tl, triton_kernel
 
 @triton_kernel()
 def share_of(span, shares, MINIMUM: tl.constexpr, TILE_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys per share when `span` keys are cut into at most so many: whole tiles, and at least MINIMUM."""
+    """Keys per share when `span` keys are cut into at most `shares`: whole tiles, and at least MINIMUM."""
     share = tl.maximum(tl.cdiv(span, shares), MINIMUM)
     return tl.cdiv(share, TILE_KEYS) * TILE_KEYS
 
@@ -58,7 +58,7 @@ def fold_tile(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
     PAIRED: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Take one tile of scores and values into the running maximum (base 2), sum and accumulated values."""
+    """Online softmax: one tile of scores and values into the running maximum (base 2), sum and accumulated values."""
     if SCALED:
         scores *= tl.load(k_scale_ptr)[None, :]
     row_scale = score_scale
@@ -75,8 +75,8 @@ def fold_tile(  # type: ignore[no-untyped-def]
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
     if SCALED:
-        # Weights are multiplied with their values' scales, and must then be in the range of float16: the maximum is taken
-        # of both together. An exponent is enough of a scale, one that is above it.
+        # Weights are multiplied with the scales of their values, and must then be in the range of float16. So the maximum is
+        # that of weight times scale. Of the scale its exponent, rounded up, is enough.
         v_scale = tl.load(v_scale_ptr)
         power = ((v_scale.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
         new_maximum = tl.maximum(maximum, tl.max(scores + power[None, :], axis=1))
@@ -137,8 +137,8 @@ def load_pairs(  # type: ignore[no-untyped-def]
 ):
     """A tile of eight-bit floats as float16: its even and its odd columns.
 
-    Tensor cores want pairs of keys, and shared memory is transposed on the way only in units of sixteen bits. So two values
-    of a key travel as one number, and are taken apart where two keys have come together.
+    The MMA wants pairs of keys, and shared memory is transposed on load only in units of sixteen bits. So two values of a key are
+    loaded as one 16-bit number, and are taken apart in registers, where two keys have come together.
     """
     pairs = load_tile(
         ptr.to(tl.pointer_type(tl.int16), bitcast=True), block, slot, block_stride // 2, slot_stride // 2, HEAD_DIM // 2,
@@ -217,7 +217,7 @@ def first_blocks(  # type: ignore[no-untyped-def]
 def fetch_tile(  # type: ignore[no-untyped-def]
     ptr, block, slot, block_stride, slot_stride, HEAD_DIM: tl.constexpr
 ):
-    """Have a tile of keys or values brought into L2, without waiting for it."""
+    """Prefetch a tile of keys or values into L2."""
     LINE: tl.constexpr = 128 // (ptr.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = HEAD_DIM // LINE
     ROUND: tl.constexpr = 1 if LINES <= 1 else 2 if LINES == 2 else 4 if LINES <= 4 else 8
@@ -250,7 +250,7 @@ def merge_shares(  # type: ignore[no-untyped-def]
         slot = tl.where(part < used_prefix, first_prefix + part, first_slot + (part - used_prefix) * KV_HEADS)
         known = (part < used_prefix + used)[:, None] & (head < GROUP)[None, :]
         statistics = statistics_ptr + slot[:, None] * (2 * GROUP) + head[None, :]
-        # Written by other programs a moment ago: read from L2, never from this processor's own cache.
+        # Written by other CTAs a moment ago: read from L2, never from the L1 of this SM.
         maxima = tl.load(statistics, mask=known, other=-1e30, cache_modifier=".cg")
         sums = tl.load(statistics + GROUP, mask=known, other=0.0, cache_modifier=".cg")
         place = (slot[:, None] * GROUP + head[None, :])[:, :, None] * TILE_DIM + dim[None, None, :]
@@ -271,7 +271,7 @@ def merge_shares(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def in_runs(index, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Say of indices that jump at HALF alone that runs of eight are contiguous: they are then loaded together."""
+    """Tell the compiler that runs of eight indices are contiguous (they jump only at HALF), so that loads are vectorised."""
     if HALF % 8 == 0:
         index = tl.max_contiguous(tl.multiple_of(index, 8), 8)
     return index
@@ -311,8 +311,8 @@ def norm_weights(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def load_heads(ptr, offset, dim, live, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Heads that begin at `offset` [N, 1], each value for itself and where its partner stands: the second load finds it
-    in the cache, and both then lie where the product wants them."""
+    """Heads that begin at `offset` [N, 1], each value with that of its rotation partner. The second load hits the cache,
+    and both then have the layout that the rotation needs."""
     own = tl.load(ptr + offset + dim[None, :], mask=live, other=0.0)
     paired = live & (dim < 2 * HALF)[None, :]
     return own, tl.load(ptr + offset + partner_of(dim, HALF)[None, :], mask=paired, other=0.0)
@@ -322,7 +322,7 @@ def load_heads(ptr, offset, dim, live, HALF: tl.constexpr):  # type: ignore[no-u
 def turned(  # type: ignore[no-untyped-def]
     own, other, weight, other_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
 ):
-    """What `load_heads` has loaded, normalised and rotated, in float32."""
+    """The output of `load_heads`, normalised and rotated, in float32."""
     own = own.to(tl.float32)
     other = other.to(tl.float32)
     if NORM:
@@ -376,16 +376,16 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One program: one item of the list, which is one share of one row's keys, for one KV head (split_kv.py).
+    """One CTA: one item of the list, which is one share of one row's keys, for one KV head (split_kv.py).
 
-    KV heads are the fastest index: programs that run at the same time then read neighbouring bytes of the same pages.
+    KV heads are the fastest grid index: CTAs that run at the same time then read neighbouring bytes of the same pages.
     Partial results of prefixes have `prefix_shares` slots for each row and KV head; from slot `own_slots` on every item
     has one for each KV head.
     """
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    # Lists, lengths and tables were written when the step began, and all keys but the newest in earlier steps: they
-    # need not wait for the kernel before this one.
+    # Lists, lengths and tables were written when the step began, and all keys but the newest in earlier steps: these loads
+    # need not wait for the kernel before this one (PDL, launch.py).
     row = tl.load(item_row_ptr + item)
     if row < 0:
         if DEPENDENT:
@@ -443,7 +443,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr += row.to(tl.int64) * q_token_stride
     q_offset = (kv_head * GROUP + member)[:, None] * q_head_stride
     if FRESH:
-        # All loads first: what the newest position needs is on its way while the queries are turned.
+        # All loads first: those of the newest position are in flight while the queries are rotated.
         own, other = load_heads(q_ptr, q_offset, dim, live, HALF)
         new_head = (KV_HEADS * GROUP + kv_head + tl.arange(0, 1))[:, None] * q_head_stride
         is_mine = (dim < tl.where(end == kv_len, HEAD_DIM, 0))[None, :]
@@ -489,7 +489,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     first_prefix = pair.to(tl.int64) * prefix_shares
     mine = member < GROUP
     if HAS_PREFIX:
-        if used == 1:                                    # nobody else to wait for: the prefix is there already
+        if used == 1:                                    # the only share of the row: the prefix partials are complete
             for part in range(used_prefix):
                 statistics = statistics_ptr + (first_prefix + part) * (2 * GROUP) + member
                 their_maximum = tl.load(statistics, mask=mine, other=-1e30, cache_modifier=".cg")
@@ -514,7 +514,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     tl.store(statistics_ptr + slot * (2 * GROUP) + GROUP + member, total, mask=mine)
     place = (slot * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
     tl.store(accumulated_ptr + place, accumulated, mask=mine[:, None])
-    tl.debug_barrier()                                   # all threads have stored before one of them says so
+    tl.debug_barrier()                                   # all threads have stored before one of them counts the arrival
     arrived = tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel")
     if arrived == used - 1:
         tl.store(arrived_ptr + pair, 0)                  # ready for the next launch

@@ -1,8 +1,8 @@
-"""Triton kernels for many queries at once: prompt chunks over their paged context, and prefixes that rows share.
+"""Triton kernels for many queries at once: prefill chunks over their paged context, and shared prefixes of decode rows.
 
-A tile of queries is made of (token, head of the group) pairs, so that one reading of K and V serves all heads of a
-group. Tiles of keys that every query of the tile sees are walked without any masking; only those on the diagonal, and
-those at the far edge of a window, compare positions.
+A tile of queries is made of (token, head of the group) pairs, so that K and V are read once for all heads of a group. Tiles of
+keys that every query of the tile sees are walked without a mask. Only tiles on the diagonal, and at the far edge of a window,
+compare positions. kernel_prefill_hopper.py is the faster kernel for what it supports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ridgeline.ops.attention.kernel_decode import (
 )
 from ridgeline.ops.registry import tl, triton_kernel
 
-# ── prompt chunks ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── prefill ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton_kernel(do_not_specialize=["rows", "first_row", "table_stride"])
@@ -32,11 +32,11 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     TILE_TOKENS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One program: one tile of TILE_TOKENS tokens of one row, one KV head. `rows` rows from `first_row` on, which all
-    have one query each before it.
+    """One CTA: one tile of TILE_TOKENS tokens of one row, one KV head. The `rows` rows from `first_row` on; all rows before it
+    have one query each.
 
     Row r's tiles begin at index (queries before it) // TILE_TOKENS + r: never less than the tiles before it, and one
-    more at most. So the grid is a host number, and a program finds its row by counting the rows that begin before it.
+    more at most. So the grid is a host number, and a CTA finds its row by counting the rows that begin before it.
     Tiles are taken from the last one: under the causal mask a row's last tiles are the longest, and the short ones
     fill the gaps at the end.
     """
@@ -129,7 +129,7 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
     DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """One program: the decode queries of one tile of rows that share a prefix, one KV head, one share of the prefix.
+    """One CTA: the decode queries of one tile of rows that share a prefix, one KV head, one share of the prefix.
 
     It leaves partial results in the slots that the decode kernel's merge reads first; that kernel computes the same
     share from the row's own prefix length.

@@ -1,17 +1,17 @@
-"""Prompt attention for Hopper: pages come through the copy engine, and warps have different jobs.
+"""Prefill attention for Hopper: TMA loads, warp-specialised (2 producer warps, 8 MMA warps, 4 fp8-conversion warps).
 
-A program stays on its multiprocessor and works through a list of query tiles that the host has made (prefill_tiles.py). Two
-warps do nothing but ask for queries, keys and values; two groups of four compute, each with half of the tile's queries:
-while one takes exponentials, the other one keeps the tensor cores busy, and each has a product under way while it takes
-its own. kernel_prefill.py has the kernel for everything that is not supported here: windows, soft caps, other head sizes
-and formats, other devices.
+Persistent CTAs, one per SM, work through a list of query tiles that the host has made (prefill_tiles.py). Two producer warps
+issue the TMA loads of queries, keys and values. Two consumer warpgroups compute, each with half of the queries of the tile:
+while one takes exponentials, the other keeps the tensor cores busy, and each has a wgmma in flight during its own
+exponentials. kernel_prefill.py has the kernel for what is not supported here: windows, softcaps, other head sizes and dtypes,
+other devices.
 
-A cache of eight bits is read as such. Its keys are multiplied as they are: queries become a sum of two eight-bit tiles, as
-precise as bfloat16, which the tensor cores take in the time of one. Values cannot, since a tile of bytes would have to be
-turned: four more warps convert them on the way.
+An fp8 cache is read as fp8. QK^T is an fp8 MMA: a query becomes the sum of two fp8 tiles, as precise as bfloat16, and both
+take the time of one bfloat16 MMA. Values need a transposed operand, which wgmma does not take in eight bits: four more warps
+convert them to the dtype of the queries.
 
-Keys are walked from the last to the first, so that those that need a mask come first. Written in Gluon, Triton's language
-for layouts and barriers; the interpreter does not know it.
+Keys are walked from the last to the first, so that masked tiles come first. Written in Gluon, Triton's language for layouts and
+barriers, which Triton's interpreter cannot run.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from ridgeline.ops.hopper import (
 from ridgeline.ops.launch import multiprocessors, shared_memory
 from ridgeline.ops.registry import gluon_kernel
 
-# Tiles of queries, of keys and of values that are on their way or in use. Values are needed later than keys of the same
-# tile, and so are free later.
+# Stages of the shared-memory rings of queries, keys and values. Values of a tile are needed later than its keys, and so are
+# free later.
 QUERY_STAGES, KEY_STAGES, VALUE_STAGES = 2, 2, 3
-# Of an eight-bit cache, whose values are tiles of bytes first: measured, the third tile of keys is worth more.
+# For an fp8 cache, whose values have a ring of bytes as well. Measured: the third stage of keys is worth more.
 NARROW_KEY_STAGES, BYTE_STAGES, NARROW_VALUE_STAGES = 3, 2, 2
 SHARED_BYTES = (2 * 32 + 2 * 32 + 3 * 32 + 1) * 1024     # with heads of 128; eight-bit caches take less
-CONVERTED_KEYS = 64                  # of a tile of values, whose bytes are taken apart at once
+CONVERTED_KEYS = 64                  # keys of a tile of values that are converted at once
 HEAD_DIMS = (64, 128)
-BLOCK_SIZES = (8, 16, 32, 64, 128)   # a page begins where the pattern does in which shared memory is filled
-REGISTERS = 168                      # of each of 384 threads, before those that only ask give most of theirs away,
+BLOCK_SIZES = (8, 16, 32, 64, 128)   # a page begins where the swizzle pattern of shared memory does
+REGISTERS = 168                      # per thread of 384, before the producer warps give most of theirs away (setmaxnreg),
 NARROW_REGISTERS = 128               # and of 512
 
 if HAS_GLUON:
-    OUTSIDE = gl.constexpr(1 << 30)  # a row beyond every cache: the copy engine fills in zeros
+    OUTSIDE = gl.constexpr(1 << 30)  # a row beyond every cache: TMA fills in zeros
 
 
-# ── the warps that fetch ─────────────────────────────────────────────────────────────────────────────────────────────
-# Shared memory is filled and read in rows of 64 values, 128 bytes, in the pattern that tensor cores want. A tile [keys,
-# 128] is two halves [keys, 64] after each other, and each half is pages [BLOCK_SIZE, 64] after each other.
+# ── producer warps ───────────────────────────────────────────────────────────────────────────────────────────────────
+# Shared memory has rows of 64 values, 128 bytes, in the 128-byte swizzle that wgmma wants. A tile [keys, 128] is two halves
+# [keys, 64] after each other, and each half is pages [BLOCK_SIZE, 64] after each other.
 
 
 @gluon_kernel()
 def _item_of(turn):  # type: ignore[no-untyped-def]
-    """This program's item number `turn`: there and back again, since items become shorter."""
+    """Item number `turn` of this CTA. Every second turn runs backwards, since items become shorter along the list."""
     programs = gl.num_programs(0)
     own = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, own, programs - 1 - own)
@@ -72,7 +72,7 @@ def _item_of(turn):  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _tile_of(turn, tiles_ptr, items, KV_HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's item number `turn`: KV head, first token, tokens from there on (none: no item), position, table row.
+    """Item number `turn` of this CTA: KV head, first token, tokens from there on (none: no item), position, table row.
 
     Read one item ahead of their use.
     """
@@ -86,7 +86,7 @@ def _tile_of(turn, tiles_ptr, items, KV_HEADS: gl.constexpr):  # type: ignore[no
 def _page_rows(  # type: ignore[no-untyped-def]
     table_ptr, first_page, last_page, PAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr
 ):
-    """Where the pages of a tile begin in the cache; those after the last one are outside of it."""
+    """First rows of the pages of a tile in the cache. Pages after the last one get a row outside of it."""
     rows = ()
     for page in gl.static_range(PAGES):
         number = first_page + page
@@ -100,7 +100,7 @@ def _fetch_queries(  # type: ignore[no-untyped-def]
     queries, shared, full, empty, turn, token, kv_head,
     GROUP: gl.constexpr, ROUND: gl.constexpr, HALVES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):
-    """Both groups' 64 pairs. Heads beyond the group and tokens beyond the row are somebody else's; nobody looks."""
+    """64 pairs for each consumer warpgroup. Heads beyond the group and tokens beyond the row are loaded too, and never stored."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
     TOKENS: gl.constexpr = 64 // ROUND
     slot = turn % QUERY_STAGES
@@ -121,8 +121,8 @@ def _fetch(  # type: ignore[no-untyped-def]
     WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE_KEYS: gl.constexpr, STAGES: gl.constexpr,
     QUERY_STAGES: gl.constexpr, NARROW: gl.constexpr,
 ):
-    """One warp: the keys or the values of all items, WIDTH of a head at a time, and the scales of NARROW ones; with QUERIES
-    the queries as well."""
+    """One producer warp: TMA loads of the keys or the values of all items, WIDTH of a head at a time. NARROW: their scales too.
+    QUERIES: the queries too."""
     PARTS: gl.constexpr = HALVES * 64 // WIDTH
     PAGES: gl.constexpr = TILE_KEYS // BLOCK_SIZE
     key_layout: gl.constexpr = gl.BlockedLayout([TILE_KEYS // 32], [32], [1], [0])
@@ -164,7 +164,7 @@ def _fetch(  # type: ignore[no-untyped-def]
         kv_head, token, live, first_position, table_row = upcoming
 
 
-# ── the warps that convert ───────────────────────────────────────────────────────────────────────────────────────────
+# ── conversion warps ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @gluon_kernel()
@@ -173,7 +173,7 @@ def _convert(  # type: ignore[no-untyped-def]
     KV_HEADS: gl.constexpr, ROUND: gl.constexpr, HALVES: gl.constexpr, TILE_KEYS: gl.constexpr, KEYS: gl.constexpr,
     BYTE_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
 ):
-    """Four warps: eight-bit values, times their scales, as the tensor cores can read them, KEYS of a tile at a time."""
+    """Four warps: fp8 values times their scales, converted to the dtype of the queries, KEYS of a tile at a time."""
     TILE_TOKENS: gl.constexpr = 128 // ROUND
     CUTS: gl.constexpr = TILE_KEYS // KEYS
     dtype: gl.constexpr = v_shared.dtype
@@ -190,7 +190,7 @@ def _convert(  # type: ignore[no-untyped-def]
         if live > 0:
             tiles = gl.cdiv(first_position + gl.minimum(live, TILE_TOKENS), TILE_KEYS)
             for i in range(tiles):
-                now = step + i                           # of no use as a bound: Triton 3.6 forgets what is only a loop's bound
+                now = step + i                           # Triton 3.6 drops carried values that are only loop bounds
                 source = now % BYTE_STAGES
                 slot = now % VALUE_STAGES
                 mbarrier.wait(bytes_full.index(source), (now // BYTE_STAGES) & 1)
@@ -208,7 +208,7 @@ def _convert(  # type: ignore[no-untyped-def]
         _kv_head, _token, live, first_position, _table_row = upcoming
 
 
-# ── the warps that compute ───────────────────────────────────────────────────────────────────────────────────────────
+# ── consumer warpgroups ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @gluon_kernel()
@@ -235,7 +235,7 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _multiply(q, fine_q, k_tile, zeros, NARROW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to compute the scores of a tile of keys. NARROW queries are a sum of two."""
+    """Issue the wgmma of the scores of a tile of keys. NARROW queries are a sum of two tiles."""
     scores = warpgroup_mma(q, k_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if NARROW:
         scores = warpgroup_mma(fine_q, k_tile.permute([1, 0]), scores, is_async=True)
@@ -244,7 +244,7 @@ def _multiply(q, fine_q, k_tile, zeros, NARROW: gl.constexpr):  # type: ignore[n
 
 @gluon_kernel()
 def _scales_of(scale_shared, slot, NARROW: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the keys of a tile; a number that nobody uses if they have none."""
+    """Scales of the keys of a tile; an unused number if they have none."""
     scale = 1.0
     if NARROW:
         scale = scale_shared.index(slot).load(gl.SliceLayout(0, layout))
@@ -258,8 +258,8 @@ def _walk(  # type: ignore[no-untyped-def]
     VALUE_STAGES: gl.constexpr, NARROW: gl.constexpr, score_layout: gl.constexpr, out_layout: gl.constexpr,
     dtype: gl.constexpr,
 ):
-    """The item's tiles of keys [begin, end), counted from the last one. Each turn computes the scores of its tile, and has
-    the weights of the one before it multiplied with their values meanwhile. Keys of a turn have arrived before it."""
+    """The tiles of keys [begin, end) of the item, counted from the last one. Each iteration issues QK^T of its tile and PV of the
+    tile before, which overlap. The keys of an iteration have arrived before it starts."""
     zeros = gl.zeros([64, TILE_KEYS], gl.float32, score_layout)
     for i in range(begin, end):
         now = step + i
@@ -277,8 +277,8 @@ def _walk(  # type: ignore[no-untyped-def]
             score_layout,
         )
         narrow = gl.convert_layout(wide.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
-        # Waiting for the next keys here keeps the assembler from moving the exponentials behind the wait for the product,
-        # which they are to overlap.
+        # This wait for the next keys keeps the assembler from moving the exponentials behind the wait for PV, which they are
+        # to overlap.
         mbarrier.wait(k_full.index((now + 1) % KEY_STAGES), ((now + 1) // KEY_STAGES) & 1, pred=i + 1 < tiles)
         out, weights = warpgroup_mma_wait(0, deps=[running, narrow])
         out = out * gl.convert_layout(decay, gl.SliceLayout(1, out_layout))[:, None]
@@ -289,8 +289,8 @@ def _walk(  # type: ignore[no-untyped-def]
 def _clear_rest(  # type: ignore[no-untyped-def]
     shared, slot, page, rest, HALVES: gl.constexpr, PAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Zeros for the values of a block from slot `rest` on: they are nobody's and may be NaN, which no weight of zero
-    hides. Both groups do it, and write the same. The pattern of shared memory stays within a row."""
+    """Zeros for the values of a block from slot `rest` on. These slots are unused and may hold NaN, which a weight of zero
+    does not hide. Both warpgroups write the same zeros. The swizzle stays within a row."""
     ROWS: gl.constexpr = STAGES * HALVES * PAGES * BLOCK_SIZE
     rows = viewed(shared, shared.dtype, [ROWS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zeros = gl.zeros([64], shared.dtype, gl.BlockedLayout([2], [32], [4], [0]))
@@ -305,8 +305,8 @@ def _clear_rest(  # type: ignore[no-untyped-def]
 def _split_queries(  # type: ignore[no-untyped-def]
     q, coarse, fine, layout: gl.constexpr, LARGEST: gl.constexpr
 ):
-    """Queries in place of themselves as the sum of two eight-bit tiles, in units of the largest value of each, which is
-    returned: as precise as bfloat16, and the tensor cores take both in the time of one."""
+    """Replace the queries in shared memory by the sum of two fp8 tiles, in units of each query's largest value, which are
+    returned. The sum is as precise as bfloat16, and two fp8 MMAs take the time of one in bfloat16."""
     values = q.load(layout).to(gl.float32)
     unit = gl.maximum(gl.max(gl.abs(values), axis=1), 1e-30) / LARGEST
     values = values * (1.0 / unit)[:, None]
@@ -328,7 +328,7 @@ def _compute(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: gl.constexpr, TILE_KEYS: gl.constexpr, QUERY_STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     VALUE_STAGES: gl.constexpr, NARROW: gl.constexpr,
 ):
-    """Four warps: one half of every item's queries."""
+    """One consumer warpgroup (four warps): half of the queries of every item."""
     DIM: gl.constexpr = HALVES * 64
     TOKENS: gl.constexpr = 64 // ROUND
     PAGES: gl.constexpr = TILE_KEYS // BLOCK_SIZE
@@ -406,7 +406,7 @@ def _compute(  # type: ignore[no-untyped-def]
             mbarrier.arrive(v_empty.index((last - 1) % VALUE_STAGES), count=1, pred=tiles > 1)
             mbarrier.arrive(v_empty.index(v_slot), count=1)
             out = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))[:, None]
-            q_place.store(out.to(dtype))             # where the queries were, to be written in whole lines
+            q_place.store(out.to(dtype))             # through the shared memory of the queries, to store whole lines
             result = q_place.load(store_layout)
             fence_async_shared()
             mbarrier.arrive(q_empty.index(q_slot), count=1)
@@ -431,11 +431,11 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     TILE_KEYS: gl.constexpr, QUERY_STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     BYTE_STAGES: gl.constexpr, CONVERTED_KEYS: gl.constexpr, NARROW: gl.constexpr,
 ):
-    """`queries` [T, H, D], `keys` and `values` [blocks * BLOCK_SIZE, KH * D] are descriptors of the copy engine. An item is
+    """`queries` [T, H, D], `keys` and `values` [blocks * BLOCK_SIZE, KH * D] are TMA descriptors. An item is
     one tile of the list and one KV head. ROUND: GROUP rounded up to a power of two.
 
-    NARROW: keys and values have eight bits. Keys are multiplied as they are, with queries in two parts; values are
-    converted on their way, since tensor cores cannot turn a tile of bytes.
+    NARROW: the cache is fp8. Keys are multiplied as fp8, with queries in two parts. Values are converted by warps of their own,
+    since wgmma cannot transpose an operand of bytes.
     """
     HALVES: gl.constexpr = HEAD_DIM // 64
     PAGES: gl.constexpr = TILE_KEYS // BLOCK_SIZE
@@ -511,22 +511,22 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def _has_copy_engine(device: torch.device) -> bool:
+def _has_tma(device: torch.device) -> bool:
     return HAS_GLUON and is_hopper(device) and shared_memory(device) >= SHARED_BYTES
 
 
 def wants_tiles(device: torch.device, group: int, head_dim: int, block_size: int) -> bool:
-    """Whether prompts of such a model may come here: the list of tiles is worth making.
+    """Whether prompts of this model can run here, so that the list of tiles is worth making.
 
     Groups that are no power of two leave pairs of a tile empty; beyond a quarter of them the other kernel is as fast.
     """
     fits = head_dim in HEAD_DIMS and block_size in BLOCK_SIZES and 3 * rounded(group) <= 4 * group <= 4 * 64
-    return fits and _has_copy_engine(device)
+    return fits and _has_tma(device)
 
 
 def suits(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> bool:
-    """Whether the kernel can read these: the cache in the queries' dtype, or in eight bits where queries can be split, and a
-    block's slots after each other."""
+    """Whether the kernel can read these tensors: the cache in the dtype of the queries, or in e4m3 with bfloat16 queries, and the
+    slots of a block contiguous."""
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.is_contiguous() or not out.is_contiguous():
@@ -543,7 +543,7 @@ def prompt_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, tiles: Tensor, out: Tensor, scale: float,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:
-    """Attention of the queries in `tiles` (prefill_tiles.py), written to `out`. Caches of eight bits have scales of K and V."""
+    """Attention of the queries in `tiles` (prefill_tiles.py), written to `out`. An fp8 cache has scales of K and V."""
     tokens, heads, head_dim = q.shape
     blocks, block_size, kv_heads, _ = k_cache.shape
     group, width = heads // kv_heads, kv_heads * head_dim

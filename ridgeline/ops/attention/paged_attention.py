@@ -1,8 +1,9 @@
-"""Causal attention of a ragged batch over the paged KV cache: prompts, prompt chunks, decode and draft verification.
+"""Causal attention of a ragged batch over the paged KV cache: prefill, chunked prefill, decode and draft verification.
 
 Query j of row r sits at KV position kv_len[r] - query_len[r] + j and sees the positions up to its own; with a window W
 only the W last of them. Slots that no query of the row sees are never read: they may hold anything, NaN included.
-Where positions come from, how blocks are shared and what rope did to the queries is not known here.
+The definition is attention_reference.py, the launches of the Triton kernels are attention_launch.py. Positions, block sharing
+and rope are the callers'.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def paged_attention_native(
     *, query_start_host: list[int], kv_len_host: list[int], scale: float, window: int | None = None,
     softcap: float | None = None, **options: Any,
 ) -> Tensor:
-    """The cache is read where it lies: by one kernel for the decodes in front, by another from the first longer row on."""
+    """The cache is read where it lies: by one kernel for the leading decodes, by another for the rows after them."""
     if 0 in kv_len_host or any(options.get(name) is not None for name in NOT_NATIVE):
         return paged_attention_reference(
             q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,

@@ -1,16 +1,17 @@
-"""How the queries of prompts are cut into tiles: the list that the programs of prompt attention work through.
+"""Cuts the queries of prompts into tiles: the work list of the persistent CTAs of prefill attention (kernel_prefill_hopper.py).
 
-A tile of queries is made of (token, head of the group) pairs. Tiles become work for a program in the order of the list, so
-the longest come first: what is left at the end is short.
+A tile of queries is made of (token, head of the group) pairs. CTAs take tiles in the order of the list. The longest come
+first, so the last ones to start are short.
 
-Plain numbers, computed while the step before runs. The list has one length for a shape of step, as a recorded graph needs it.
+This is numpy on the host, computed during the step before. The length of the list depends only on the shape of the step, as a
+captured CUDA graph needs it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-TILE_PAIRS = 128                     # queries of a tile: 64 for each group of warps, the rows of one instruction
+TILE_PAIRS = 128                     # queries of a tile: 64 for each of two warpgroups, the rows of one wgmma instruction
 TILE_KEYS = 128
 CLASSES = 4                          # of lengths in the list of tiles, for each doubling
 
@@ -21,7 +22,7 @@ def tile_tokens(group: int) -> int:
 
 
 def most_tiles(tokens: int, rows: int, group: int) -> int:
-    """Of so many rows that have so many tokens together."""
+    """Upper bound for `rows` rows that have `tokens` tokens together."""
     return tokens // tile_tokens(group) + rows
 
 
@@ -30,12 +31,12 @@ def cut_queries(
 ) -> np.ndarray:
     """int32 [N, 4], per tile: its first token, tokens of the row from there on, that token's position, row of the table.
 
-    For rows with the borders `query_start` [R + 1], `kv_len` positions each, at `table_rows`. `size`: fill up to so many
-    with tiles of no tokens. Longest first, but tiles of one row that are nearly as long as each other are neighbours: the
-    second finds the row's keys and values in the cache of the device, which the first has brought there.
+    For rows with the borders `query_start` [R + 1], `kv_len` positions each, at `table_rows`. `size`: length of the
+    list, filled up with tiles of no tokens. Longest first, but tiles of one row with similar lengths stay neighbours: the second
+    one then finds the K and V of the row in L2.
     """
     step = tile_tokens(group)
-    if len(kv_len) == 1:                                 # no need to sort, and on the way to the first token
+    if len(kv_len) == 1:                                 # no need to sort; part of TTFT
         count = int(query_start[1] - query_start[0])
         begin = np.arange(0, count, step)[::-1]
         tiles = np.zeros((len(begin) if size is None else size, 4), np.int32)

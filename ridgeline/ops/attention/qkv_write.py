@@ -1,6 +1,6 @@
-"""Between the projection of q, k and v and attention: norm of q and k, rotation, and K and V into the paged cache.
+"""Fused norm of q and k, rotation and KV write, between the QKV projection and attention.
 
-One pass over the projection's output instead of four. The definition is the ops it replaces, in their order.
+It is one pass over the output of the projection instead of four. The definition is the ops it replaces, in their order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _turn(  # type: ignore[no-untyped-def]
     source_ptr, weight_ptr, head, pair, rest, live, live_rest, cos, sin, eps, norm_offset,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HAS_REST: tl.constexpr,
 ):
-    """Both halves of what is rotated of some heads, and the rest of them (rubbish if there is none)."""
+    """Both rotated halves of some heads, and their remaining dimensions (undefined if there are none)."""
     place = head[:, None] * HEAD_DIM + pair[None, :]
     first = tl.load(source_ptr + place, mask=live, other=0.0).to(tl.float32)
     second = tl.load(source_ptr + place + HALF, mask=live, other=0.0).to(tl.float32)
@@ -105,7 +105,7 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     HEADS_ROUND: tl.constexpr, KV_HEADS_ROUND: tl.constexpr, HALF_ROUND: tl.constexpr, REST_ROUND: tl.constexpr,
     DIM_ROUND: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """One program per token."""
+    """One CTA per token."""
     token = tl.program_id(0).to(tl.int64)
     has_rest: tl.constexpr = 2 * HALF < HEAD_DIM
     pair = tl.arange(0, HALF_ROUND)

@@ -1,16 +1,16 @@
-"""How the keys of decoding rows are shared out among programs: long rows in several shares, short ones in one.
+"""Split-KV: cuts the keys of decode rows into shares, one CTA per share and KV head; long rows get several, short ones one.
 
-Reading keys and values is all a decode's attention does, so every program should have about equally much to read, and all of
-them should end together. A share is what each would get if all keys of the step were dealt out evenly; a row has as many of
-them as come closest to its length, all of one size. Long rows come first in the list: what is left at the end is short.
+Decode attention is bound by reading K and V. So every CTA should read about as much as the others, and all should end together.
+The even share is (keys of the step) / (CTAs). A row gets as many equal shares as come closest to its length. Long rows come
+first in the list, so the last CTAs to start are short.
 
-Rows that are about as long as each other have no short ones for the end: a few more than run at once, and those few run alone
-while the rest of the chip has nothing to do. 69 rows of 2,000 keys took 198 us, and take 158 cut in three. So of rows alike
-several cuts are compared by when their last round would end; each share also has a beginning of its own to pay for. A last
-round that is not so empty is left alone where shares would be short: 96 rows of 640 keys were 5 % slower when cut.
+Rows of equal length have no short rows to fill the last wave: a few CTAs more than fit at once run alone on an idle GPU. 69
+rows of 2,000 keys took 198 us, and take 158 cut in three. For such rows several cuts are compared by the estimated end of
+their last wave, with a fixed cost per share. A last wave that is fairly full is left alone if shares would be short: 96 rows
+of 640 keys were 5 % slower when cut.
 
-Plain numbers, computed while the step before runs, and kept for as many steps as a share has room for. The lists have one
-length for a number of rows, whatever the lengths, as a recorded graph needs it.
+This is numpy on the host, computed during the step before, and kept for as many steps as a share has room for. The length of the
+lists depends only on the number of rows, as a captured CUDA graph needs it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-LEAST_SHARE = 64                     # keys that are worth a program,
-LEAST_OF_FEW, FEW_ROWS = 32, 2       # and while so few rows leave most of the chip idle
-SHARE_UNIT = 32                      # shares are multiples of it: whole tiles
+LEAST_SHARE = 64                     # keys that are worth a CTA,
+LEAST_OF_FEW, FEW_ROWS = 32, 2       # the same for few rows, which leave most SMs idle
+SHARE_UNIT = 32                      # shares are multiples of it: whole tiles of keys
 MOST_SHARES = 64                     # of a row
-SINGLE_SHARES = 16                   # of a row that is alone: what more would read faster, the merge would lose
-ROUNDS_APART = 4                     # beyond so many rounds of programs, it matters little how full the last one is
-ALIKE = 1.5                          # times as long as the mean, at most
-CLEARLY = 0.89                       # of the time: when it ends is only estimated
-NEARLY_EMPTY, LONG_SHARE = 0.3, 480  # a last round; keys of a share that is worth cutting for a fuller one
-SHARE_COST = 60                      # keys that could be read in the time that a share takes besides
-LONGEST_LIST = 1280                  # for full rounds: with it, no more memory is needed than 1,024 rows need in any case
-TYPICAL_LENGTH, CLOSE = 2048, 1.06   # what the lists' lengths are chosen for: as few shares as come this close to the best
-FIXED_SHARES, LEAST_FIXED_SHARE = 8, 512     # in deterministic mode: by the row's own length alone
+SINGLE_SHARES = 16                   # of a single row: with more, the merge costs what reading gains
+ROUNDS_APART = 4                     # waves of CTAs beyond which it matters little how full the last one is
+ALIKE = 1.5                          # rows count as equally long up to this multiple of the mean length
+CLEARLY = 0.89                       # of the time: the end is only an estimate, so a gain must be clear
+NEARLY_EMPTY, LONG_SHARE = 0.3, 480  # fill of a last wave; keys of a share that is worth cutting for a fuller one
+SHARE_COST = 60                      # fixed cost of a share, in keys
+LONGEST_LIST = 1280                  # for full waves: needs no more workspace than 1,024 rows need in any case
+TYPICAL_LENGTH, CLOSE = 2048, 1.06   # list lengths are chosen for this row length: the fewest shares this close to the best
+FIXED_SHARES, LEAST_FIXED_SHARE = 8, 512     # deterministic mode: the cut depends on the row's own length alone
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """One item is one share of one row. A row's items follow each other; those of nobody have row -1."""
+    """One item is one share of one row. A row's items follow each other. Unused items have row -1."""
 
     item_row: np.ndarray             # int32 [items]
     first_item: np.ndarray           # int32 [rows]
@@ -47,7 +47,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceShares:
-    """The same, where the kernel reads it."""
+    """`Shares` on the device."""
 
     item_row: Tensor
     first_item: Tensor
@@ -55,18 +55,18 @@ class DeviceShares:
 
 
 def programs_at_once(multiprocessors: int, kv_heads: int) -> int:
-    """For each KV head: four on every multiprocessor are enough to keep the memory busy."""
+    """CTAs for each KV head that run at once: four per SM are enough to saturate memory."""
     return max(1, 4 * multiprocessors // kv_heads)
 
 
 def wanted_shares(rows: int, programs: int) -> int:
-    """How many shares a few rows together should have, when `programs` can run at once (for each KV head)."""
+    """How many shares a few rows together should have, when `programs` CTAs per KV head run at once."""
     return max(rows, min(SINGLE_SHARES * rows, programs))
 
 
 @functools.cache
 def most_items(rows: int, programs: int) -> int:
-    """As many as rows of one length are best cut into, and some for others: programs without work are not free."""
+    """As many as rows of equal length are best cut into, and some more for uneven ones: CTAs without work are not free."""
     if rows <= FEW_ROWS or rows > ROUNDS_APART * programs:
         return wanted_shares(rows, programs) + rows // 2
     ends = {
@@ -90,7 +90,7 @@ def share_out(lengths: np.ndarray, programs: int, fixed: bool = False) -> Shares
         return _one_row(int(lengths[0]), programs)
     shares = np.clip(lengths // LEAST_FIXED_SHARE, 1, FIXED_SHARES) if fixed else _cut(lengths, programs)
     size = _sizes(lengths, shares)
-    shares = np.maximum(-(-lengths // size), 1)          # whole tiles may have made the last ones empty
+    shares = np.maximum(-(-lengths // size), 1)          # rounding to whole tiles may leave the last shares empty
     longest_first = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(shares[longest_first])
     first_item = np.empty(rows, np.int32)
@@ -101,7 +101,7 @@ def share_out(lengths: np.ndarray, programs: int, fixed: bool = False) -> Shares
 
 
 def _one_row(length: int, programs: int) -> Shares:
-    """The same, without arrays: this is on the way to the first token."""
+    """`share_out` of one row, without arrays: this is part of TTFT."""
     even = max(LEAST_OF_FEW, -(-length // wanted_shares(1, programs)))
     even = -(-even // SHARE_UNIT) * SHARE_UNIT
     count = max(1, -(-length // even))
@@ -131,7 +131,7 @@ def _cut(lengths: np.ndarray, programs: int) -> np.ndarray:
 
 
 def _dealt(lengths: np.ndarray, even: float, limit: int) -> np.ndarray:
-    """As many shares for each row as come closest to its length in even ones, all rows together no more than `limit`."""
+    """Per row the number of shares of `even` keys that comes closest to its length; together no more than `limit`."""
     even = max(LEAST_SHARE, even)
     while (shares := np.clip(np.rint(lengths / even), 1, MOST_SHARES).astype(np.int64)).sum() > limit:
         even *= 1.1
@@ -139,7 +139,7 @@ def _dealt(lengths: np.ndarray, even: float, limit: int) -> np.ndarray:
 
 
 def _end(lengths: np.ndarray, shares: np.ndarray, programs: int) -> int:
-    """When the last round of programs ends, in keys."""
+    """Estimated end of the last wave of CTAs, in keys."""
     sizes = -np.sort(-np.repeat(_sizes(lengths, shares), shares))[::programs]
     return int(sizes.sum()) + SHARE_COST * len(sizes)
 

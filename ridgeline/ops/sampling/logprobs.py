@@ -14,7 +14,7 @@ from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tole
 from ridgeline.ops.sampling.sample_kernels import ordered_key, ordered_value
 from ridgeline.sizes.op_costs import LOGPROBS_CASES, logprobs_cost
 
-CHUNK_ELEMENTS = 1 << 21             # logits handled at once: a long prompt must not need memory by the gigabyte
+CHUNK_ELEMENTS = 1 << 21             # logits per chunk: bounds the scratch memory of a long prompt
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,7 +81,7 @@ def _first_largest(logits: Tensor, smallest: Tensor, top_k: int) -> Tensor:
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-TILE = 8192                          # ids per program
+TILE = 8192                          # ids per CTA
 GROUP = 64                           # ids whose largest is kept: the k best are found among those
 NOTHING = -0x80000000                # below the key of -inf
 
@@ -91,8 +91,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, tokens_ptr, group_best_ptr, tile_best_ptr, tile_sum_ptr, tile_before_ptr,
     TILE: tl.constexpr, GROUP: tl.constexpr, NOTHING: tl.constexpr,
 ):
-    """One program: of one tile of one row the groups' largest keys, the sum of exponentials, and how many logits come
-    before the token's."""
+    """One CTA, one tile of one row: the largest key of every group, the sum of exponentials, and how many logits rank before the
+    token's."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     logits_ptr += row * stride
@@ -121,8 +121,8 @@ def _logprobs_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NOTHING: tl.constexpr,
     TILES_ROUND: tl.constexpr, GROUPS_ROUND: tl.constexpr,
 ):
-    """One program per row. The next best id is in the first of the groups with the largest key; then that group's key
-    is the largest of what it has left."""
+    """One CTA per row. The next best id is in the first group with the largest key; that group's key then becomes the largest of
+    its remaining ids."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     tile = tl.arange(0, TILES_ROUND)
@@ -156,7 +156,7 @@ def _logprobs_kernel(  # type: ignore[no-untyped-def]
 
 
 def logprobs_triton(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Without waiting for the device."""
+    """Without host synchronisation."""
     rows, vocab = logits.shape
     top_k = min(top_k, vocab)
     if logits.stride(1) != 1:

@@ -1,14 +1,14 @@
-"""Choosing one token per row of logits: penalties, masks, filters, and the race that draws.
+"""Samples one token per row of logits: penalties, masks, filters, and the exponential race.
 
-Everything here is a pure function of its arguments. No request, no row state and no generator: the sampler
-(runner/sampler.py) keeps those and decides which stages a batch needs.
+Everything here is a pure function of its arguments. The sampler (runner/sampler.py) keeps requests and row state, and decides
+which stages a batch needs.
 
 The order of the stages is vLLM's:
 
     mask · allowed ids · bad words · min_tokens · logit_bias · penalties      they change the logits, greedy sees them
     temperature · min_p · top_k · top_p · typical_p                           they only matter to random rows
 
-Every filter looks at what the one before it left, renormalised. Equal values rank by id, lowest first, so top_k keeps
+Every filter works on the ids that the one before it kept, renormalised. Equal values rank by id, lowest first, so top_k keeps
 exactly k ids and top_p the smallest set whose mass reaches p.
 
 A token is sampled by an exponential race: token = argmax of p(id) / E(id), with the noise E of noise.py. Noise and weights are
@@ -40,8 +40,8 @@ CHOICE = np.dtype([
 
 BLOCK = 64                           # ids per block when looking for the largest: blocks are ruled out by their maximum
 BOUND_SLACK = 1e-5                   # relative; an exponential and a division in float32 are off by less than 1e-6
-CACHED_ELEMENTS = 1 << 17            # so many ids at a time where many passes go over all of them: they stay in cache
-SCRATCH_ELEMENTS = 1 << 21           # and so many where few do: a large batch must not need as much again in scratch
+CACHED_ELEMENTS = 1 << 17            # ids at a time where many passes go over all of them: they stay in the CPU cache
+SCRATCH_ELEMENTS = 1 << 21           # ids at a time where few passes do: bounds the scratch memory of a large batch
 GPU_ELEMENTS = 1 << 24               # a GPU wants few launches, of any kind
 
 
@@ -56,7 +56,7 @@ def apply_mask_reference(logits: Tensor, mask: Tensor | None, out: Tensor, broke
             bits = torch.arange(32, dtype=torch.int32, device=mask.device)
             mask = ((mask[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
         out.masked_fill_(~mask, -torch.inf)
-    torch.logical_not(logits.amax(dim=1) < torch.inf, out=broken)        # a NaN is the largest, and less than nothing
+    torch.logical_not(logits.amax(dim=1) < torch.inf, out=broken)        # amax propagates NaN, and NaN < inf is false
 
 
 def keep_only(logits: Tensor, rows: Tensor, row: Tensor, ids: Tensor) -> None:
@@ -138,7 +138,7 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def _slices(rows: np.ndarray, x: Tensor, elements: int) -> Iterator[np.ndarray]:
-    """The rows of x in parts of about so many elements."""
+    """The rows of x in parts of about `elements` elements."""
     size = max(1, (elements if x.is_cpu else GPU_ELEMENTS) // x.shape[1])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
@@ -370,8 +370,8 @@ def send_choices(how: np.ndarray, device: torch.device, dtype: torch.dtype, voca
 def sample_on_gpu(
     logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As defined, without waiting for the device; only typical_p, which needs a sort, takes the long way. A mask goes only
-    with rows without filters (`takes_masks`)."""
+    """As defined, without waiting for the device; only typical_p, which needs a sort, runs the reference. A mask is allowed
+    only for rows without filters (`takes_masks`)."""
     tokens = torch.empty(len(how), dtype=torch.int64, device=logits.device)
     failed = torch.empty(len(how), dtype=torch.bool, device=logits.device)
     typical = (how["temperature"] > 0) & (how["typical_p"] < 1)
@@ -403,7 +403,7 @@ def apply_mask_on_gpu(logits: Tensor, mask: Tensor | None, out: Tensor, broken: 
 
 
 def reserve(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> None:
-    """Make what the kernels need for so many rows, once: later is too late for a graph, and for the memory's ledger."""
+    """Allocate the workspace of the kernels for `rows` rows at start: CUDA graphs hold its address, and the ledger counts it."""
     if sample.choose(Site(device.type, dtype, vocab)).name == "triton":
         sample_kernels.workspace(device, rows, vocab)
 

@@ -1,19 +1,19 @@
-"""Sampling on a GPU without a sort and without asking the host: what ops/sampling/sample.py defines, as four kernels.
+"""Sampling on a GPU without a sort and without host synchronisation: what ops/sampling/sample.py defines, as four kernels.
 
-    best     splits the vocabulary over programs: the largest logit of every row, whether the row is broken, and, for
+    best     splits the vocabulary over CTAs: the largest logit of every row, whether the row is broken, and, for
              the filters, the largest logit of every group of ids and the weight of every tile
-    select   one program per filtered row: from the groups' maxima follows a logit that no survivor lies below; the few
+    select   one CTA per filtered row: the maxima of the groups give a lower bound for the logits of survivors; the few
              ids above it are collected, cut exactly as defined, and race in registers
     race     splits the vocabulary again, for rows without filters and for those with too many candidates
-    finish   of those the latter: the race's winner counts if its rank and the weight before it say that it survives;
-             if not, everything from it on is ruled out and the rest races again
+    finish   for rows with too many candidates: the winner of the race counts if its rank and the weight before it say that
+             it survives; if not, everything from it on is ruled out and the rest races again
 
-A row that a kernel has nothing to do with costs it one load. Nothing depends on values on the host, so all of it can be
-recorded in a graph. Scores are float64 and only computed for ids whose bound weight / v (see `_race_bounded` in
-ops/sampling/sample.py), in float32 and in logarithms, reaches the best score known.
+A row that a kernel does not handle costs it one load. Nothing depends on values on the host, so a CUDA graph can capture all of
+it. Scores are float64. They are computed only for ids whose bound weight / v (see `_race_bounded` in ops/sampling/sample.py),
+in float32 logarithms, reaches the best score known.
 
-The one difference to the definition: the weight of all ids, which top_p takes a share of, is a float32 sum. Its relative
-error is below 1e-6, and so is the probability that a draw sees it.
+The one difference to the definition: the weight of all ids, of which top_p takes a share, is a float32 sum. Its relative
+error is below 1e-6, and so is the probability that it changes a sampled token.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ridgeline.sizes.op_costs import SAMPLE_CANDIDATES, SAMPLE_GROUP, SAMPLE_RAC
 
 BEST_TILE, BEST_WARPS = SAMPLE_TILE, 4
 RACE_TILE, RACE_WARPS = SAMPLE_RACE_TILE, 2
-RACE_SPAN, RACE_ALONE = 8, 8         # tiles per program; one, for so few rows that they do not fill the device
+RACE_SPAN, RACE_ALONE = 8, 8         # tiles per CTA; one tile, up to this many rows, which do not fill the GPU
 GROUP = SAMPLE_GROUP
 CANDIDATES = SAMPLE_CANDIDATES
-FEW = 128                            # of them there are mostly no more than these
-PAIRS = 4096                         # of ids that are compared in one go: what registers hold
-GROUPS_AT_ONCE = 16                  # groups whose ids are looked through in one go
+FEW = 128                            # candidates: most rows have no more than this
+PAIRS = 4096                         # pairs of ids that are compared at once: what registers hold
+GROUPS_AT_ONCE = 16                  # groups whose ids are scanned at once
 FINISH_TILE, FINISH_WARPS = 4096, 16
-SCAN_TILE = 16384                    # ids at a time where one program looks at a whole row
+SCAN_TILE = 16384                    # ids at a time where one CTA scans a whole row
 SELECT_WARPS = 4
 LOWEST = float(np.finfo(np.float32).min)
 EMPTY_KEY = -0x7FFFFFFFFFFFFFFF      # below the key of every logit
@@ -68,7 +68,7 @@ def ordered_value(key):  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def _noise(seed, index, ids):  # type: ignore[no-untyped-def]
-    """E(id), as ops/sampling/sample.py defines it; 1 - v is exact in float64."""
+    """E(id), as ops/sampling/noise.py defines it; 1 - v is exact in float64."""
     counter = (ids >> 2).to(tl.uint32)
     zero = counter * 0
     words0, words1, words2, words3 = tl.philox(seed, counter, zero + index.to(tl.uint32), zero, zero)
@@ -98,8 +98,8 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, GROUP: tl.constexpr, EMPTY_KEY: tl.constexpr, LOWEST: tl.constexpr,
     HAS_ROWS: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """One program: one tile of one row. The last to arrive of a row's programs knows the row's best logit, and finds
-    the first id that has it in the tile it came from. A mask does not go with filters (see `draw`)."""
+    """One CTA: one tile of one row. The CTA of a row that arrives last knows its best logit, and finds the first
+    id that has it in the tile it came from. A mask does not go with filters (see `draw`)."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if DEPENDENT:
@@ -209,8 +209,8 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     state_ptr, leaders_ptr, scores_ptr, params_stride, mask_ptr, mask_stride,
     TILE: tl.constexpr, SPAN: tl.constexpr, PROGRAMS: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """One program: SPAN tiles of one row; the last to arrive compares the winners. A row has at most PROGRAMS programs,
-    a power of two."""
+    """One CTA: SPAN tiles of one row; the one that arrives last compares the winners. A row has at most PROGRAMS CTAs, a power
+    of two."""
     program = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if DEPENDENT:
@@ -222,14 +222,14 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         floor = tl.load(numbers_ptr + params_stride + row).to(tl.float32)
         seed = tl.load(integers_ptr + row)
         index = tl.load(integers_ptr + params_stride + row).to(tl.int32)
-        # Everybody starts from the best id's score: most tiles have no id whose bound reaches it.
+        # Every CTA starts from the score of the best id: most tiles have no id whose bound reaches it.
         leader = tl.load(best_id_ptr + row)
         score = 1.0 / _noise(seed, index, leader)
         best = tl.load(best_ptr + row)
         first = program * (SPAN * TILE)
         mask_ptr += row * mask_stride
         for start in range(first, tl.minimum(first + SPAN * TILE, vocab), TILE):
-            if MASKED:                                       # a grammar rules out most tiles: their noise is not made
+            if MASKED:                                       # a grammar rules out most tiles: their noise is skipped
                 word = start // 32 + tl.arange(0, TILE // 32)
                 some = tl.max((tl.load(mask_ptr + word, mask=word * 32 < vocab, other=0) != 0).to(tl.int32), axis=0)
                 if some != 0:
@@ -248,7 +248,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
             tl.store(arrivals_ptr + row, 0)
             place = tl.arange(0, PROGRAMS)
             there = place < tl.num_programs(0)
-            # Past the first-level cache: other programs have written them.
+            # From L2, not L1: other CTAs have written them.
             scores = tl.load(scores_ptr + row * PROGRAMS + place, mask=there, other=0.0, cache_modifier=".cg")
             leaders = tl.load(leaders_ptr + row * PROGRAMS + place, mask=there, other=0, cache_modifier=".cg")
             token = tl.min(tl.where(there & (scores == tl.max(scores, axis=0)), leaders, 0x7FFFFFFF), axis=0)
@@ -356,7 +356,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr, AT_ONCE: tl.constexpr, LOWEST: tl.constexpr, TILES_ROUND: tl.constexpr, GROUPS_ROUND: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program per row. Every list it writes is ordered by id."""
+    """One CTA per row. Every list it writes is ordered by id."""
     row = tl.program_id(0).to(tl.int64)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -445,7 +445,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, tokens_ptr, integers_ptr, numbers_ptr, best_ptr, best_id_ptr, state_ptr, params_stride,
     TILE: tl.constexpr, SCAN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """One program per row that select left open; `tokens` has the winner of all ids that min_p leaves."""
+    """One CTA per row that select left open; `tokens` has the winner of all ids that min_p leaves."""
     row = tl.program_id(0).to(tl.int64)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -518,7 +518,7 @@ def _mask_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, mask_ptr, out_ptr, broken_ptr, vocab, stride, mask_stride, out_stride,
     MASKED: tl.constexpr, WORDS: tl.constexpr,
 ):
-    """One program: the ids of some words of one row's mask."""
+    """One CTA: the ids of some words of one row's mask."""
     row = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     bit = tl.arange(0, 32)
@@ -531,7 +531,7 @@ def _mask_kernel(  # type: ignore[no-untyped-def]
         kept = tl.where(((words[:, None] >> bit[None, :]) & 1) == 0, float("-inf"), logits)
     tl.store(out_ptr + row * out_stride + ids, kept, mask=inside)
     wrong = tl.max(tl.max(((logits != logits) | (logits == float("inf"))).to(tl.int32), axis=1), axis=0)
-    tl.store(broken_ptr + row, 1, mask=wrong > 0)        # whoever finds it writes the same
+    tl.store(broken_ptr + row, 1, mask=wrong > 0)        # every CTA that finds one writes the same
 
 
 # ── on the host ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -539,10 +539,10 @@ def _mask_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(slots=True)
 class Workspace:
-    """What the kernels hand to each other. `keys` and `arrivals` are between two calls as they are at the beginning."""
+    """What the kernels hand to each other. Every call leaves `keys` and `arrivals` as it found them."""
 
     keys: Tensor                     # int64 [R]: best logit and its tile
-    arrivals: Tensor                 # int32 [2, R]: programs of a row that are done
+    arrivals: Tensor                 # int32 [2, R]: CTAs of a row that are done
     best: Tensor                     # float32 [R], and its id, int32
     best_id: Tensor
     state: Tensor                    # int32 [R]: what is left to do: 0 nothing, 1 race, 2 select, 3 race and finish
@@ -557,12 +557,12 @@ class Workspace:
 
 
 _workspaces: dict[tuple[torch.device, int], Workspace] = {}
-_outgrown: list[Workspace] = []      # kept: graphs of an engine that is still there may hold their addresses
+_outgrown: list[Workspace] = []      # kept: captured CUDA graphs may hold their addresses
 
 
 def workspace(device: torch.device, rows: int, vocab: int) -> Workspace:
-    """The device's workspace for this vocabulary. It is made anew where more rows come than ever before; whoever
-    records graphs asks for the most at start."""
+    """The device's workspace for this vocabulary. It is allocated again for more rows than before, so an
+    engine that captures CUDA graphs reserves the most at start."""
     found = _workspaces.get((device, vocab))
     if found is None or found.keys.shape[0] < rows:
         if found is not None:
@@ -625,8 +625,9 @@ def draw(
     logits: Tensor, choices: Choices | None, tokens: Tensor, failed: Tensor, rows: Tensor | None = None,
     last_token: Tensor | None = None, mask: Tensor | None = None,
 ) -> None:
-    """A token for each row of logits [S, V] into tokens [S], int64; failed [S], bool. Without choices the best one,
-    and then also into last_token[rows]. A mask, int32 [S, ceil(V / 32)], says what is allowed, of rows without filters."""
+    """Sample a token for each row of logits [S, V] into tokens [S], int64; failed [S], bool. Without choices the best one
+    (greedy), and then also into last_token[rows]. A mask, int32 [S, ceil(V / 32)], says which ids are allowed, for rows without
+    filters."""
     count, vocab = logits.shape
     if count == 0:
         return
