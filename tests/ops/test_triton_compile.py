@@ -1,6 +1,7 @@
 """The Triton kernels compile for an H100 (sm_90) without a GPU: what the interpreter accepts, the compiler may not.
 
-Every kernel is compiled on every commit, in the variants that take the most of its branches; the others are slow tests.
+Every kernel is compiled on every commit, here in the variants that take the most of its branches, or by test_kernel_steps.py,
+which compiles whatever serving an 8B model launches; the others are slow tests.
 """
 
 from __future__ import annotations
@@ -227,9 +228,9 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         ("prefill_kernel", "bf16", "fp8e4nv", {"K_SCALE": "head", "V_SCALE": "key", "SOFTCAP": True, "WINDOW": 4096}),
         pytest.param("prefill_kernel", "bf16", "bf16", {"RANGE": "newer"}, marks=slow),
         pytest.param("prefill_kernel", "bf16", "fp8e4nv", {"RANGE": "older", "K_SCALE": "key", "V_SCALE": "key"}, marks=slow),
-        ("prefix_kernel", "bf16", "bf16", {"FRESH": True}),
+        pytest.param("prefix_kernel", "bf16", "bf16", {"FRESH": True}, marks=slow),
         pytest.param("older_kernel", "bf16", "bf16", {"SOFTCAP": True}, marks=slow),
-        ("older_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "key"}),
+        pytest.param("older_kernel", "bf16", "fp8e4nv", {"K_SCALE": "key", "V_SCALE": "key"}, marks=slow),
         ("merge_kernel", "bf16", "bf16", {}),
         ("split_tiles_kernel", "bf16", "bf16", {}),
     ],
@@ -354,7 +355,10 @@ def compile_with_helpers(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=slow)])
-@pytest.mark.parametrize("kernel", ["best", "best-filtered", "best-masked", "select", "race", "race-masked", "finish"])
+@pytest.mark.parametrize("kernel", [
+    "best", "best-filtered", "race", "race-masked",
+    *(pytest.param(name, marks=slow) for name in ("best-masked", "select", "finish")),
+])
 def test_sampling_compiles(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     filtered, masked = kernel == "best-filtered", kernel.endswith("-masked")
     constants = {
