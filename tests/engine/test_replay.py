@@ -112,7 +112,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_checkpoint(name, folder / name, tie_word_embeddings=False) for name in MODELS}
 
 
-@pytest.mark.parametrize(("name", "grammar"), [*((name, False) for name in MODELS), ("llama", True)])
+@pytest.mark.parametrize(("name", "grammar"), [
+    ("gemma2", False), ("llama", True),
+    *(pytest.param(name, False, marks=pytest.mark.slow) for name in MODELS if name != "gemma2"),
+])
 def test_a_recorded_run_does_the_same_again(name: str, grammar: bool, models: dict[str, Path]) -> None:
     """From the first plan on, with everything switched on, on a runner of its own: the same bits."""
     options = {"num_gpu_blocks_override": 40, "max_model_len": 72, "max_num_batched_tokens": 16, "tensor_parallel_size": 1}
@@ -149,8 +152,11 @@ def recomputing_plan(snapshot: Snapshot, num_blocks: int) -> StepPlan:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("moment", [2, 9, 20])
+@pytest.mark.parametrize(("name", "moment"), [
+    # Every model and every moment on every commit, all pairs of them in the slow tests.
+    pytest.param(name, moment, marks=() if MODELS.index(name) % 3 == place else pytest.mark.slow)
+    for name in MODELS for place, moment in enumerate((2, 9, 20))
+])
 def test_a_snapshot_and_what_followed(name: str, moment: int, models: dict[str, Path]) -> None:
     """A bug report: the rows at one moment, the plans and results since. Windows had freed blocks by then."""
     options = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_batched_tokens": 512}

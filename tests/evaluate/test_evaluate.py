@@ -348,6 +348,7 @@ def test_a_record_names_what_may_change_answers() -> None:
     assert quality_of(EngineConfig.of(kv_cache_dtype="fp8")) == "fp8 KV"
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_the_embedded_model_reads_english_and_finds_a_needle(embedded_model: Path) -> None:
     scorer = Scorer({"model": str(embedded_model)}, 140, show=False)

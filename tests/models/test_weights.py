@@ -433,7 +433,7 @@ print((peak - before) / model.weight_bytes)
 """
 
 
-@pytest.mark.parametrize("stored", ["safetensors", "gguf"])
+@pytest.mark.parametrize("stored", ["safetensors", pytest.param("gguf", marks=pytest.mark.slow)])
 def test_peak_memory_is_what_the_weights_occupy(stored: str, tmp_path: Path) -> None:
     path = save_checkpoint("smollm2", tmp_path, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, vocab_size=5000)
     if stored == "gguf":

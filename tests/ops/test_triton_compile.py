@@ -1,6 +1,7 @@
 """The Triton kernels compile for an H100 (sm_90) without a GPU: what the interpreter accepts, the compiler may not.
 
-Every kernel is compiled on every commit, in the variants that take the most of its branches; the others are slow tests.
+Every kernel is compiled on every commit, here in the variants that take the most of its branches, or by test_kernel_steps.py,
+which compiles whatever serving an 8B model launches; the others are slow tests.
 """
 
 from __future__ import annotations
@@ -319,7 +320,10 @@ def compile_with_helpers(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=slow)])
-@pytest.mark.parametrize("kernel", ["best", "best-filtered", "best-masked", "select", "race", "race-masked", "finish"])
+@pytest.mark.parametrize("kernel", [
+    "best", "best-filtered", "race", "race-masked",
+    *(pytest.param(name, marks=slow) for name in ("best-masked", "select", "finish")),
+])
 def test_sampling_compiles(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     filtered, masked = kernel == "best-filtered", kernel.endswith("-masked")
     constants = {

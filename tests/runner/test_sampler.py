@@ -618,6 +618,7 @@ def check_greedy(function: Any, case: Case, dtype: str, with_rows: bool, device:
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 runs_triton = pytest.mark.skipif(not (CUDA or TRITON_INTERPRETED), reason="no GPU, and not in the interpreter")
+slow = () if CUDA else pytest.mark.slow          # a case takes the interpreter seconds
 
 
 @pytest.fixture
@@ -641,7 +642,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     {"temperature": 1.5, "min_p": 0.02, "top_k": [0, 2, 30, 0], "top_p": [0.9, 0.9, 0.99, 0.5]},
     {"temperature": [0.0, 1.0], "top_k": [0, 0, 0, 5], "typical_p": [1.0, 0.8, 1.0, 1.0]},
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("quantised", [False, True], ids=["distinct", "many-equal"])
+@pytest.mark.parametrize("quantised", [pytest.param(False, marks=slow, id="distinct"), pytest.param(True, id="many-equal")])
 @pytest.mark.usefixtures("tiny_tiles")
 def test_triton_tokens_are_the_definitions(options: dict[str, Any], quantised: bool) -> None:
     """With few candidates, which are cut in registers, and with more than fit there."""
@@ -665,8 +666,10 @@ def test_triton_fails_broken_rows_alone() -> None:
 
 
 @runs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("allowed", [0.5, 0.02])             # of the words: most tiles have none
+@pytest.mark.parametrize(("dtype", "allowed"), [             # of the words: most tiles have none
+    (torch.float32, 0.5), (torch.bfloat16, 0.02),
+    pytest.param(torch.float32, 0.02, marks=slow), pytest.param(torch.bfloat16, 0.5, marks=slow),
+])
 @pytest.mark.usefixtures("tiny_tiles")
 def test_triton_chooses_under_masks(dtype: torch.dtype, allowed: float) -> None:
     """As if what the mask does not allow were not there; a row that it leaves nothing, and broken ones, fail."""
@@ -706,7 +709,7 @@ def test_triton_masks_hide_no_broken_row(dtype: torch.dtype, masked: bool) -> No
 
 @runs_triton
 @pytest.mark.parametrize("case", [case for case in GREEDY_CASES if not case.timed], ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=slow), "bfloat16", pytest.param("float16", marks=slow)])
 @pytest.mark.usefixtures("tiny_tiles")
 def test_triton_greedy(case: Case, dtype: str) -> None:
     for with_rows in (False, True):                          # the second call finds the workspace as the first left it
@@ -745,8 +748,10 @@ def test_triton_draws_follow_the_distribution(options: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_triton"]
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_triton_kernels_in_the_interpreter(marked: str) -> None:
+    """Every kernel on every commit; the slow test has the other types, and logits that are all different."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_triton", "-m", marked]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0 and " passed" in finished.stdout, finished.stdout[-5000:] + finished.stderr[-2000:]

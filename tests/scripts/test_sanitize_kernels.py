@@ -105,6 +105,7 @@ def test_what_cannot_be_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(explained).state == "FOUND"                                           # there may be more
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
 def test_the_explained_stores_are_in_order(tmp_path: Path) -> None:
     """What the reason says: between the warp's store and its first thread's arrival is a barrier of the warp, and the readers

@@ -90,9 +90,11 @@ def test_kernels_that_a_sanitizer_can_run() -> None:
     assert all(any(not case.timed for case in op.cases) for op in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_cases_of_single_kernels_are_right() -> None:
-    """Those that the interpreter can run; each compares with the product in float64."""
+    """Those that the interpreter can run; each compares with the product in float64. On every commit test_linear_kernels.py and
+    test_gemm_gated.py run these kernels there."""
     code = "import run_op_cases as r\nfor name in ('gemv', 'small_gemm', 'invariant_gemm', 'gated_gemm'): r.CASES[name]('cpu')"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)

@@ -45,10 +45,9 @@ if HAS_GLUON:
         lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
         return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
 
-PROMOTED = 1                         # blocks of 128 e4m3 products that the tensor cores add before float32
-does
-# Neighbouring blocks of the same weight rows are requested together. One at a time, gate_up takes 5 % longer; four at a time 14 %,
-# probably because too many stages of a ring of five wait for each other.
+PROMOTED = 1                         # blocks of 128 e4m3 products that are summed before they are added in float32
+# Neighbouring blocks of the same weight rows are requested together. One at a time, gate_up takes 5 % longer; four at a time
+# 14 %, probably because too many stages of a ring of five wait for each other.
 RUN = 2
 BOX = 32                             # weight rows of one TMA load; with a gate 16 pairs
 MOST_TILES = 128                     # with split-K: two arrival counters each, for every number of splits

@@ -11,17 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 import tokenizers
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    negative_data_rejection,
-    response_schema_conformance,
-    status_code_conformance,
-)
 from scripted_server import ScriptedServer
 from served_model import ServerProcess, write_model
 from tokenizers.processors import TemplateProcessing
@@ -191,6 +182,17 @@ def sensible(document: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["positive", "sensible", "negative"])
 def test_the_server_keeps_to_its_document(model: Path, mode: str) -> None:
     """Whatever the document allows or forbids: no 5xx, no undocumented status, no body that is not as described."""
+    # Imported here, since it takes a second, and only this test needs it.
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        negative_data_rejection,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
     checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
     generation = GenerationMode.NEGATIVE if mode == "negative" else GenerationMode.POSITIVE
     if mode == "negative":
