@@ -129,7 +129,7 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
      "input[0].content[0] is of type 'input_image'; only text"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing"),
     ({"input": [{"type": "item_reference"}]}, "input[0].id is missing"),
-    ({"input": [{"type": "item_reference", "id": "x", "content": "y"}]}, "input[0] is an item_reference, which may have an id and"),
+    ({"input": [{"type": "item_reference", "id": "x", "content": "y"}]}, "input[0] is an item_reference, which may have an id"),
     ({"input": [{"role": "user", "content": "x", "id": 7}]}, "input[0].id: expected str | null, got int"),
     ({"input": [{"role": "user", "content": "x", "id": {}}]}, "input[0].id: expected str | null, got object"),
     ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "image_url": "y"}]}]},
@@ -305,7 +305,7 @@ def test_a_response_belongs_to_its_key(tmp_path: Path) -> None:
         for ask in (two.responses.retrieve, two.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 ask(made.id)
-        with pytest.raises(openai.BadRequestError, match="no response .* is stored here"):
+        with pytest.raises(openai.BadRequestError, match=r"no response .* is stored here"):
             two.responses.create(model=NAME, input="x", previous_response_id=made.id)
         one.responses.delete(made.id)
 
