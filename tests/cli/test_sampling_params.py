@@ -31,7 +31,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 FLAGS = (
     "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
+)
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("n", 0), ("n", -1), ("n", MAX_N + 1),
@@ -65,7 +65,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("logit_bias", {"9" * 30: 1.0}),
     ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 1.5),
     ("output_kind", 1), ("output_kind", "delta"), ("output_kind", None),
-]  # fmt: skip
+]
 WRONG_TYPE = [
     *((name, value) for name in NUMBERS for value in (NAN, INFINITY, -INFINITY, 10**400, "1", True, None, [1.0], 1j)),
     *((name, value) for name in INTEGERS for value in (1.0, NAN, "1", True, [1])),
@@ -75,7 +75,7 @@ WRONG_TYPE = [
 
 
 def short_name(value: Any) -> str:
-    return "huge" if value == [10**5000] else ascii(value)[:24]          # Python refuses to print so many digits
+    return "huge" if value == [10**5000] else ascii(value)[:24]          # Python refuses to print that many digits
 
 
 @pytest.mark.reliability("B-03")
@@ -100,7 +100,7 @@ LIMITS = [
     ("stop_token_ids", [MAX_TOKEN_ID] * MAX_STOP_TOKEN_IDS), ("bad_words", ["x" * MAX_BAD_WORD_CHARACTERS] * MAX_BAD_WORDS),
     ("allowed_token_ids", [MAX_TOKEN_ID] * MAX_ALLOWED_TOKEN_IDS),
     ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0)), ("truncate_prompt_tokens", 1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "value"), LIMITS, ids=lambda value: ascii(value)[:24])
@@ -122,7 +122,7 @@ def test_what_is_taken_is_made_plain() -> None:
     params = SamplingParams(
         n=np.int64(3), temperature=np.float32(0.5), top_k=-1, seed=-1, stop="end", stop_token_ids=(4, 5),
         bad_words=None, allowed_token_ids={7}, logit_bias={"42": 1, 43: 1000, 44: -1e9},
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # type: ignore[arg-type]
     assert (params.n, type(params.n)) == (3, int)
     assert (params.temperature, type(params.temperature)) == (0.5, float)
     assert params.top_k == 0 and params.seed is None
@@ -169,7 +169,7 @@ def test_a_clone_shares_nothing() -> None:
         ("logits_processors", [], [lambda ids, logits: logits]), ("guided_decoding", None, {"json": {}}),
         ("extra_args", {}, {"x": 1}),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_done_is_taken_only_when_it_asks_for_nothing(name: str, neutral: Any, other: Any) -> None:
     for value in (None, neutral):
         assert SamplingParams(**{name: value}) == SamplingParams()
@@ -183,7 +183,7 @@ def test_the_largest_there_can_be_crosses_the_wire() -> None:
         stop_token_ids=[MAX_TOKEN_ID] * MAX_STOP_TOKEN_IDS, bad_words=["é" * MAX_BAD_WORD_CHARACTERS] * MAX_BAD_WORDS,
         logit_bias=dict.fromkeys(range(MAX_TOKEN_ID - MAX_LOGIT_BIASES, MAX_TOKEN_ID), -100.0), top_k=2**31 - 1,
         allowed_token_ids=[MAX_TOKEN_ID] * 1000, output_kind=RequestOutputKind.FINAL_ONLY, truncate_prompt_tokens=2**31 - 1,
-    )  # fmt: skip
+    )
     again = ipc.TO_ENGINE.decode(ipc.TO_ENGINE.encode(ipc.Add(Request("1", [MAX_TOKEN_ID], params))))
     assert isinstance(again, ipc.Add) and again.request.params == params
     plain = ipc.TO_ENGINE.encode(ipc.Add(Request("1", [1], SamplingParams())))

@@ -196,7 +196,7 @@ def test_leaving_early_frees_everything(llm: AsyncLLM, run: Run, how: str, n: in
 
 def test_aborting_what_is_not_there_is_no_error(llm: AsyncLLM, run: Run) -> None:
     async def abort_others() -> None:
-        await llm.abort("nobody")
+        await llm.abort("unknown")
         stream = await llm.stream(["abc"], GREEDY, request_id="mine")
         for wire_id in list(llm._open.by_wire_id):
             await llm.abort(wire_id)                     # a name inside, which no caller knows it by
@@ -605,7 +605,7 @@ def test_faults_inside_the_engines_process(
     fault: str, code: int, sent: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = FaultyCore(fault)
-    link = FakeLink(ipc.Abort("nobody"), ipc.Add(Request("1", [1], GREEDY)), ipc.Shutdown())
+    link = FakeLink(ipc.Abort("unknown"), ipc.Add(Request("1", [1], GREEDY)), ipc.Shutdown())
     monkeypatch.setattr(loop, "load", lambda options, link: core)
     assert loop.run({}, link) == code                    # type: ignore[arg-type]
     assert [each for each in link.sent if not isinstance(each, ipc.Stats)] == sent and core.closed

@@ -70,7 +70,7 @@ def test_the_prompt_is_the_conversation(server: ScriptedServer, client: anthropi
             {"role": "assistant", "content": [{"type": "text", "text": "c"}]},
             {"role": "user", "content": "d"},
         ],
-    )  # fmt: skip
+    )
     turns = [("system", "Be\nbrief"), ("user", "a\nb"), ("assistant", "c"), ("user", "d")]
     expected = "".join(f"<|im_start|>{role}\n{text}<|im_end|>" for role, text in turns) + "<|im_start|>assistant\n"
     assert prompt_of(server) == expected
@@ -95,7 +95,7 @@ def test_sampling_reaches_the_engine(server: ScriptedServer, client: anthropic.A
     client.messages.create(
         model=NAME, max_tokens=7, messages=MESSAGES, metadata={"user_id": "me"},
         extra_body={"temperature": 0.25, "top_p": 0.5, "top_k": 3},
-    )  # fmt: skip
+    )
     params = server.llm.params[-1]
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (7, 0.25, 0.5, 3)
 
@@ -111,7 +111,7 @@ def test_a_stream(server: ScriptedServer, client: anthropic.Anthropic) -> None:
     deltas = kinds.count("content_block_delta")
     assert deltas == len("Good day to you")
     assert kinds == ["message_start", "content_block_start", *["content_block_delta"] * deltas, "content_block_stop",
-                     "message_delta", "message_stop"]  # fmt: skip
+                     "message_delta", "message_stop"]
     stopped = list(client.messages.create(model=NAME, max_tokens=50, messages=MESSAGES, stream=True, stop_sequences=["y"]))
     assert stopped[-2].delta.stop_reason == "stop_sequence" and stopped[-2].delta.stop_sequence == "y"  # type: ignore[union-attr]
 
@@ -163,7 +163,7 @@ def test_count_tokens(client: anthropic.Anthropic) -> None:
      "messages[0].content must have at least one block"),
     ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "poem"}]}]}, anthropic.BadRequestError,
      "messages[0].content[0].type: invalid value 'poem'"),
-])  # fmt: skip
+])
 def test_errors_in_anthropics_shape(
     client: anthropic.Anthropic, body: dict[str, Any], kind: type[anthropic.APIStatusError], words: str
 ) -> None:
@@ -196,7 +196,7 @@ BEFORE_THE_ROUTE: dict[str, tuple[dict[str, Any], type[anthropic.APIStatusError]
     "count": ({"path": "/v1/messages/count_tokens", "key": "wrong"}, anthropic.AuthenticationError,
               "authentication_error"),
     "queue": ({}, anthropic.RateLimitError, "rate_limit_error"),
-}  # fmt: skip
+}
 STATUSES = {"method": 405, "media type": 415, "header": 431}
 
 
@@ -302,7 +302,7 @@ def test_thoughts_text_and_calls(with_tools: ScriptedServer, tool_client: anthro
     assert parts(message)[0]["thinking"] == "Where?" and parts(message)[1]["text"] == "I look."
     assert [(part["name"], part["input"]) for part in parts(message)[2:]] == [
         ("weather", {"place": "Bern"}), ("weather", {"place": "Basel"})
-    ]  # fmt: skip
+    ]
     calls = [block.id for block in message.content if block.type == "tool_use"]
     assert len(set(calls)) == 2 and all(calls)
     assert "<|im_start|>tools\nweather <|im_end|>" in prompt_of(with_tools)
@@ -335,7 +335,7 @@ def test_tool_choice(with_tools: ScriptedServer, tool_client: anthropic.Anthropi
     named = tool_client.messages.create(**asked, tool_choice={"type": "tool", "name": "weather"})
     assert named.stop_reason == "tool_use" and parts(named) == [
         {"type": "tool_use", "name": "weather", "input": {"place": "Bern"}}
-    ]  # fmt: skip
+    ]
     assert with_tools.llm.params[-1].structured_outputs is not None
     with_tools.llm.script = lambda prompt: '[{"name": "weather", "parameters": {"place": "Bern"}}]'
     chosen = tool_client.messages.create(**asked, tool_choice={"type": "any", "disable_parallel_tool_use": True})
@@ -357,7 +357,7 @@ def test_a_call_that_is_cut_is_the_same_whole_and_streamed(
     asked: dict[str, Any] = {
         "model": NAME, "max_tokens": most, "messages": MESSAGES, "tools": [WEATHER],
         "tool_choice": {"type": "tool", "name": "weather"},
-    }  # fmt: skip
+    }
     whole = tool_client.messages.create(**asked)
     with tool_client.messages.stream(**asked) as stream:
         streamed = stream.get_final_message()

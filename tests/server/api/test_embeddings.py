@@ -67,7 +67,7 @@ def test_a_mean_survives_preemption(tmp_path: Path) -> None:
     core = EngineCore.start(EngineConfig.of(
         model=str(path), dtype="float32", block_size=4, num_gpu_blocks_override=60, max_num_batched_tokens=8, max_num_seqs=4,
         enable_prefix_caching=False, skip_tokenizer_init=True,
-    ))  # fmt: skip
+    ))
     for number in range(3):
         core.add(Request(f"v{number}", PROMPTS[2], pooled("mean")))
     preempted, found = set(), {}
@@ -78,7 +78,7 @@ def test_a_mean_survives_preemption(tmp_path: Path) -> None:
         for sequence in core.scheduler._rows.running():
             if sequence.hidden is not None and sequence.request.request_id not in preempted and sequence.num_promised == 0:
                 preempted.add(sequence.request.request_id)
-                core.scheduler._preempt(sequence)        # as if somebody else needed the blocks
+                core.scheduler._preempt(sequence)        # as if another request needed the blocks
                 break
     core.close()
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_openais_client(url: str) -> None:
     ({"input": "x", "pooling": "max"}, 400, "pooling: invalid enum value 'max'"),
     ({"input": "x", "model": "other"}, 404, "not served here"),
     ({"input": [[260]]}, 400, "260"),
-])  # fmt: skip
+])
 def test_what_is_refused(url: str, body: dict[str, Any], status: int, words: str) -> None:
     reply = httpx.post(f"{url}/v1/embeddings", json=body)
     assert reply.status_code == status and words in reply.json()["error"]["message"], reply.text

@@ -149,11 +149,11 @@ def test_the_document_has_queries_and_says_who_needs_a_key() -> None:
 INTEGERS = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"), (1, 9)), "n": (1, 2),
     "top_k": (0, 50), "logprobs": (0, 5), "seed": (0, 99),
-}  # fmt: skip
+}
 KEPT = {
     "stream", "system", "instructions", "user", "metadata", "add_special_tokens", "return_token_strs", "encoding_format",
     "pooling", "ignore_eos", "return_token_ids", "skip_special_tokens", "thinking", "text", "stop_sequences", "store",
-}  # fmt: skip
+}
 
 
 def sensible(document: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def test_the_server_keeps_to_its_document(model: Path, mode: str) -> None:
     limits = settings(
         max_examples=200, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     answers: Counter[int] = Counter()
 
     def check(case: Any) -> None:

@@ -210,7 +210,7 @@ def test_a_stop_string_inside_a_call_cuts_it_short(client: Client, monkeypatch: 
     text = '[{"name": "weather", "parameters": {"city": "Paris"}}]'
     for stop, calls in {
         "Paris": [("weather", '{"city": "')], "name": [], "[": [], "weather": [], '"parameters': [("weather", "")],
-    }.items():  # fmt: skip
+    }.items():
         choice = client.ask(text, tools=TOOLS, tool_choice="required", stop=[stop])
         made = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
         assert (choice.finish_reason, choice.message.content, made) == ("stop", None, calls), stop
@@ -366,7 +366,7 @@ def test_the_deadline_for_the_first_token_in_the_body(client: Client) -> None:
         client.sdk.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=3,
             extra_headers=headers, extra_body={"ttft_deadline_ms": field},
-        )  # fmt: skip
+        )
         assert client.server.llm.callers[-1].ttft_deadline == seconds
     for field in (0, -1, 3_600_001, "soon"):
         with pytest.raises(openai.BadRequestError, match="ttft_deadline_ms: expected"):
@@ -437,7 +437,7 @@ def test_what_is_refused(kind: type[Any], body: dict[str, Any], param: str, says
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "a name and arguments"),
     ({"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f", "arguments": ""}}]}, "'function'"),
     ({"role": "assistant", "audio": {"id": "x"}}, "audio is not supported"),
-])  # fmt: skip
+])
 def test_messages_that_are_refused(message: dict[str, Any], says: str) -> None:
     with pytest.raises((BadRequest, Unsupported), match=f"^messages\\[0\\].*{says}"):
         parse_body(ChatRequest, json.dumps({"messages": [message]}).encode()).conversation()
@@ -467,7 +467,7 @@ def test_token_ids_in_the_answer(url: str) -> None:
     whole = post(url, "completions", prompt=[64, 65], max_tokens=5, return_token_ids=True)["choices"][0]
     assert whole["prompt_token_ids"] == [64, 65] and len(whole["token_ids"]) == 5
     chunks = [event["choices"][0] for event in
-              post(url, "completions", prompt=[64, 65], max_tokens=5, return_token_ids=True, stream=True)]  # fmt: skip
+              post(url, "completions", prompt=[64, 65], max_tokens=5, return_token_ids=True, stream=True)]
     assert [token for chunk in chunks for token in chunk["token_ids"]] == whole["token_ids"]
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[64, 65]] + [None] * (len(chunks) - 1)
     assert "token_ids" not in post(url, "completions", prompt=[64, 65])["choices"][0]
@@ -518,12 +518,12 @@ def test_special_tokens_are_added_where_asked(url: str, model: Path) -> None:
     ]
     assert counts[1] == 2 and counts[0] == counts[2]
     chat = [post(url, "chat/completions", messages=MESSAGES, max_tokens=1, **more)["usage"]["prompt_tokens"]
-            for more in ({}, {"add_special_tokens": False})]  # fmt: skip
+            for more in ({}, {"add_special_tokens": False})]
     assert chat[0] == chat[1]
 
 
 LIGHT = {"type": "object", "additionalProperties": False, "required": ["on", "colour"],
-         "properties": {"on": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}}}  # fmt: skip
+         "properties": {"on": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}}}
 
 
 @pytest.mark.reliability("C-02")
@@ -536,7 +536,7 @@ def test_demanded_calls_are_always_valid(url: str, choice: Any, seed: int) -> No
     asked: dict[str, Any] = {
         "model": "tiny", "messages": MESSAGES, "tools": tools, "tool_choice": choice, "seed": seed, "max_tokens": 200,
         "parallel_tool_calls": False, "temperature": 0.2,
-    }  # fmt: skip
+    }
     whole = client.chat.completions.create(**asked).choices[0]
     assert added_up(list(client.chat.completions.create(stream=True, **asked))) == plain(whole)
     (call,) = whole.message.tool_calls or []
@@ -550,7 +550,7 @@ def test_demanded_calls_are_always_valid(url: str, choice: Any, seed: int) -> No
      "tools"),
     ({"guided_regex": "(a"}, "guided_regex"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
-])  # fmt: skip
+])
 def test_a_grammar_that_does_not_compile_is_told_by_the_name_it_was_sent_with(url: str, asked: Any, param: str) -> None:
     error = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES, **asked}, timeout=60).json()["error"]
     assert error["param"] == param and error["message"].startswith(param) and "cannot be used" in error["message"]
@@ -562,7 +562,7 @@ def test_a_grammar_that_does_not_compile_is_told_by_the_name_it_was_sent_with(ur
     ("completions", {"max_tokens": 3}, "prompt"),
     ("responses", {"model": "tiny"}, "input"),
     ("embeddings", {"model": "tiny"}, "input"),
-])  # fmt: skip
+])
 def test_a_field_that_is_missing_is_named(client: Client, path: str, body: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError, match="missing required field") as caught:
         client.sdk.post(f"/{path}", body=body, cast_to=object)

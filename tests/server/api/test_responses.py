@@ -90,7 +90,7 @@ def test_a_stream(client: openai.OpenAI) -> None:
         "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
         *["response.output_text.delta"] * deltas, "response.output_text.done", "response.content_part.done",
         "response.output_item.done", "response.completed",
-    ]  # fmt: skip
+    ]
     assert deltas == len(TEXT)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
@@ -131,7 +131,7 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
      "input[0].content[0] is of type 'input_image'; only text"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing"),
     ({"input": [{"type": "item_reference"}]}, "input[0].id is missing"),
-    ({"input": [{"type": "item_reference", "id": "x", "content": "y"}]}, "input[0] is an item_reference, which has an id and"),
+    ({"input": [{"type": "item_reference", "id": "x", "content": "y"}]}, "input[0] is an item_reference, which may have an id"),
     ({"input": [{"role": "user", "content": "x", "id": 7}]}, "input[0].id: expected str | null, got int"),
     ({"input": [{"role": "user", "content": "x", "id": {}}]}, "input[0].id: expected str | null, got object"),
     ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "image_url": "y"}]}]},
@@ -141,7 +141,7 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
     ({"text": {"verbosity": "huge"}}, "text.verbosity: invalid enum value 'huge'; one of low, medium, high works"),
     ({"max_output_tokens": 0}, "max_output_tokens must be an integer at least 1"),
     ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
-])  # fmt: skip
+])
 def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], words: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/responses", cast_to=object, body={"model": NAME, "input": "x"} | body)
@@ -230,7 +230,7 @@ def test_input_items_are_what_clients_read(server: ScriptedServer, client: opena
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s" * 9_999}]},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": "g"},
-    ]  # fmt: skip
+    ]
     made = client.responses.create(model=NAME, input=items)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -276,7 +276,7 @@ def test_a_short_request_behind_a_long_conversation_does_not_hold_up_others(
 ) -> None:
     text = "x" * (LONG_BODY + 1)
     long = client.responses.create(model=NAME, input=[{"type": "reasoning", "summary": [], "content": [
-        {"type": "reasoning_text", "text": text}]}, {"role": "user", "content": "a", "id": "long"}])  # fmt: skip
+        {"type": "reasoning_text", "text": text}]}, {"role": "user", "content": "a", "id": "long"}])
     short = client.responses.create(model=NAME, input="a")
     away: list[Any] = []
     to_thread = asyncio.to_thread
@@ -308,7 +308,7 @@ def test_a_response_belongs_to_its_key(tmp_path: Path) -> None:
         for ask in (two.responses.retrieve, two.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 ask(made.id)
-        with pytest.raises(openai.BadRequestError, match="there is no response"):
+        with pytest.raises(openai.BadRequestError, match=r"no response .* is stored here"):
             two.responses.create(model=NAME, input="x", previous_response_id=made.id)
         one.responses.delete(made.id)
 
@@ -403,7 +403,7 @@ def test_a_failure_before_and_in_a_stream(server: ScriptedServer, client: openai
 TOOLS: list[Any] = [{
     "type": "function", "name": "weather", "description": "The weather in a place", "strict": True,
     "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-}]  # fmt: skip
+}]
 SAID = '<think>Where?</think>I look.<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
 
@@ -473,11 +473,11 @@ def test_a_calls_result_goes_back(with_tools: ScriptedServer, tool_client: opena
     (f"{SAID}{CALL}", {"stop": "</tool_call>"}, None, ["completed"] * 3),
     (SAID, {"stop": "look"}, None, ["completed"] * 2),
     (SAID, {}, None, ["completed"] * 3),
-])  # fmt: skip
+])
 def test_only_the_part_that_was_cut_is_incomplete(
     with_tools: ScriptedServer, tool_client: openai.OpenAI, stream: bool, said: str, cut: dict[str, Any], reason: str | None,
     statuses: list[str],
-) -> None:  # fmt: skip
+) -> None:
     with_tools.llm.script = lambda prompt: said
     asked: dict[str, Any] = {"model": NAME, "input": "Hello", "tools": TOOLS}
     reply = tool_client.responses.create(**asked, extra_body=cut, stream=stream)
@@ -512,7 +512,7 @@ THOUGHT = "<think>Where?</think>"
     (f"{THOUGHT}{CALL}\n{CALL} ", {}, []),
     (f"{THOUGHT}One 1 < 2.\n{CALL}\nTwo <tool_cal{CALL}", {}, ["One 1 < 2.", "Two <tool_cal"]),
     (f"{THOUGHT}<tool_call>no</tool_call>", {}, ["<tool_call>no</tool_call>"]),
-])  # fmt: skip
+])
 def test_log_probabilities_are_the_texts(
     with_tools: ScriptedServer, tool_client: openai.OpenAI, said: str, how: dict[str, Any], texts: list[str]
 ) -> None:
@@ -557,7 +557,7 @@ def test_an_answer_without_tokens() -> None:
         told = json.loads(writer.body([RequestOutput("1", None, [1], [answer])]))
         assert told["status"] == "completed" and told["output"][0]["content"][0] == {
             "type": "output_text", "text": "", "annotations": [], "logprobs": []
-        }  # fmt: skip
+        }
 
 
 def test_tool_choice_and_formats(with_tools: ScriptedServer, tool_client: openai.OpenAI) -> None:

@@ -41,7 +41,7 @@ def counted(first: str, second: str, begins: bool = False) -> list[str]:
     ("say hel", "lo", [" hello"]),
     ("say hel", "lo there", [" hello", " there"]),
     ("hel", "lo there", [" there"]),                     # nothing stands before the first token
-])  # fmt: skip
+])
 def test_a_token_over_the_border_counts_for_the_second_text(first: str, second: str, tokens: list[str]) -> None:
     assert counted(first, second) == tokens
 
@@ -54,7 +54,7 @@ def test_behind_a_first_token_of_the_models_own_every_token_has_a_likelihood() -
     ("hel", "lo", "are a single token together in pair 0"),
     ("", "lo there", "at least one token each; those of pair 0"),
     ("hello", "", "at least one token each; those of pair 0"),
-])  # fmt: skip
+])
 def test_pairs_without_a_score(first: str, second: str, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         counted(first, second)

@@ -130,7 +130,7 @@ CASES: list[tuple[str, Make, str, Message]] = [
     ("no thinking", THINKING, " Hi <think>x</think>", (" Hi <think>x</think>", "", [])),
     ("thinking without end", THINKING, "<think>\nso ", ("", "so", [])),
     ("thinking that the prompt began", INSIDE, "\nso\n</think>\n\nyes\n", ("yes\n", "so", [])),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("make", "text", "message"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -143,7 +143,7 @@ ALPHABET = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", '{"name": "f"', '"', "\\",
     ', "arguments": {', '"parameters": ', "}", "{", "[", "]", "(", ")", "f(", "a=", "'", ",", ":", ";", " ", "\n", "1", "-", "e",
     "true", "null", "None", "u00e9", "x", "é", "<", '"k"', '{"name": "f", "arguments": {}}',
-]  # fmt: skip
+]
 
 
 @pytest.mark.reliability("C-05")
@@ -178,7 +178,7 @@ WHOLE = {                                                # two calls, which may 
     "pythonic": (PYTHONIC, '[f(a=[1, "x"]), get_weather()]'),
     "list": (LIST, '[{"name": "f", "parameters": {"a": [1, "x"]}}, {"name": "get_weather", "parameters": {}}]'),
     "required": (REQUIRED, '[{"name": "f", "parameters": {"a": [1, "x"]}}, {"name": "get_weather", "parameters": {}}]'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", WHOLE)
@@ -214,12 +214,12 @@ def test_what_is_cut_and_no_call_is_content() -> None:
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=100, deadline=None)
 @given(calls=st.lists(st.dictionaries(st.text(st.sampled_from("abc_"), min_size=1), JSON, max_size=3), min_size=1, max_size=3),
-       ascii=st.booleans())  # fmt: skip
+       ascii=st.booleans())
 def test_whatever_is_called_arrives(calls: list[dict[str, Any]], ascii: bool) -> None:
     def objects(key: str) -> list[str]:
         return [json.dumps({"name": "f", key: call}, ensure_ascii=ascii) for call in calls]
@@ -240,7 +240,7 @@ def test_arguments_are_told_while_they_are_written() -> None:
     parser = HERMES()
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"a": "on') == [
         CallStart(0, "f"), CallArguments(0, '{"a": "on'),
-    ]  # fmt: skip
+    ]
     assert parser.feed("e") == [CallArguments(0, "e")]
 
 
@@ -263,7 +263,7 @@ def test_time_is_linear_and_depth_is_no_stack(make: Make) -> None:
         texts = (
             f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}', f'[TOOL_CALLS][{{"name": "f", "arguments": {{"a": [{wide}',
             f"[f(a={deep}", f"[f(a=[{wide}", "<tool_call>" * count, "[TOOL_CALLS]" * count, "<" * count,
-        )  # fmt: skip
+        )
         begun = time.thread_time()
         for text in texts:
             read(make, [text])
@@ -349,7 +349,7 @@ def test_a_schema_without_bottom_is_refused() -> None:
 
 def test_schemas_keep_their_references() -> None:
     tree = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}, "leaf": {"$ref": "#/$defs/Leaf"}},
-            "$defs": {"Leaf": {"enum": [{"$ref": "#"}]}}}  # fmt: skip
+            "$defs": {"Leaf": {"enum": [{"$ref": "#"}]}}}
     there = moved(tree, "#/$defs/tool0")
     assert there["properties"]["kids"]["items"]["$ref"] == "#/$defs/tool0"
     assert there["properties"]["leaf"]["$ref"] == "#/$defs/tool0/$defs/Leaf"
@@ -368,7 +368,7 @@ REFERRING = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$def
 @pytest.mark.parametrize("schema", [
     calls_schema([tool("f", parameters=REFERRING)]),
     answer_or_calls_schema({"type": "object", "properties": {"next": {"$ref": "#"}}}, tool_use([tool(), tool("g")], None, True)),
-])  # fmt: skip
+])
 def test_the_grammar_compiler_takes_our_schemas(schema: dict[str, Any]) -> None:
     llguidance = pytest.importorskip("llguidance")
     made = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
@@ -443,7 +443,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize("asked", [{"json": REFERRING}, {"json_object": True}, {"choice": ["{}", "[]"]}],
-                         ids=["json", "json_object", "choice"])  # fmt: skip
+                         ids=["json", "json_object", "choice"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_grammar_holds_after_the_reasoning(tokenizer: Tokenizer, asked: Any, inside: bool) -> None:
     pytest.importorskip("llguidance")
@@ -505,7 +505,7 @@ def test_reasoning_may_end_with_a_special_token(inside: bool) -> None:
         ({"properties": {"a": {"oneOf": [{"properties": {"x": {}}}, {"properties": {"y": {}}}]}}}, True),    # the outer one is
         ({"properties": {"a": {"not": {"properties": {"x": {}}}}}}, None),
     ],
-)  # fmt: skip
+)
 def test_arguments_have_no_more_properties_than_are_listed(given: dict[str, Any], closed: bool | None) -> None:
     """Else a small model fills a call with arguments of its own, and LiteLLM or a Python function gets them."""
     made = parameters(tool("f", parameters={"type": "object"} | given))
@@ -515,7 +515,7 @@ def test_arguments_have_no_more_properties_than_are_listed(given: dict[str, Any]
 def test_objects_inside_arguments_are_closed_too() -> None:
     inner: dict[str, Any] = {"type": "object", "properties": {"properties": {"type": "string"}}}
     given = {"type": "object", "properties": {"a": inner, "b": {"items": inner}, "c": {"anyOf": [inner, {"type": "null"}]}},
-             "$defs": {"D": inner}}  # fmt: skip
+             "$defs": {"D": inner}}
     made = parameters(tool("f", parameters=given))
     shut = inner | {"additionalProperties": False}
     assert made["properties"] == {"a": shut, "b": {"items": shut}, "c": {"anyOf": [shut, {"type": "null"}]}}

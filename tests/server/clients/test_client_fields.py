@@ -39,7 +39,7 @@ def parsed(kind: type[Any], **fields: Any) -> Any:
     needed = {
         ChatRequest: {"messages": [USER]}, CompletionRequest: {"prompt": "Hi"}, EmbeddingRequest: {"input": "Hi"},
         ResponsesRequest: {"input": "Hi"}, MessagesRequest: {"model": NAME, "max_tokens": 4, "messages": [USER]},
-    }  # fmt: skip
+    }
     return parse_body(kind, json.dumps(needed[kind] | fields).encode())
 
 
@@ -47,7 +47,7 @@ def parsed(kind: type[Any], **fields: Any) -> Any:
     {"parsed": None}, {"parsed": {"a": 1}}, {"provider_specific_fields": {"refusal": None}}, {"reasoning_details": [{}]},
     {"thinking_blocks": []}, {"cache_control": {"type": "ephemeral"}}, {"metadata": {}}, {"is_error": False},
     {"images": []}, {"something_new": None},
-])  # fmt: skip
+])
 def test_a_message_comes_back_with_notes_of_its_client(extra: dict[str, Any]) -> None:
     messages = [USER, {"role": "assistant", "content": "Hello", "refusal": None} | extra, USER]
     plain = [USER, {"role": "assistant", "content": "Hello"}, USER]
@@ -98,7 +98,7 @@ def test_thoughts_by_any_of_their_names() -> None:
     (MessagesRequest, {"output_config": {"effort": "low", "task_budget": {"type": "tokens", "total": 9}}}),
     (MessagesRequest, {"thinking": {"type": "adaptive", "display": "updates"}}),
     (EmbeddingRequest, {"truncate_prompt_tokens": -1, "add_special_tokens": True, "normalize": True}),
-])  # fmt: skip
+])
 def test_known_fields_that_ask_for_nothing_else(kind: type[Any], fields: dict[str, Any]) -> None:
     parsed(kind, **fields)
 
@@ -119,7 +119,7 @@ def test_templates_get_documents_and_whole_objects() -> None:
     asked = parsed(ChatRequest, documents=documents, chat_template_kwargs={"builtin_tools": ["search"], "nested": {"a": [1]}})
     assert asked.template()["chat_template_kwargs"] == {
         "documents": documents, "builtin_tools": ["search"], "nested": {"a": [1]},
-    }  # fmt: skip
+    }
 
 
 def test_a_schema_beside_json_object() -> None:

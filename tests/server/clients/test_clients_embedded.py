@@ -25,7 +25,7 @@ ANSWER = "The capital of France is Paris."
 SCHEMA: dict[str, Any] = {
     "type": "object", "additionalProperties": False, "required": ["capital", "sure"],
     "properties": {"capital": {"enum": ["Berlin", "Paris", "Rome"]}, "sure": {"type": "boolean"}},
-}  # fmt: skip
+}
 FUNCTION = {"name": "tell", "description": "Tell the capital of a country", "parameters": SCHEMA}
 CHOICE = {"type": "function", "function": {"name": "tell"}}
 FORMAT = {"name": "tell", "schema": SCHEMA, "strict": True}
@@ -92,7 +92,7 @@ def said(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 answer["name"] += call["function"].get("name") or ""
                 answer["arguments"] += call["function"].get("arguments") or ""
             answer["tokens"] += [(each["token"], len(each["top_logprobs"]))
-                                 for each in (choice.get("logprobs") or {}).get("content") or []]  # fmt: skip
+                                 for each in (choice.get("logprobs") or {}).get("content") or []]
             answer["finish"] = choice.get("finish_reason") or answer["finish"]
     return [found[index] for index in sorted(found)]
 
@@ -163,7 +163,7 @@ def test_anthropics_client(url: str) -> None:
 @pytest.mark.reliability("H-08c")
 @pytest.mark.parametrize("package", ["openai", "anthropic"])
 def test_a_client_that_is_refused_comes_back_when_it_was_told_to(embedded_model: Path, package: str) -> None:
-    """One place, and somebody has it until the first refusal."""
+    """One slot, which another request has until the first refusal."""
     seen: list[tuple[float, int, str | None]] = []
     with ServerProcess("--max-queued-requests", "1") as server:
         long = {"model": NAME, "prompt": "Once", "max_tokens": 4_000, "ignore_eos": True, "stream": True}

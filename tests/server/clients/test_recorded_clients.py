@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote: requests recorded from them are taken, and their tool loops go round.
+"""Third-party clients: requests recorded from them are accepted, and their tool loops work.
 
 `golden/client_requests.jsonl` has the bodies as the clients sent them, with long texts cut; docs/clients.md says what was
 tried with each. Real HTTP, tokenizer and parsers; the model's words are scripted.
@@ -38,7 +38,7 @@ def serving(folder: Path, script: Callable[[str], str], template: str | None = T
     server.llm.ready = Ready(
         model="scripted", max_model_len=CONTEXT, max_num_seqs=8, vocab_size=260, dtype="float32", device="cpu", num_blocks=64,
         block_size=16, seconds=0.0,
-    )  # fmt: skip
+    )
     with server:
         yield server
 
@@ -308,7 +308,7 @@ def test_an_unknown_field_in_camel_case_is_named_whole(server: Any) -> None:
     ("responses/input_tokens", {"input": "Hi", "max_output_tokens": -1}, "max_output_tokens"),
     ("responses", {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),
     ("embeddings", {"input": "Hi", "encoding_format": "hex"}, "encoding_format"),
-])  # fmt: skip
+])
 def test_an_error_names_the_field_by_the_name_it_was_sent_with(server: Any, path: str, body: Any, param: str) -> None:
     reply = httpx.post(f"{server.url}/v1/{path}", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
@@ -318,14 +318,14 @@ def test_an_error_names_the_field_by_the_name_it_was_sent_with(server: Any, path
 @pytest.mark.parametrize(("arguments", "told"), [
     ('{"value": ', "{}"), ('{"a": 1, "b": [2, 3', '{"a": 1, "b": [2, 3]}'), ('"Bern"', "{}"), ("not JSON", "{}"), ("", "{}"),
     ('{"path": "x", "text": "He said "so" and left"}', '{"path": "x", "text": "He said "}'),
-])  # fmt: skip
+])
 def test_a_conversation_does_not_end_at_a_call_that_was_cut_or_badly_written(server: Any, arguments: str, told: str) -> None:
     """Its client sends it back at every turn."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "1", "content": "not run"}]  # fmt: skip
+            {"role": "tool", "tool_call_id": "1", "content": "not run"}]
     items = [{"role": "user", "content": "Hi"}, {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments},
-             {"type": "function_call_output", "call_id": "1", "output": "not run"}]  # fmt: skip
+             {"type": "function_call_output", "call_id": "1", "output": "not run"}]
     for path, body in (("chat/completions", {"messages": chat}), ("responses", {"input": items})):
         reply = httpx.post(f"{server.url}/v1/{path}", json=body)
         assert reply.status_code == 200, reply.text

@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
     made.llm.ready = Ready(
         model="scripted", max_model_len=CONTEXT, max_num_seqs=8, vocab_size=260, dtype="float32", device="cpu", num_blocks=64,
         block_size=16, seconds=0.0,
-    )  # fmt: skip
+    )
     with made:
         yield made
 
@@ -58,7 +58,7 @@ def around(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, value in {
         "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{server.url}/v1", "ANTHROPIC_API_KEY": "none",
         "ANTHROPIC_BASE_URL": server.url,
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "path/to").mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_every_example_of_the_readmes_stands_here() -> None:
 @pytest.mark.usefixtures("around")
 @pytest.mark.parametrize("place", [
     place for place, text in EXAMPLES.items() if not any(words in text for words in README_LEFT_OUT)
-])  # fmt: skip
+])
 def test_an_example_of_a_readme(server: ScriptedServer, place: str) -> None:
     text = EXAMPLES[place]
     known: dict[str, Expected] = {**README_RUNS, **README_REFUSED}

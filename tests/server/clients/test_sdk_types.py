@@ -1,5 +1,5 @@
 """Every answer, whole and streamed, is what the clients' own types say it is. The clients themselves do not check: they take
-what comes, and whoever reads a field that is missing fails far from here."""
+what comes, and code that reads a missing field fails far from here."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ CASES = [
 WHOLE: dict[str, Any] = {
     "chat/completions": openai.types.chat.ChatCompletion, "messages": anthropic.types.Message,
     "responses": openai.types.responses.Response,
-}  # fmt: skip
+}
 EVENTS: dict[str, TypeAdapter[Any]] = {
     "chat/completions": TypeAdapter(openai.types.chat.ChatCompletionChunk),
     "messages": TypeAdapter(anthropic.types.RawMessageStreamEvent),

@@ -87,13 +87,13 @@ def test_scores_are_the_log_likelihoods(url: str) -> None:
 
 
 @pytest.mark.parametrize(("body", "says", "param"), [
-    ({"text_1": ["a", "b"], "text_2": "c"}, "as many as each other", "text_1"),
-    ({"text_1": "a", "text_2": []}, "as many as each other", "text_1"),
+    ({"text_1": ["a", "b"], "text_2": "c"}, "equally many texts", "text_1"),
+    ({"text_1": "a", "text_2": []}, "equally many texts", "text_1"),
     ({"text_1": "a", "text_2": ""}, "at least one token each", "text_1"),
     ({"text_1": "a"}, "missing required field text_2", "text_2"),
     ({"text_1": "a", "text_2": ["b"] * 1_000}, "asks for 1000 answers at once", None),
     ({"text_1": "a " * 20_000, "text_2": "b"}, "the prompt is too long", None),
-])  # fmt: skip
+])
 def test_scores_that_cannot_be(url: str, body: dict[str, Any], says: str, param: str | None) -> None:
     reply = httpx.post(f"{url}/v1/score", json=body, timeout=30)
     assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text
@@ -138,7 +138,7 @@ def test_extra_fields_through_the_sdk(client: openai.OpenAI) -> None:
         "bad_words": ["ZZ"], "cache_salt": "tenant", "prompt_logprobs": 0, "return_token_ids": True,
         "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1,
         "guided_decoding_backend": "xgrammar",
-    }  # fmt: skip
+    }
     made = client.completions.create(model=NAME, prompt="Hello there", max_tokens=6, seed=3, extra_body=extra)
     text = made.choices[0].text
     assert len(text) == 6 and text.isascii() and made.usage is not None and made.usage.prompt_tokens == 8
@@ -160,7 +160,7 @@ def test_usage_in_every_event(client: openai.OpenAI) -> None:
         assert len(counts) == len(chunks) and counts == sorted(counts) and counts[-1] == 5
         assert counts.count(1) >= 1 and not chunks[-1].choices
         assert all(chunk.usage.total_tokens == chunk.usage.prompt_tokens + count
-                   for chunk, count in zip(chunks, counts, strict=True) if chunk.usage)  # fmt: skip
+                   for chunk, count in zip(chunks, counts, strict=True) if chunk.usage)
 
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
@@ -172,7 +172,7 @@ SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required
      {"guided_grammar": 'root ::= "yes" | "no"'}, {"guided_json": SCHEMA}, {"guided_json": json.dumps(SCHEMA)},
      {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}],
     ids=lambda extra: next(iter(extra)),
-)  # fmt: skip
+)
 def test_older_names_of_structured_outputs(client: openai.OpenAI, extra: dict[str, Any]) -> None:
     body = extra | {"guided_decoding_backend": "outlines"}
     chat = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=30, seed=5, extra_body=body)
@@ -198,7 +198,7 @@ def test_tokens_by_their_ids(client: openai.OpenAI) -> None:
      ("guided_whitespace_pattern", " *", "guided_whitespace_pattern is not supported"),
      ("suffix", "x", "tokens for filling in the middle"), ("logits_processors", [], "unknown field 'logits_processors'"),
      ("prompt_embeds", "AAAA", "unknown field 'prompt_embeds'"), ("top_kk", 3, "did you mean 'top_k'?")],
-)  # fmt: skip
+)
 def test_what_is_not_done_is_refused_by_name(client: openai.OpenAI, field: str, value: Any, says: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=NAME, prompt="Hi", max_tokens=3, extra_body={field: value})

@@ -1,4 +1,4 @@
-"""Bad input, a row each: one clear line that names the thing and what would work, and nobody else is disturbed."""
+"""Bad input, a row each: one clear line that names the fault and what would work; other requests are not affected."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_storm_of_disconnects(server: ServerProcess, url: str, stream: bool) -
 
 @contextmanager
 def held_open(url: str, count: int, **more: Any) -> Iterator[None]:
-    """Streams without end, of which nobody reads a byte."""
+    """Endless streams whose clients read no byte."""
     host, port = url.removeprefix("http://").split(":")
     asked = json.dumps(body(1, max_tokens=CONTEXT - 100, **more)).encode()
     head = (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

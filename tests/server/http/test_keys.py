@@ -47,7 +47,7 @@ class Reply:
 def ask(
     path: str = "/v1/models", headers: dict[str, str] | None = None, *, method: str = "GET", keys: Keys = KEYS,
     options: ServerOptions | None = None, app: Any = None, note: dict[str, Any] | None = None, own_id: str = "",
-) -> Reply:  # fmt: skip
+) -> Reply:
     reply = Reply()
 
     async def plain(scope: Any, receive: Any, send: Any) -> None:
@@ -66,7 +66,7 @@ def ask(
     scope = {
         "type": "http", "method": method, "path": path, "client": ("127.0.0.9", 5),
         "headers": [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()],
-    }  # fmt: skip
+    }
     gate = Gate(app or plain, options or ServerOptions(), keys)
 
     async def scene() -> None:
@@ -152,7 +152,7 @@ def test_where_keys_come_from(tmp_path: Path, caplog: pytest.LogCaptureFixture, 
     assert len(keys) == 4 and environment == {"HOME": "/"}               # and children are not told
     assert [keys.number_of([(b"x-api-key", key)]) for key in (b"sk-env", b"sk-second", b"sk-file", b"sk-other", b"# mine")] == [
         1, 2, 3, 4, None
-    ]  # fmt: skip
+    ]
     assert not caplog.records
     file.chmod(0o644)
     assert len(load_keys(ServerOptions(api_key="sk-flag", api_key_file=str(file)), {})) == 3
@@ -201,7 +201,7 @@ def test_keys_have_prefix_caches_of_their_own() -> None:
     ("given", "echoed"),
     [("abc-1.2:3_", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("a\r\nset-cookie: b", False), ("é", False),
      ('a"b', False), ("", False)],
-)  # fmt: skip
+)
 def test_request_ids_are_echoed_if_they_are_harmless(given: str, echoed: bool) -> None:
     headers = {"x-request-id": given, "x-api-key": "sk-one"}
     for own in ("", "chatcmpl-7"):
@@ -295,7 +295,7 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(tmp_path: Pat
     first = lines[0]
     assert (first["request_id"], first["path"], first["key"], first["tokens"], first["client"]) == (
         "mine", "/v1/models", 1, 5, "127.0.0.9"
-    )  # fmt: skip
+    )
     assert first["bytes_out"] == 4 and 0 <= first["first_byte_seconds"] <= first["seconds"] < 5
     assert len(lines[2]["path"]) == 200 and file.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="access_log /nowhere/log cannot be written"):
@@ -339,7 +339,7 @@ def test_certificates_are_checked_before_anything_loads(tmp_path: Path) -> None:
     ("host", "keys", "insecure", "starts"),
     [("127.0.0.1", 0, False, True), ("localhost", 0, False, True), ("::1", 0, False, True), ("0.0.0.0", 0, False, False),
      ("::", 0, False, False), ("10.1.2.3", 0, False, False), ("0.0.0.0", 1, False, True), ("0.0.0.0", 0, True, True)],
-)  # fmt: skip
+)
 def test_who_can_be_reached_from_elsewhere_needs_keys(
     host: str, keys: int, insecure: bool, starts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,7 +129,7 @@ CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
     ],
     ids=["header", "endless header", "many headers", "all headers", "url", "length", "chunks", "chunk extension",
          "trailer", "two lengths", "unequal lengths", "tls", "nonsense", "half a head", "half a body", "half a chunk"],
-)  # fmt: skip
+)
 def test_a_request_that_is_too_much_is_told_so_and_cut_off(server: Server, pieces: list[bytes], status: int) -> None:
     reply = talk(server, *pieces)
     head, _, body = reply.partition(b"\r\n\r\n")
@@ -275,7 +275,7 @@ def test_a_request_names_one_host() -> None:
          [b"box", b"api.example.com:443", b"[fe80::1]", b"[fe80::2]:8000"], [b"example.com", b"a.box", b"192.168.0.7"]),
     ],
     ids=["address", "name", "IPv6 address", "every address", "every IPv6 address", "allowed"],
-)  # fmt: skip
+)
 def test_names_that_options_add(options: dict[str, str], known: list[bytes], unknown: list[bytes]) -> None:
     assert [status_for(ServerOptions(**options), host) for host in known] == [200] * len(known)
     assert [status_for(ServerOptions(**options), host) for host in unknown] == [421] * len(unknown)

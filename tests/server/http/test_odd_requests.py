@@ -33,7 +33,7 @@ REQUIRED: dict[type[Any], dict[str, Any]] = {
     ChatRequest: CHAT, CompletionRequest: {"prompt": "Hi"}, MessagesRequest: {"model": NAME, "max_tokens": 4} | CHAT,
     CountRequest: {"model": NAME} | CHAT, ResponsesRequest: {"input": "Hi"}, EmbeddingRequest: {"input": "Hi"},
     ScoreRequest: {"text_1": "a", "text_2": "b"}, TokenizeRequest: {"prompt": "Hi"}, DetokenizeRequest: {"tokens": [1]},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_whole_number_may_be_written_as_a_float() -> None:
     assert (asked.max_tokens, asked.n, asked.temperature) == (16, 2, 1.0)
     assert isinstance(asked.max_tokens, int) and isinstance(asked.temperature, float)
     wrong = {"1.5": "got float", "1e30": "got float", "[16.0]": "got array",
-             '"16"': "got str", '16.0, "n": 1.5': "n: expected int"}  # fmt: skip
+             '"16"': "got str", '16.0, "n": 1.5': "n: expected int"}
     for value, words in wrong.items():
         with pytest.raises(BadRequest, match=words):
             parse_body(ChatRequest, b'{"messages": [], "max_tokens": %b}' % value.encode())
@@ -88,7 +88,7 @@ INTEGERS: dict[type[Any], list[dict[str, Any]]] = {      # wherever a body may h
     ScoreRequest: [{"priority": 1}],
     TokenizeRequest: [],
     DetokenizeRequest: [{"tokens": [1, 2]}],
-}  # fmt: skip
+}
 
 
 def as_floats(value: Any) -> Any:
@@ -115,13 +115,13 @@ FLOAT_FIRST: dict[str, bytes] = {                        # the beginning of a bo
     "/v1/responses/input_tokens": b'{"max_output_tokens": 16.0, "user": ', "/v1/embeddings": b'{"priority": 1.0, "user": ',
     "/v1/score": b'{"priority": 1.0, "user": ', "/detokenize": b'{"tokens": [1.0], "model": ',
     "/tokenize": b'{"prompt": 1.0, "tools": ',
-}  # fmt: skip
+}
 
 
 REST = {
     "half": b"", "no text": b'"\xff"}', "deep": b"[" * 100_000, "more": b'"a"} x', "surrogate": b'"\\ud800"}', "no word": b"nul}",
     "long number": b"1" * 5_000 + b"}", "huge number": b"1e999}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rest", REST.values(), ids=list(REST))
@@ -157,7 +157,7 @@ def test_a_word_that_is_none_of_a_few_is_told_which_there_are(kind: type[Any]) -
      "tool_choice has the unknown field 'bogus'"),
     ("chat/completions", CHAT | {"function_call": {"name": "f", "x": 1}, "functions": [{"name": "f"}]}, "function_call",
      "function_call has the unknown field 'x'"),
-])  # fmt: skip
+])
 def test_an_error_names_the_field_as_it_was_sent(server: ScriptedServer, path: str, body: Any, param: str, words: str) -> None:
     reply = post(server, path, body)
     told = reply.json()["error"]

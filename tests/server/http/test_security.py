@@ -18,7 +18,7 @@ CALLS = {
     "torch.load", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load", "multiprocessing.Queue",
     "multiprocessing.SimpleQueue", "multiprocessing.Pipe", "multiprocessing.Manager", "multiprocessing.Pool",
     "subprocess.getoutput", "subprocess.getstatusoutput", "torch.jit.load", "ctypes.pythonapi",
-}  # fmt: skip
+}
 METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized", "extractall"}
 ENVIRONMENTS = {"Environment", "NativeEnvironment", "SandboxedEnvironment", "ImmutableSandboxedEnvironment", "Template"}
 
@@ -35,7 +35,7 @@ def full_names(tree: ast.Module) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name.partition(".")[0]: alias.name if alias.asname else alias.name.partition(".")[0]
-                      for alias in node.names}  # fmt: skip
+                      for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     return names
@@ -60,7 +60,7 @@ def offences(source: str, file_name: str = "made.py") -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         if any(each.arg == "shell" and not (isinstance(each.value, ast.Constant) and each.value.value is False)
-               for each in node.keywords):  # fmt: skip
+               for each in node.keywords):
             yield f"{where}: shell"
         called = dotted(node.func)
         head, _, rest = called.partition(".")
@@ -89,7 +89,7 @@ def test_the_package_does_none_of_it() -> None:
     "import yaml\nyaml.load(f)", "import os\nos.system('ls')", "from os import system", "from os import popen as p",
     "import jinja2\njinja2.Environment()", "from jinja2 import Template\nTemplate(x)",
     "from jinja2.sandbox import ImmutableSandboxedEnvironment as E\nE()",
-])  # fmt: skip
+])
 def test_the_scan_sees_it(source: str) -> None:
     assert list(offences(source))
 
@@ -97,7 +97,7 @@ def test_the_scan_sees_it(source: str) -> None:
 @pytest.mark.parametrize("source", [
     "import re\nre.compile('x')", "import json\njson.load(f)", "import subprocess\nsubprocess.run(['ls'], shell=False)",
     "model.eval()", "Model.load(x).eval()", "self.load(f)", "from queue import Queue\nQueue()", "from os import path",
-])  # fmt: skip
+])
 def test_the_scan_leaves_the_harmless_alone(source: str) -> None:
     assert not list(offences(source))
 

@@ -34,7 +34,7 @@ from ridgeline.server.service import Service
 
 QUEUE = 16
 OPTIONS = ("--load-format", "dummy", "--num-gpu-blocks-override", "2600", "--max-num-seqs", "8",
-           "--max-queued-requests", str(QUEUE), "--max-body-bytes", "200000", "--allowed-host", "box.example")  # fmt: skip
+           "--max-queued-requests", str(QUEUE), "--max-body-bytes", "200000", "--allowed-host", "box.example")
 NAME = "tiny"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -92,7 +92,7 @@ def test_a_streamed_chat_is_the_whole_one(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=40, **GREEDY)
     chunks = list(client.chat.completions.create(
         model=NAME, messages=MESSAGES, max_tokens=40, stream=True, stream_options={"include_usage": True}, **GREEDY
-    ))  # fmt: skip
+    ))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
@@ -461,7 +461,7 @@ def test_a_stream_for_http_1_0_ends_with_its_connection(url: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405),
-                                                        ("GET", "/health/", 404), ("POST", "/health", 405)])  # fmt: skip
+                                                        ("GET", "/health/", 404), ("POST", "/health", 405)])
 def test_paths_that_are_not_there(url: str, method: str, path: str, status: int) -> None:
     reply = httpx.request(method, url + path)
     code = "not_found" if status == 404 else "method_not_allowed"

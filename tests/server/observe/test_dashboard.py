@@ -18,7 +18,7 @@ from ridgeline.server.observe.dashboard import headers, page
 PARTS = (
     "roofline", "split-bar", "split-history", "blocks", "latency", "ttft", "tpot", "prefix-bar", "waiting", "term", "changes",
     "chat-form", "key-form",
-)  # fmt: skip
+)
 
 
 class Parsed(HTMLParser):
@@ -43,7 +43,7 @@ def test_the_page_needs_nothing_else() -> None:
         assert not [name for name in attributes if name.startswith("on")], tag
     without_namespace = text.replace("http://www.w3.org/2000/svg", "")
     assert not re.findall(r"https?:|//[a-z]|@import|url\(|eval\(|new Function|innerHTML|document\.write|localStorage|cookie",
-                          re.sub(r"^\s*//.*$", "", without_namespace, flags=re.MULTILINE))  # fmt: skip
+                          re.sub(r"^\s*//.*$", "", without_namespace, flags=re.MULTILINE))
     assert "{{" not in text and set(PARTS) <= set(parsed.ids) and len(parsed.ids) == len(set(parsed.ids))
     # Whatever the script asks for by name is there.
     assert set(re.findall(r'(?:at|write)\("([a-z-]+)"', text)) <= set(parsed.ids)

@@ -65,7 +65,7 @@ def golden() -> list[tuple[str, str, list[str]]]:
 
 
 def test_names_types_and_labels_are_those_that_dashboards_know() -> None:
-    """A change here breaks somebody's dashboard or alert: it needs a line in docs/metrics.md and in the release notes."""
+    """A change here breaks dashboards and alerts: it needs a line in docs/metrics.md and in the release notes."""
     made = []
     for family in families(AsyncLLM()):
         labels = list(family.samples[0][0])
@@ -111,7 +111,7 @@ def test_every_metric_is_documented_and_every_panel_asks_for_one_that_exists() -
     known = names | {f"{name}_{part}" for name, kind, _ in golden() if kind == "histogram" for part in ("bucket", "sum", "count")}
     board = json.loads((ROOT / "docs" / "grafana" / "ridgeline.json").read_text())
     asked = {name for panel in board["panels"] for target in panel.get("targets", [])
-             for name in re.findall(r"(?:vllm|ridgeline):\w+", target["expr"])}  # fmt: skip
+             for name in re.findall(r"(?:vllm|ridgeline):\w+", target["expr"])}
     assert len(board["panels"]) > 12 and asked and not asked - known
     alerts = set(re.findall(r"(?:vllm|ridgeline):\w+", described))
     assert not {name for name in alerts if name not in known and not name.endswith("_")}
@@ -170,7 +170,7 @@ def test_counters_go_on_when_another_engine_starts() -> None:
         serving.engine = EngineStats(
             1, 2, 3, {"steps": steps}, {"unknown": 1}, watch.seconds.counts, watch.seconds.sum, watch.tokens.counts,
             watch.tokens.sum,
-        )  # fmt: skip
+        )
     assert (serving.counter("steps"), serving.counter("late"), serving.slow_steps("unknown")) == (10, 0, 3)
     assert serving.step_seconds.count == 10 and serving.step_seconds.sum == pytest.approx(0.020)
     assert serving.step_tokens.sum == 100
@@ -341,7 +341,7 @@ def test_a_live_engine_without_a_technique_says_the_same(tmp_path: Path, techniq
             deltas += engine.step()
             in_flight.append(engine.scheduler.num_in_flight)
             running = engine.scheduler.num_running
-            joined += number >= 8 and running > before > 0   # somebody came to those who ran
+            joined += number >= 8 and running > before > 0   # a request joined the running ones
             before = running
             for delta in deltas:
                 if delta.request_id not in said:
@@ -425,7 +425,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[str]:
     model = write_model(folder / "tiny")
     options = ("--load-format", "dummy", "--num-gpu-blocks-override", "600", "--max-num-seqs", "2",
-               "--admin-socket", str(folder / "admin"), "--access-log", str(folder / "log"))  # fmt: skip
+               "--admin-socket", str(folder / "admin"), "--access-log", str(folder / "log"))
     with ServerProcess(str(model), *options) as made:
         yield made.url
 
@@ -458,12 +458,12 @@ def test_the_numbers_are_those_of_what_was_asked(server: str) -> None:
     assert grown("vllm:prefix_cache_queries_total") >= 80 and grown("vllm:prefix_cache_hits_total") >= 32
     for name, count in {"time_to_first_token_seconds": 4, "inter_token_latency_seconds": 28, "e2e_request_latency_seconds": 4,
                         "request_queue_time_seconds": 4, "request_prefill_time_seconds": 4, "request_generation_tokens": 4,
-                        "request_time_per_output_token_seconds": 4}.items():  # fmt: skip
+                        "request_time_per_output_token_seconds": 4}.items():
         assert grown(f"vllm:{name}_count") == count, name
     assert grown("vllm:request_generation_tokens_sum") == 32
     assert grown("ridgeline:step_seconds_count") == grown("vllm:iteration_tokens_total_count") > 0
     inside = sum(grown(f"vllm:{name}_sum") for name in (
-        "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"))  # fmt: skip
+        "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"))
     assert 0 < inside <= grown("vllm:e2e_request_latency_seconds_sum")
     assert after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0
     assert after["ridgeline:engine_up"] == 1
@@ -500,7 +500,7 @@ def test_what_runs_and_waits_is_seen_and_who_leaves_is_counted(server: str) -> N
     assert after[aborted] - before[aborted] == 5
     assert httpx.get(f"{server}/load").json() == {
         "server_load": 0, "running": 0, "waiting": 0, "queued_tokens": 0, "predicted_wait": 0.0
-    }  # fmt: skip
+    }
 
 
 def test_formats(server: str) -> None:
@@ -576,7 +576,7 @@ def test_a_technique_is_switched_on_the_live_server(server: str, folder: Path) -
 
 def test_the_admin_socket_takes_any_line(server: str, folder: Path) -> None:
     for line, says in ((b"{", "truncated"), (b'{"command": "stop"}', "command must be one of techniques, switch, load"),
-                       (b'{"command": 1}', "Expected `str`"), (b"\xff\xfe", ""), (b"[" * 3000, "")):  # fmt: skip
+                       (b'{"command": 1}', "Expected `str`"), (b"\xff\xfe", ""), (b"[" * 3000, "")):
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(str(folder / "admin"))
             link.sendall(line + b"\n")

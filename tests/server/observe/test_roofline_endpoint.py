@@ -48,7 +48,7 @@ def plan(rows: list[tuple[int, int]], logits: list[int] | None = None, want: int
 def result(rows: list[tuple[int, int]], seconds: float, **more: Any) -> StepResult:
     lengths = np.array([kv for _, kv in rows], np.int32)
     return StepResult(1, np.zeros((len(rows), 1), np.int32), np.ones(len(rows), np.int32), lengths,
-                      device_seconds=seconds, **more)  # fmt: skip
+                      device_seconds=seconds, **more)
 
 
 def recorder(*steps: tuple[list[tuple[int, int]], float, dict[str, Any]]) -> StepRecorder:
@@ -85,7 +85,7 @@ def test_steps_are_told_apart_by_phase() -> None:
     made = recorder(
         (decode(2, 50), 0.001, {}), ([(64, 64)], 0.001, {}), ([(1, 9), (32, 32)], 0.001, {}), (decode(1, 7), 0.001, {}),
         ([(64, 128)], 0.001, {"logits": [0]}),
-    )  # fmt: skip
+    )
     assert [made.sums[phase].steps for phase in PHASES] == [2, 2, 1]
     assert made.sums["prefill"].sampled == 1 and made.sums["prefill"].tokens == 128
 
@@ -296,7 +296,7 @@ def test_the_line_in_the_log() -> None:
     live = LiveRoofline()
     for second in range(12):
         live.take(100.0 + second, sums(10 * second, second, rows=40 * second, sampled=40 * second, tokens=40 * second,
-                                       weights=3.4e12 * second, flops=6e13 * second, on_weights=0.78 * second))  # fmt: skip
+                                       weights=3.4e12 * second, flops=6e13 * second, on_weights=0.78 * second))
     line = live.look(111.0, RATES, Setting()).line()
     assert line == (
         "roofline: 40 tok/s, 0 prompt tok/s, 4.0 rows, 0.0 waiting; MFU 7.6%, MBU 77.6%; bound by weight_bandwidth (78%), "
@@ -380,7 +380,7 @@ def test_a_server_that_is_still_loading_has_a_roofline() -> None:
 def test_the_data_sheet_stands_beside_what_was_measured() -> None:
     llm = AsyncLLM()
     llm.roofline.take(1.0, RooflineStats(sums(1, 0.1), device="NVIDIA H200", dtype="bfloat16", read_bytes_s=4.38e12,
-                                         flops_s={"bfloat16": 793e12, "float8_e4m3fn": 1443e12}, measured="now"))  # fmt: skip
+                                         flops_s={"bfloat16": 793e12, "float8_e4m3fn": 1443e12}, measured="now"))
     machine = document(llm, "tiny", "ok").machine
     assert machine["ridge"] == pytest.approx(181.05, abs=0.01) and machine["flops_s"] == 793e12
     sheet = machine["data_sheet"]

@@ -133,7 +133,7 @@ def test_spans_of_a_server(collector: Collector, tmp_path: Path) -> None:
     assert bad.status.code == 2 and "max_tokens" in bad.status.message and not collector.below(bad)
     assert left.status.code == 2 and left.status.message == "the client has gone"
     assert 0 < values(left)["gen_ai.usage.completion_tokens"] < 3000
-    assert not any("Hello" in str(span) for span in collector.spans), "prompts are nobody's business"
+    assert not any("Hello" in str(span) for span in collector.spans), "prompts must not be sent"
 
 
 # -- without one -------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_spans_below_a_request_are_limited_and_errors_named() -> None:
         raise BadRequest("n must be at least 1")
     with pytest.raises(ValueError), tracing.request():
         raise ValueError("the prompt was 'Hello'")
-    tracing.ran("r", SamplingParams(), [output(timed(), 4)])     # outside: nobody's
+    tracing.ran("r", SamplingParams(), [output(timed(), 4)])     # outside of any request
     tracing.close()
     spans = exporter.get_finished_spans()
     assert len(spans) == MAX_SPANS + 3
@@ -265,4 +265,4 @@ def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch, caplog: 
     with pytest.raises(ConfigError, match=r"pip install 'ridgeline\[otel\]'"):
         start_tracing("http://localhost:4318/v1/traces", "m")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
-    assert type(start_tracing("", "m")) is NoTracing     # not asked for by whoever started us: a warning is enough
+    assert type(start_tracing("", "m")) is NoTracing     # only a machine-wide variable asks for it: a warning is enough
