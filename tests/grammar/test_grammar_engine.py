@@ -143,6 +143,7 @@ def test_the_other_library_keeps_answers_in_their_language(other: LLM) -> None:
 
 def test_many_answers_to_one_grammar_compile_it_often_enough_for_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda: 3)
+    monkeypatch.setattr("ridgeline.engine.core.grammars.num_threads", lambda: 3)
     monkeypatch.setattr(llm.core.grammars, "_masks", None)
     regex = "[a-z]{40,60}Z"                              # new to the engine
     outputs = llm.generate(["Hello"] * 20, [asks(seed, regex=regex) for seed in range(20)], use_tqdm=False)
@@ -155,6 +156,7 @@ def test_many_answers_to_one_grammar_compile_it_often_enough_for_threads(llm: LL
     monkeypatch.setattr("ridgeline.engine.core.grammars.COPIES_PER_THREAD", 1)
     for threads, copies in ((3, 3), (1, 1)):             # not more often than threads have use for, nor for one of them
         monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr("ridgeline.engine.core.grammars.num_threads", lambda threads=threads: threads)
         again = regex + "Y" * threads
         llm.generate(["Hello"] * 20, [asks(seed, regex=again, max_tokens=1) for seed in range(20)], use_tqdm=False)
         compiled = llm.core.grammars.cache.get(StructuredOutputs(regex=again).key)

@@ -37,7 +37,9 @@ from ridgeline.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 2.0                # wall-clock time after which a client is told that the machine is too busy
 _CPU_PART = 0.75                     # of it, the CPU time that one grammar may take: less, so that it ends first on a free CPU
-_START_SECONDS = 60.0                # what the process may take to be there: on a loaded machine, many times the usual half
+# Until the process is ready: half a second, but 110 s were seen with xgrammar (3 s of CPU time) at a load of 15 on two cores.
+# A limit that a busy machine exceeds would end a healthy process, and the next one after it.
+_START_SECONDS = 600.0
 _VERDICT_BYTES = 8 * 2**20           # of grammars whose verdict is remembered
 _ENTRY_BYTES = 256
 _LATE_SECONDS = 0.4                  # beyond its limit, after which no answer is expected
