@@ -1,4 +1,4 @@
-"""Run the small cases of the Triton kernels once, for a checker that watches every access: see sanitize_kernels.py.
+"""Run the small cases of the Triton kernels once, under compute-sanitizer: see sanitize_kernels.py.
 
     python scripts/run_op_cases.py [NAME ...]    # an op, some of its cases (op:1/4: every fourth from the second on), or a
                                                  # case or fault (fault:memcheck) of kernel_cases.py; without names: all

@@ -2,17 +2,17 @@
 
     python scripts/sanitize_kernels.py [--jobs N] [--seconds S] [NAME ...]
 
-memcheck finds accesses out of bounds, racecheck threads that use shared memory without waiting for each other. The cases are
-those of the ops and of kernel_cases.py (run_op_cases.py runs both), each in processes of a few, and a test of what attention
-is told besides its tensors. Both tools must find the fault that is put before them. Needs a GPU and the CUDA toolkit.
+memcheck finds accesses out of bounds. racecheck finds unsynchronised accesses to shared memory. The cases are those of the ops
+and of kernel_cases.py (run_op_cases.py runs both), a few per process, and the tests of attention's arguments. Both tools must
+also find a planted fault. Needs a GPU and the CUDA toolkit.
 
-Every race that racecheck reports is in the record. Told apart, and no failure, are:
-- the compiler's: plain Triton has no shared memory in the language, so all use of it there is its own (reductions, changes of
-  layout); in Gluon the word by which `warp_specialize` tells warps their part is, which the generated code puts between
-  barriers of all warps, though racecheck does not see it;
-- a library's: in a kernel that is neither the ops' nor any other one of Triton's, such as torch's attention;
-- explained: a pair of accesses of ours whose machine code was read and orders them (KNOWN). The source has to be as it was
-  then, and everything else is found as before.
+Every race that racecheck reports is in the record. These kinds are classified, and are no failure:
+- the compiler's: plain Triton has no shared memory in the language, so the compiler makes all accesses to it (reductions, layout
+  conversions). In Gluon it makes those of the word that tells warps their partition in `warp_specialize`: the generated code puts
+  it between barriers of all warps, which racecheck does not see;
+- a library's: in a kernel that is not Triton's, such as cuDNN's attention;
+- explained: a pair of our accesses that the machine code, read by hand, orders (KNOWN). It counts as found again if the source
+  lines change.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CASES = "scripts/run_op_cases.py"
 TESTS = {"attention shapes": ["-m", "pytest", "-q", "-x", "tests/ops/test_attention_gpu_shapes.py", "-k", "kernel_"]}
 MOST_RUNS = 12                       # of ops' cases, in one process
 FOUND = 9                            # the exit status that means: the tool has found something
-PRINTED = 1000                       # reports, at most: what is not printed cannot be told apart
+PRINTED = 1000                       # most reports: what is not printed cannot be classified
 EXPLAINED, COMPILERS, LIBRARYS = "FOUND, explained", "FOUND, the compiler's", "FOUND, a library's"
 STATES = ("FOUND", EXPLAINED, COMPILERS, LIBRARYS, "clean")        # worst first
-# torch hands out pieces of large blocks: an access beyond a tensor would stay inside one, and nobody would see it.
+# torch suballocates large blocks: an access beyond a tensor would stay inside one, and memcheck would not see it.
 ENVIRONMENT = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -65,7 +65,7 @@ UNKNOWN = Access("?", "?")
 
 @dataclass(slots=True, frozen=True)
 class Explained:
-    """Two accesses to shared memory that racecheck reports, though they are in order."""
+    """Two accesses to shared memory that racecheck reports, though they are ordered."""
 
     kernel: str
     file: str
@@ -103,9 +103,9 @@ class Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("names", nargs="*", help="only these of the programs; nothing is written then")
-    parser.add_argument("--jobs", type=int, default=8, help="checks at the same time (most of each is the host's)")
-    parser.add_argument("--seconds", type=float, default=900, help="a check that has not ended by then is not clean")
+    parser.add_argument("names", nargs="*", help="check only these; no record is written then")
+    parser.add_argument("--jobs", type=int, default=8, help="checks at the same time (most of their time is spent on the CPU)")
+    parser.add_argument("--seconds", type=float, default=900, help="time limit: a check that has not ended by then is not clean")
     args = parser.parse_args()
     sanitizer = os.environ.get("SANITIZER") or shutil.which("compute-sanitizer")
     if sanitizer is None:
@@ -208,7 +208,7 @@ def races(log: str) -> list[tuple[Access, Access, int]]:
 
 
 def state_of(first: Access, second: Access, ran: set[str]) -> str:
-    """What a reported pair of accesses is. `ran`: the kernels of Triton's that the program has named in the end."""
+    """What a reported pair of accesses is. `ran`: the Triton kernels that the process has printed at its end."""
     pair = (first, second)
     if ran and not any(each.file or each.kernel in ran | launched() | {UNKNOWN.kernel} for each in pair):
         return LIBRARYS

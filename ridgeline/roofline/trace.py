@@ -24,7 +24,7 @@ _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$|^cuMemcpy(Dto|Hto)[HD](_v2)?$")
 # Which part of a step a kernel belongs to, by its name; the first that fits.
 PARTS = (
     ("communication", _COLLECTIVE.pattern),
-    ("attention", r"attention|attn|flash|fmha|^(decode|merge|older|prefill|prefix|prompt|split_tiles)_kernel"),
+    ("attention", r"attention|attn|flash|fmha|^(decode|prefill|prefix|prompt)_kernel"),
     ("linears and head", r"gemm|gemv"),                  # also with a fused norm or activation
     ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
     ("norms", r"norm"),

@@ -104,8 +104,8 @@ static void check_products(void) {
     free(x), free(bias), free(w);
 }
 
-/* `queries` queries at the end of `length` positions, through both kernels where there is one query. NaN lies in every slot
-   that nobody sees, and in block 0. */
+/* `queries` queries at the end of `length` positions, through both kernels where there is one query. NaN is in every hidden
+   slot, and in block 0. */
 static void check_attention(int64_t queries, int64_t length, int64_t kv_heads, int64_t group, int64_t width, int64_t window,
                             float softcap) {
     int64_t block_size = 4, blocks = (length + block_size - 1) / block_size, heads = kv_heads * group;

@@ -1,4 +1,4 @@
-"""What attention is told besides its tensors: shapes of a step, shared prefixes, formats of the cache, workspaces."""
+"""Arguments of attention beside its tensors: shape of a step, shared prefixes, quantised caches, workspaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(rows: list[tuple[int, int]], dtype: torch.dtype = torch.float64, **ch
     return paged_attention.inputs(generator, dtype, "cpu", rows=tuple(rows), **{**SIZES, **changes})
 
 
-def test_the_definition_needs_no_host_lists_and_writes_where_it_is_told() -> None:
+def test_the_definition_needs_no_host_lists_and_writes_into_out() -> None:
     args, options = inputs([(1, 9), (1, 0), (3, 12)], scattered=True)
     expected = paged_attention(*args, **options)
     assert not expected[1].any()
@@ -138,7 +138,7 @@ def test_kernel_workspace_serves_one_launch_after_another() -> None:
 @kernels_run
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_long_rows_among_short_ones_are_cut(dtype: torch.dtype) -> None:
-    """By the list alone: rows in any order, shares of one row of one size, items of nobody at the end."""
+    """By the list alone: rows in any order, shares of one row of one size, unused items at the end."""
     (q, k, v, table, starts, kv_len), options = on_device([(1, 300), (1, 20), (1, 0)], block_size=16)
     options = {"scale": options["scale"]}
     expected = paged_attention_reference(q, k, v, table, starts, kv_len, **options)

@@ -1,4 +1,4 @@
-"""Sharing out the keys of decodes: everything is read once, by programs with about equally much to read."""
+"""Split-KV shares: every key is read once, by CTAs with about equally much to read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ridgeline.ops.attention.split_kv import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = 66                        # four on each of 132 multiprocessors, eight KV heads
+PROGRAMS = 66                        # CTAs: four on each of 132 SMs, eight KV heads
 
 
 def spans(shares: Shares, lengths: np.ndarray) -> list[tuple[int, int, int]]:
@@ -61,7 +61,7 @@ def test_equal_rows_are_not_cut_for_nothing() -> None:
 
 
 def end(items: list[int], programs: int) -> int:
-    """When the last item ends, in keys, if each goes to the program that is free first."""
+    """When the last item ends, in keys, if each goes to the CTA that is free first."""
     free = [0] * programs
     for keys in items:
         heapq.heapreplace(free, free[0] + keys + SHARE_COST)
@@ -70,7 +70,7 @@ def end(items: list[int], programs: int) -> int:
 
 @pytest.mark.parametrize("rows", [12, 17, 24, 34, 40, 69, 80, 96])
 def test_rows_of_one_length_end_together(rows: int) -> None:
-    """One more row than programs would take twice as long, if each were read by one."""
+    """One more row than CTAs would take twice as long if each row were one share."""
     lengths = np.full(rows, 2000, np.int32)
     cut = end([last - first for _, first, last in spans(share_out(lengths, PROGRAMS), lengths)], PROGRAMS)
     assert cut < 1.55 * lengths.sum() / PROGRAMS
@@ -95,13 +95,13 @@ def test_rows_are_cut_where_it_was_faster() -> None:
 
 
 def spans_of_even_shares(lengths: np.ndarray) -> list[int]:
-    """The shares of the rule for uneven rows: as many for each as come closest to what every program would get."""
+    """The shares of the rule for uneven rows: as many for each as come closest to what every CTA would get."""
     even = max(LEAST_SHARE, lengths.sum() / max(len(lengths), min(SINGLE_SHARES * len(lengths), PROGRAMS)))
     return [row for row, length in enumerate(lengths) for _ in range(max(1, int(np.rint(length / even))))]
 
 
 def test_a_list_has_room_for_no_more_than_pays() -> None:
-    """A program without work is not free: 128 rows, full rounds as they are, have none but those for rounding."""
+    """A CTA without work is not free: 128 rows, full waves as they are, have none but those for rounding."""
     expected = {64: 66 + 32, 69: 3 * 69 + 34, 128: 128 + 64, 1000: 1000 + 500}
     assert {rows: most_items(rows, PROGRAMS) for rows in expected} == expected
 

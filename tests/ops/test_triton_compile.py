@@ -252,8 +252,8 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
     )),
 ])
 def test_decode_attention_keeps_its_numbers_in_registers(head_dim: int, narrow: bool, pairs: int, tmp_path: Path) -> None:
-    """In every class of rows: none is spilled to memory, where a launch may have only so many registers. Eight-bit floats
-    are converted two at a time, and no byte is loaded by itself."""
+    """No register spills for any number of rows, also where the launch limits registers. Eight-bit floats are converted two at a
+    time, and no byte is loaded by itself."""
     names = list(inspect.signature(getattr(kernel_decode.decode_kernel, "fn", kernel_decode.decode_kernel)).parameters)
     types = attention_types(names, "bf16", "fp8e4nv" if narrow else "bf16")
     aligned = [name for name in names if name.endswith(("_ptr", "_stride"))]

@@ -1,4 +1,4 @@
-"""What racecheck reports, told apart: the compiler's, a library's, what is explained, and everything else, which is found."""
+"""Classes of racecheck reports: the compiler's, a library's, explained ones, and everything else, which is found."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def at(lines: tuple[str, ...], access: int) -> int:
 
 
 def outcome(*reports: list[str], end: str = "kernels: prompt_kernel wide_gemm_kernel") -> sanitize.Outcome:
-    """Of a program under racecheck that says so; a report is places of accesses."""
+    """Of a process whose log is that of racecheck; a report is places of accesses."""
     said = ["========= COMPUTE-SANITIZER"]
     for first, *others in reports:
         said += [f"========= Error: Race reported between {first}", *(f"=========     and {other}" for other in others)]
@@ -59,7 +59,7 @@ def handed(write: int, read: int) -> list[str]:
     ]
 
 
-def test_an_explained_pair_is_told_with_its_reason() -> None:
+def test_an_explained_pair_is_recorded_with_its_reason() -> None:
     result = outcome(handed(at(HANDED.write, 0), at(HANDED.read, -1)))
     assert result.state == result.found["prompt_kernel"] == sanitize.EXPLAINED
     (found,) = result.findings
@@ -83,7 +83,7 @@ def test_only_that_pair_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert outcome(handed(write, read)).state == "FOUND"
 
 
-def test_kernels_of_libraries_are_told_apart() -> None:
+def test_kernels_of_libraries_are_classified() -> None:
     def pair(kernel: str) -> list[str]:
         return [f"Read access at {kernel}+0x2e0", f"Write access at {kernel}+0x3c40 [8 hazards]"]
 
@@ -92,7 +92,7 @@ def test_kernels_of_libraries_are_told_apart() -> None:
     assert result.findings[0]["kernel"] == LIBRARYS
     assert outcome(pair(LIBRARYS), pair("wide_gemm_kernel")).state == "FOUND"           # ours, without a line
     assert outcome(pair("_both_write_kernel"), end="kernels: _both_write_kernel").state == "FOUND"
-    assert outcome(pair(LIBRARYS), end="").state == "FOUND"                              # nobody says which ones ran
+    assert outcome(pair(LIBRARYS), end="").state == "FOUND"                              # the log does not say which kernels ran
     assert outcome([f"Read access at {LIBRARYS}+0x1 in kernel_cases.py:3"]).state == "FOUND"
 
 

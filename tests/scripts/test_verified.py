@@ -116,7 +116,7 @@ def test_what_a_sanitizer_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"prompt_kernel", "decode_kernel", "wide_gemm_kernel", "_ring_gemm_kernel"} <= sanitize.launched()
 
 
-def test_what_a_sanitizer_says_is_told_by_kernel() -> None:
+def test_what_a_sanitizer_says_is_sorted_by_kernel() -> None:
     sanitize = script("sanitize_kernels")
     ran = "print('kernels: one_kernel other_kernel')"
     say = f"print('========= Error: Race reported between Write access at one_kernel+0x1a30'); {ran}"
@@ -126,13 +126,13 @@ def test_what_a_sanitizer_says_is_told_by_kernel() -> None:
     failed = sanitize.run([sys.executable, "-c", "raise SystemExit(1)"], soon)
     late = sanitize.run([sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic() + 0.2)
     assert [each.state for each in (found, clean, failed)] == ["FOUND", "clean", "FAILED with 1"] and "not ended" in late.state
-    told = sanitize.by_kernel({"racecheck a": found, "racecheck b": clean, "memcheck b": clean, "memcheck a": failed})
-    assert told == {
+    sorted_states = sanitize.by_kernel({"racecheck a": found, "racecheck b": clean, "memcheck b": clean, "memcheck a": failed})
+    assert sorted_states == {
         "one_kernel": {"racecheck": "FOUND", "memcheck": "clean"}, "other_kernel": {"racecheck": "clean", "memcheck": "clean"},
     }
 
 
-def test_races_of_the_compiler_are_told_apart() -> None:
+def test_races_of_the_compiler_are_classified() -> None:
     sanitize = script("sanitize_kernels")
     lines = sanitize.op_file("gemm_wide.py").read_text().splitlines()
     kernel = next(number for number, line in enumerate(lines, 1) if line.startswith("def wide_gemm_kernel("))

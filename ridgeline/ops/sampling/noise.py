@@ -21,7 +21,7 @@ LOW_WORD = 0xFFFFFFFF
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, key0: Any, key1: Any) -> tuple[Any, Any, Any, Any]:
     """Ten rounds of Philox4x32 on numpy uint64 arrays, int64 tensors or ints below 2^32; shapes broadcast.
 
-    A word's upper half may hold rubbish: it is cleared only where the word is about to be multiplied, and at the end.
+    The upper half of a word is undefined: it is cleared only where the word is about to be multiplied, and at the end.
     That also makes the sign-extending shift of int64 harmless.
     """
     for _ in range(10):
@@ -33,7 +33,7 @@ def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, key0: Any, key1: Any) -> tupl
 
 
 def noise_words(how: np.ndarray, counter: Tensor) -> list[Tensor]:
-    """The four words of every counter (int64 [n, C], or [1, C] for all rows alike), each int64 [n, C] below 2^32."""
+    """The four words of every counter (int64 [n, C], or [1, C] for all rows), each int64 [n, C] below 2^32."""
     columns = [how["index"].astype(np.uint64), how["seed"] & np.uint64(LOW_WORD), how["seed"] >> np.uint64(32)]
     if counter.is_cpu:               # numpy's integer loops take half of torch's time
         index, key0, key1 = (column[:, None] for column in columns)
