@@ -131,7 +131,8 @@ def test_inputs_are_new_each_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\n", "defines neither a function rms_norm"), ("import nothing_like_it\n", "cannot be imported: ModuleNotFoundError"),
+        ("x = 1\n", "defines neither a function rms_norm"),
+        ("import nothing_like_it\n", "cannot be imported: ModuleNotFoundError"),
         (RIGHT + "\ndef supports(site):\n    return False\n", "supports none of the selected cases"),
         ("from ridgeline.ops.rms_norm import rms_norm\n", "defines neither a function rms_norm"),
     ],
