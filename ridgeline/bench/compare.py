@@ -92,22 +92,27 @@ def run(args: argparse.Namespace) -> int:
     passed = not worse and (args.allow_missing or not missing)
     made = {"limit": limit, "compared": len(changes), "regressions": len(worse), "missing": missing, "passed": passed,
             "changes": rows}
-    if args.format != "md":
+    if args.format == "md":
+        for line in differences(before, after):
+            print(line)
+        _print_report(args, made)
+    else:
         print(table.rendered(rows, args.format, made))
-        return 0 if passed else 1
-    for line in differences(before, after):
-        print(line)
-    if rows:
-        print(table.as_markdown(rows))
-    for name in missing:
-        print(f"missing in {args.after}: {name}")
-    said = f"{len(worse)} of {len(changes)} figures got worse by more than {limit:.1%}" if worse else (
-        f"no regression: none of {len(changes)} figures got worse by more than {limit:.1%} beyond its noise"
-    )
-    print(said)
-    if missing and not args.allow_missing:
-        print(f"{len(missing)} figures of {args.before} are missing in {args.after}: measure them, or give --allow-missing")
     return 0 if passed else 1
+
+
+def _print_report(args: argparse.Namespace, made: Mapping[str, Any]) -> None:
+    if made["changes"]:
+        print(table.as_markdown(made["changes"]))
+    for name in made["missing"]:
+        print(f"missing in {args.after}: {name}")
+    if made["regressions"]:
+        print(f"{made['regressions']} of {made['compared']} figures got worse by more than {made['limit']:.1%}")
+    else:
+        print(f"no regression: none of {made['compared']} figures got worse by more than {made['limit']:.1%} beyond its noise")
+    if made["missing"] and not args.allow_missing:
+        count = len(made["missing"])
+        print(f"{count} figures of {args.before} are missing in {args.after}: measure them, or give --allow-missing")
 
 
 def read(path: str) -> dict[str, Any]:
@@ -168,22 +173,26 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], F
     if isinstance(tree, int | float):
         yield path, Figure(float(tree))
     elif isinstance(tree, Mapping):
-        if {"median", "p10", "p90"} <= set(tree) and not isinstance(tree["median"], Mapping):
-            yield path, Figure(*(float(tree[name]) for name in ("median", "p10", "p90")))
-            return
-        if isinstance(tree.get("median"), Mapping):          # medians by name, with their spreads beside them
-            low, high = (tree.get(name) or {} for name in ("p10", "p90"))
-            for name, median in tree["median"].items():
-                yield (*path, str(name)), Figure(float(median), low.get(name), high.get(name))
-        for name, value in tree.items():
-            if name in ("median", "p10", "p90") and isinstance(value, Mapping):
-                continue
-            yield from _walk(value, (*path, str(name)))
+        yield from _walk_mapping(tree, path)
     elif isinstance(tree, list):
         for value in tree:
             identity = _identity(value)
             if identity:
                 yield from _walk(value, (*path, identity))
+
+
+def _walk_mapping(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Figure]]:
+    spread = ("median", "p10", "p90")
+    if set(spread) <= set(tree) and not isinstance(tree["median"], Mapping):
+        yield path, Figure(*(float(tree[name]) for name in spread))
+        return
+    if isinstance(tree.get("median"), Mapping):              # medians by name, with their spreads next to them
+        low, high = (tree.get(name) or {} for name in ("p10", "p90"))
+        for name, median in tree["median"].items():
+            yield (*path, str(name)), Figure(float(median), low.get(name), high.get(name))
+    for name, value in tree.items():
+        if name not in spread or not isinstance(value, Mapping):
+            yield from _walk(value, (*path, str(name)))
 
 
 def _identity(value: Any) -> str:

@@ -25,15 +25,18 @@ from pathlib import Path
 from typing import Any, cast
 
 from ridgeline.bench.lab.record import finish, record
+from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
 from ridgeline.engine.ipc import Abort, Add, Alive, Deltas, Ready, Shutdown
 from ridgeline.errors import EngineDead
 from ridgeline.messages import TokenDelta
 from ridgeline.process.children import start_child
+from ridgeline.resolve import model_path
 from ridgeline.server.lifecycle import raise_file_limit, uvloop
 from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.options import ServerOptions
+from ridgeline.text.tokenizer import Tokenizer
 
 KEPT_UP = 0.97                       # of the offered rate
 CONTEXT = 2**20
@@ -135,23 +138,8 @@ async def _load(port: int, pid: int, path: str, streams: int, rate: int, seconds
     asked |= {"messages": [{"role": "user", "content": "Go on."}]} if path.startswith("chat") else {"prompt": "Go on."}
     body = json.dumps(asked).encode()
     head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    loop = asyncio.get_running_loop()
-    clients: list[_Client] = []
-    transports: list[asyncio.BaseTransport] = []
-    for _ in range(0, streams, _AT_ONCE):
-        some = min(_AT_ONCE, streams - len(clients))
-        made = await asyncio.gather(
-            *(loop.create_connection(lambda: _Client(head.encode() + body), "127.0.0.1", port) for _ in range(some))
-        )
-        transports += [transport for transport, _ in made]
-        clients += [client for _, client in made]
-    deadline = time.monotonic() + _LONGEST
-    while not all(client.events > 3 for client in clients):
-        failed = next((client.failed for client in clients if client.failed), "")
-        if failed or time.monotonic() > deadline:
-            late = sum(client.events <= 3 for client in clients)
-            raise EngineDead(f"{late} of {streams} streams did not begin: {failed or 'nothing came'}")
-        await asyncio.sleep(0.1)
+    clients, transports = await _open_streams(port, streams, head.encode() + body)
+    await _all_running(clients)
     await asyncio.sleep(1.0)                             # what queued up while the streams were opened has been read
     reads = sum(client.reads for client in clients)
     began, events, cpu = time.monotonic(), sum(client.events for client in clients), _cpu_seconds(pid)
@@ -168,6 +156,31 @@ async def _load(port: int, pid: int, path: str, streams: int, rate: int, seconds
     for each in transports:
         each.close()
     return result
+
+
+async def _open_streams(port: int, streams: int, request: bytes) -> tuple[list[_Client], list[asyncio.BaseTransport]]:
+    loop = asyncio.get_running_loop()
+    clients: list[_Client] = []
+    transports: list[asyncio.BaseTransport] = []
+    for _ in range(0, streams, _AT_ONCE):
+        some = min(_AT_ONCE, streams - len(clients))
+        made = await asyncio.gather(
+            *(loop.create_connection(lambda: _Client(request), "127.0.0.1", port) for _ in range(some))
+        )
+        transports += [transport for transport, _ in made]
+        clients += [client for _, client in made]
+    return clients, transports
+
+
+async def _all_running(clients: list[_Client]) -> None:
+    """Waits until every stream has had some events."""
+    deadline = time.monotonic() + _LONGEST
+    while not all(client.events > 3 for client in clients):
+        failed = next((client.failed for client in clients if client.failed), "")
+        if failed or time.monotonic() > deadline:
+            late = sum(client.events <= 3 for client in clients)
+            raise EngineDead(f"{late} of {len(clients)} streams did not begin: {failed or 'nothing came'}")
+        await asyncio.sleep(0.1)
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -270,9 +283,6 @@ class FakeEngine:
 
 
 def engine(settings: dict[str, Any]) -> None:
-    from ridgeline.config import EngineConfig
-    from ridgeline.resolve import model_path
-    from ridgeline.text.tokenizer import Tokenizer
 
     path = model_path(EngineConfig.of(**settings["options"]))
     # Without tokens that are half a character: so each token gives text, and an event.

@@ -66,15 +66,21 @@ def run(args: argparse.Namespace) -> int:
     made = record("kernel", setting, figures, "within the op's tolerance" if not faults else "faulty", gpu)
     if args.out:
         write(made, Path(args.out))
-    if args.format != "md":
-        print(table.rendered(rows, args.format, made))
-        return 1 if faults else 0
-    for fault in faults:
-        print(fault)
-    print(f"{op.name}: {checked} cases checked with seed {seed}, {len(faults)} faults")
-    if rows:
-        print(f"\n{table.as_markdown(rows)}\n\n{figures['speedup']:.2f} times the current implementation (geometric mean)")
+    _print_report(args, made)
     return 1 if faults else 0
+
+
+def _print_report(args: argparse.Namespace, made: dict[str, Any]) -> None:
+    figures, setting = made["figures"], made["workload"]
+    if args.format != "md":
+        print(table.rendered(figures["rows"], args.format, made))
+        return
+    for fault in figures["faults"]:
+        print(fault)
+    print(f"{setting['op']}: {figures['checked']} cases checked with seed {setting['seed']}, {len(figures['faults'])} faults")
+    if figures["rows"]:
+        print(f"\n{table.as_markdown(figures['rows'])}\n\n{figures['speedup']:.2f} times the current implementation "
+              "(geometric mean)")
 
 
 def load(path: Path, op: Op[Any, Any]) -> Implementation:

@@ -69,12 +69,7 @@ def run(args: argparse.Namespace) -> None:
     if args.preset:
         presets.run(args)
         return
-    if args.shape:
-        raise ConfigError("--shape needs a --preset")
-    if args.requests and args.workload:
-        raise ConfigError("--requests replaces the named workloads: leave --workload out")
-    if args.against and args.load_format == "dummy":
-        raise ConfigError("--against needs real weights: leave --load-format dummy out")
+    _check_options(args)
     workloads = asked_workloads(args)
     figures: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
@@ -92,12 +87,7 @@ def run(args: argparse.Namespace) -> None:
             for workload in workloads:
                 begin = time.time()
                 row = measure(workload, contenders, engine.config, bandwidth, args.repeats)
-                if args.price is not None:
-                    # With a peer in the same run the power cannot be attributed.
-                    watts = watch.watts(begin, time.time()) if not args.against else None
-                    row[engine.name]["cost"] = cost(workload, args.price, row[engine.name], watts)
-                if args.sustain is not None:
-                    row[engine.name]["sustain"] = sustained(engine, workload, args.sustain, watch)
+                _extend(args, engine, workload, row, watch, begin)
                 figures[", ".join([workload.name, *(f"{name}={value}" for name, value in named.items())])] = row
                 rows += table_rows(workload, named, row)
                 if args.format == "md":
@@ -111,17 +101,41 @@ def run(args: argparse.Namespace) -> None:
         "workloads": [workload.name for workload in workloads], "options": args.set,
     }
     made = record("offline", setting, figures, quality_of(config), gpu_facts() or None)
-    if args.format == "md":
-        print(f"\n{table.as_markdown(rows)}\n")
-        if args.out:
-            write(made, Path(args.out))
-            print(f"wrote {args.out}", file=sys.stderr)
-        else:
-            finish(made, None)
-        return
     if args.out:
         write(made, Path(args.out))
-    print(table.rendered(rows, args.format, made))
+    _print_report(args, rows, made)
+
+
+def _print_report(args: argparse.Namespace, rows: list[dict[str, Any]], made: dict[str, Any]) -> None:
+    if args.format != "md":
+        print(table.rendered(rows, args.format, made))
+        return
+    print(f"\n{table.as_markdown(rows)}\n")
+    if args.out:
+        print(f"wrote {args.out}", file=sys.stderr)
+    else:
+        finish(made, None)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.shape:
+        raise ConfigError("--shape needs a --preset")
+    if args.requests and args.workload:
+        raise ConfigError("--requests replaces the named workloads: leave --workload out")
+    if args.against and args.load_format == "dummy":
+        raise ConfigError("--against needs real weights: leave --load-format dummy out")
+
+
+def _extend(
+    args: argparse.Namespace, engine: Engine, workload: Workload, row: dict[str, Any], watch: Watch, begin: float
+) -> None:
+    """Adds the figures of --price and --sustain."""
+    if args.price is not None:
+        # With a peer in the same run the power cannot be attributed.
+        watts = watch.watts(begin, time.time()) if not args.against else None
+        row[engine.name]["cost"] = cost(workload, args.price, row[engine.name], watts)
+    if args.sustain is not None:
+        row[engine.name]["sustain"] = sustained(engine, workload, args.sustain, watch)
 
 
 def asked_workloads(args: argparse.Namespace) -> list[Workload]:

@@ -171,15 +171,23 @@ async def _run_once(
         found["offered_rate"] = (len(planned) - 1) / span        # n requests have n − 1 gaps
         if (growth := backlog_growth(outcomes)) is not None:
             found |= {"backlog_growth": growth, "kept_up": growth <= MOST_GROWTH}
+    found |= _machine_and_cost(asked, found, watch, begin, end)
+    return found, outcomes, check.figures(outcomes)
+
+
+def _machine_and_cost(
+    asked: Plan, found: dict[str, Any], watch: Watch | None, begin: float, end: float
+) -> dict[str, Any]:
+    more: dict[str, Any] = {}
     if watch is not None and (machine := watch.between(begin, end)):
-        found["machine"] = machine
+        more["machine"] = machine
     watts = watch.watts(begin, end) if watch is not None else None
     if cost := price.cost(
         asked.args.price, found["duration_s"], found["total_input_tokens"] or 0, found["total_output_tokens"],
         None if watts is None else watts * found["duration_s"],
     ):
-        found["cost"] = cost
-    return found, outcomes, check.figures(outcomes)
+        more["cost"] = cost
+    return more
 
 
 def _counter(tick: Callable[[int, int], None], total: int) -> Callable[[Outcome], None]:

@@ -10,6 +10,7 @@ combination is started.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.lab import table
+from ridgeline.bench.lab.peak_memory import own_peak
 from ridgeline.bench.lab.record import finish, record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
@@ -127,21 +129,20 @@ def start_once(model: str, words: list[str], environment: dict[str, str] | None 
 def main(argv: list[str]) -> None:
     """The child: starts, answers with one token, and prints its phases."""
     head_start.begin(gpu="device=cpu" not in argv)
-    from ridgeline.bench.lab.device_log import gpu_facts
-    from ridgeline.bench.lab.peak_memory import own_peak
-    from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
-
+    # These import torch, which must come after head_start.begin, and which the parent does not need.
+    bench_engine, device_log = (
+        importlib.import_module(f"ridgeline.bench.{name}") for name in ("workload.bench_engine", "lab.device_log")
+    )
     head_start.imported()
     start_phases.until_now("process and imports")
-    options = parse_options(argv[1:])
-    engine = Engine(argv[0], **options)
+    engine = bench_engine.Engine(argv[0], **bench_engine.parse_options(argv[1:]))
     ready = start_phases.since_start()
     with start_phases.phase("first token"):
         engine.serve([([1, 2, 3], 1)])
     phases = start_phases.report()
-    first_token = sum(phases.values())
-    account = {"phases": phases, READY: ready, FIRST_TOKEN: first_token, LATE: HAPPENED["kernel_compile"], "gpu": gpu_facts()}
-    print(json.dumps(account | {"quality": quality_of(engine.config), "peak_memory": own_peak()}))
+    account = {"phases": phases, READY: ready, FIRST_TOKEN: sum(phases.values()), LATE: HAPPENED["kernel_compile"],
+               "gpu": device_log.gpu_facts()}
+    print(json.dumps(account | {"quality": bench_engine.quality_of(engine.config), "peak_memory": own_peak()}))
 
 
 if __name__ == "__main__":

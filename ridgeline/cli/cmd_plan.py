@@ -26,11 +26,11 @@ from ridgeline.plan.operation import Slo, Traffic
 from ridgeline.plan.plan_page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
-from ridgeline.plan.public_models import CONFIGS, find_model, is_same_model, packed_format
+from ridgeline.plan.public_models import CONFIGS, PlannedModel, find_model, is_same_model, packed_format
 from ridgeline.plan.records import NotPredicted, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
-from ridgeline.sizes.hardware import DEVICES, find_device
+from ridgeline.sizes.hardware import DEVICES, Device, find_device
 
 BEYOND_BAR = 3                       # exit code
 
@@ -120,23 +120,7 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
     longest = model.config.max_position_embeddings
     if traffic.context > longest:
         raise ConfigError(f"{tokens_in} tokens in and {tokens_out} out are more than {model.name}'s context of {longest}")
-    dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
-    if args.count < 1 or args.most < 1:
-        raise ConfigError(f"--count and --most must be at least 1, got {args.count} and {args.most}")
-    if args.count > 1 and not device.link.latency:
-        raise ConfigError(f"no interconnect is known for {device.name}: --count must be 1, got {args.count}")
-    if args.draft_model and not args.drafts:
-        raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
-    if args.price is not None and not 0 <= args.price < float("inf"):
-        raise ConfigError(f"--price must be at least 0, got {args.price}")
-    # On a CPU the engine reads a GGUF file's blocks as they are; on a GPU it expands them.
-    stored = packed_format(args.model) if device.kind == "cpu" else None
-    head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # refuses what cannot be divided
-    setup = Setup(
-        model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or stored or dtype,
-        kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
-        draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
-    )
+    setup = _setup(args, model, device)
     most = max(args.most, args.count) if device.link.latency else args.count
     slo = parse_slo(args.slo) if args.slo else objective.slo if objective else None
     if args.slo and objective:
@@ -145,6 +129,26 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
         setup, traffic, most, args.gpu_memory_utilization, args.price, slo, args.rate, args.parameters,
         args.hit_rate or 0.5, args.drafts or 4, args.acceptance, objective, (args.input, args.output),
         parse_kl(args.kl) if args.kl else None,
+    )
+
+
+def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
+    if args.count < 1 or args.most < 1:
+        raise ConfigError(f"--count and --most must be at least 1, got {args.count} and {args.most}")
+    if args.count > 1 and not device.link.latency:
+        raise ConfigError(f"no interconnect is known for {device.name}: --count must be 1, got {args.count}")
+    if args.draft_model and not args.drafts:
+        raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
+    if args.price is not None and not 0 <= args.price < float("inf"):
+        raise ConfigError(f"--price must be at least 0, got {args.price}")
+    dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
+    # On a CPU the engine reads a GGUF file's blocks as they are; on a GPU it expands them.
+    stored = packed_format(args.model) if device.kind == "cpu" else None
+    head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # refuses what cannot be divided
+    return Setup(
+        model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or stored or dtype,
+        kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
+        draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
     )
 
 

@@ -131,15 +131,20 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         "verdict": drill.verdict_section(verdict),
         "remedies": drill.remedies_section(remedies),
         "profiler": {"steps": steps, "overhead": overhead},
-        "model_of_time": {
-            "predicted_s": what_if.seconds, "measured_s": measured, "error": what_if.seconds / measured - 1,
-            "least_s": dict(speeds.least), "reading": dict(speeds.reading), "computing": dict(speeds.computing),
-            "beside_s": speeds.beside, "host_s": speeds.host,
-        },
+        "model_of_time": _time_model(what_if, measured),
         "machine": {"read_bytes_s": rates[0], "flops_s": rates[1], "device": peaks.device, "load": os.getloadavg()[0]},
         "runs_s": [before.seconds, after.seconds], "processor_s": [before.processor, after.processor],
     }
     return Diagnosed(tree, document, before.outcomes, step_points(before.log, model))
+
+
+def _time_model(what_if: WhatIf, measured: float) -> dict[str, Any]:
+    speeds = what_if.speeds
+    return {
+        "predicted_s": what_if.seconds, "measured_s": measured, "error": what_if.seconds / measured - 1,
+        "least_s": dict(speeds.least), "reading": dict(speeds.reading), "computing": dict(speeds.computing),
+        "beside_s": speeds.beside, "host_s": speeds.host,
+    }
 
 
 def workload_of(engine: Engine, load: Load) -> dict[str, Any]:

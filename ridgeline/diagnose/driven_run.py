@@ -21,7 +21,7 @@ from ridgeline.bench.load.latency import Outcome
 from ridgeline.bench.workload.workloads import Asked
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import EngineDead
-from ridgeline.messages import Request, StepPlan, StepResult
+from ridgeline.messages import Request, StepPlan, StepResult, TokenDelta
 from ridgeline.metrics import HAPPENED
 from ridgeline.roofline.parts import StepRows
 from ridgeline.roofline.slow import StepTimes
@@ -119,6 +119,19 @@ def phase_of(plan: StepPlan) -> str:
     return PHASES[2 if int(plan.num_tokens.min()) == 1 else 0]
 
 
+def _take(outcome: Outcome, delta: TokenDelta, now: float) -> bool:
+    """Notes a delta; has the request ended?"""
+    if delta.error:
+        raise EngineDead(f"a request of the workload failed: {delta.error}")
+    if delta.token_ids:
+        outcome.events.append(now)
+        outcome.tokens_out += len(delta.token_ids)
+    outcome.cached = max(outcome.cached, delta.num_cached_tokens)
+    if delta.finish_reason is not None:
+        outcome.ended = now
+    return delta.finish_reason is not None
+
+
 def drive(
     core: EngineCore, asked: Asked, at_once: int, salt: str = "", step: Callable[[], list[Any]] | None = None,
     most_steps: int | None = None, **params: Any,
@@ -152,17 +165,7 @@ def drive(
         deltas = step()
         ended = time.perf_counter()
         steps += 1
-        for delta in deltas:
-            outcome = outcomes[delta.request_id]
-            if delta.error:
-                raise EngineDead(f"a request of the workload failed: {delta.error}")
-            if delta.token_ids:
-                outcome.events.append(ended - start)
-                outcome.tokens_out += len(delta.token_ids)
-            outcome.cached = max(outcome.cached, delta.num_cached_tokens)
-            if delta.finish_reason is not None:
-                outcome.ended = ended - start
-                left -= 1
+        left -= sum(_take(outcomes[delta.request_id], delta, ended - start) for delta in deltas)
         if waiting:
             send()
     for request_id, outcome in outcomes.items():

@@ -178,17 +178,20 @@ def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case
         yield Case("kernels", f"kernels=auto: every op at {REACHED:.0%} of its roof, if the kernels are good",
                    "none; verify with `bench ops`", {"kernels": "auto"}, speeds=_good_kernels)
     if config.device == "cuda":
-        if config.depth == 0:
-            yield Case("overlap", "async_scheduling: plan a step while the one before it runs",
-                       "a stop is noticed one step late", {"async_scheduling": True},
-                       speeds=lambda speeds: replace(speeds, overlap=True))
-        if options.execution.enforce_eager:
-            yield Case("graphs", "CUDA graphs (leave enforce_eager off)", "memory of the graphs",
-                       {"enforce_eager": False},
-                       speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))
-        if options.cache.kv_cache_dtype == "auto":
-            yield Case("kv8", "kv_cache_dtype fp8: half the bytes of the cache", "quality: `ridgeline eval`",
-                       {"kv_cache_dtype": "fp8"}, speeds=_narrow_pages, kv_dtype="fp8")
+        yield from _gpu_cases(config)
+
+
+def _gpu_cases(config: ResolvedConfig) -> Iterator[Case]:
+    if config.depth == 0:
+        yield Case("overlap", "async_scheduling: plan a step while the one before it runs",
+                   "a stop is noticed one step late", {"async_scheduling": True},
+                   speeds=lambda speeds: replace(speeds, overlap=True))
+    if config.options.execution.enforce_eager:
+        yield Case("graphs", "CUDA graphs (leave enforce_eager off)", "memory of the graphs", {"enforce_eager": False},
+                   speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))
+    if config.options.cache.kv_cache_dtype == "auto":
+        yield Case("kv8", "kv_cache_dtype fp8: half the bytes of the cache", "quality: `ridgeline eval`",
+                   {"kv_cache_dtype": "fp8"}, speeds=_narrow_pages, kv_dtype="fp8")
 
 
 def _narrow_pages(speeds: Speeds) -> Speeds:

@@ -72,6 +72,13 @@ class Experts:
         return StepCost(ops, cost.collectives, cost.collective_bytes)
 
 
+def _dense_layers(raw: Mapping[str, Any], layers: int) -> int:
+    every = raw.get("decoder_sparse_step") or raw.get("moe_layer_freq") or 1
+    first = raw.get("first_k_dense_replace") or 0
+    named = raw.get("mlp_only_layers") or ()
+    return sum(layer < first or layer in named or (layer + 1) % every > 0 for layer in range(layers))
+
+
 def read_experts(raw: Mapping[str, Any], name: str) -> Experts | None:
     """From the fields of a config.json, as Mixtral, Qwen, DeepSeek and gpt-oss spell them; None: a dense model."""
     count = raw.get("n_routed_experts") or raw.get("num_local_experts") or raw.get("num_experts")
@@ -84,10 +91,7 @@ def read_experts(raw: Mapping[str, Any], name: str) -> Experts | None:
     whole = raw.get("intermediate_size") or 0
     width = raw.get("moe_intermediate_size") or whole
     shared = raw.get("shared_expert_intermediate_size") or (raw.get("n_shared_experts") or 0) * width
-    every = raw.get("decoder_sparse_step") or raw.get("moe_layer_freq") or 1
-    first = raw.get("first_k_dense_replace") or 0
-    named = raw.get("mlp_only_layers") or ()
-    dense = sum(layer < first or layer in named or (layer + 1) % every > 0 for layer in range(layers))
+    dense = _dense_layers(raw, layers)
     if width < 1 or dense >= layers:
         raise ModelError(f"{name}: experts of width {width!r} in {layers - dense} of {layers} layers cannot be")
     return Experts(count, used, width, shared, dense, whole if dense else 0)

@@ -109,18 +109,18 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
     def products(field: str) -> np.ndarray:
         return np.array([each(name, field) for name in PRODUCTS], float).T.reshape(len(costs), len(PRODUCTS))
 
+    def counted(name: str) -> np.ndarray:
+        return np.array([getattr(count, name) for count in listed], float)
+
     return Steps(
-        tokens=np.array([count.tokens for count in listed], float),
-        rows=np.array([count.rows for count in listed], float), layers=shape.layers,
+        tokens=counted("tokens"), rows=counted("rows"), layers=shape.layers,
         product_bytes=products("bytes"), product_flops=products("flops"), product_calls=products("calls"),
         attention_bytes=np.array(each("attention", "bytes"), float),
         attention_flops=np.array(each("attention", "flops"), float) + exponentials,
         attention_calls=np.array(each("attention", "calls"), float),
         small_bytes=np.array([sum(cost.ops[name].bytes for name in _SMALL) for cost in costs], float),
         launches=np.array([cost.total.calls + cost.collectives for cost in costs], float),
-        admitted=np.array([count.admitted for count in listed], float),
-        admitted_tokens=np.array([count.admitted_tokens for count in listed], float),
-        cached_tokens=np.array([count.cached_tokens for count in listed], float),
+        admitted=counted("admitted"), admitted_tokens=counted("admitted_tokens"), cached_tokens=counted("cached_tokens"),
         collectives=np.array([cost.collectives for cost in costs], float),
         collective_bytes=np.array([cost.collective_bytes for cost in costs], float),
         ranks=shape.ranks,
@@ -157,39 +157,52 @@ def workload_spans(
     found: list[StepCounts] = []
     while waiting or running:
         room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
-        behind = sum(max(0, sequence.prompt - sequence.kv) for sequence in running)
-        before, cached = len(running), 0
-        places = max_rows - before if levelled is None else levelled.places(before, len(waiting))
-        while waiting and len(running) - before < places and room > behind:
-            running.append(waiting.popleft())
-            behind += running[-1].prompt - running[-1].kv
-            cached += running[-1].kv
-        admitted = running[before:]
-        if admitted and levelled is not None:
-            levelled.begun(len(running), full=False)
-        rows, decoding = [], True
-        for sequence in running:
-            decodes = sequence.kv >= sequence.prompt
-            count = 1 if decodes else min(room, sequence.prompt - sequence.kv)
-            if count == 0:
-                continue
-            room -= 0 if decodes else count
-            decoding &= decodes
-            sequence.kv += count
-            done = sequence.kv >= sequence.prompt
-            rows.append(Row(count, sequence.kv, int(done)))
-            sequence.answer -= done
-            if done:
-                sequence.note(len(found))
+        admitted = _admit(waiting, running, room, max_rows, levelled)
+        cached = sum(sequence.kv for sequence in admitted)
+        rows, decoding = _advance(running, room, len(found))
         running = [sequence for sequence in running if sequence.answer > 0]
         padded = next((size for size in sizes if size >= len(rows)), 0) if graphs and decoding else 0
-        once = (len(rows) - 1) * shared if len(rows) > 1 else 0
-        counts = count_rows(shape, rows, once, padded)
+        counts = count_rows(shape, rows, max(0, len(rows) - 1) * shared, padded)
         new_tokens = sum(sequence.prompt for sequence in admitted)
         if admitted:
             counts = replace(counts, admitted=len(admitted), admitted_tokens=new_tokens, cached_tokens=cached)
         found.append(counts)
     return found, [(sequence.first, sequence.last) for sequence in sequences]
+
+
+def _admit(
+    waiting: deque[_Sequence], running: list[_Sequence], room: int, max_rows: int, levelled: Level | None
+) -> list[_Sequence]:
+    """Moves requests to `running` while there are rows and room for their prompts; returns them."""
+    behind = sum(max(0, sequence.prompt - sequence.kv) for sequence in running)
+    before = len(running)
+    places = max_rows - before if levelled is None else levelled.places(before, len(waiting))
+    while waiting and len(running) - before < places and room > behind:
+        running.append(waiting.popleft())
+        behind += running[-1].prompt - running[-1].kv
+    admitted = running[before:]
+    if admitted and levelled is not None:
+        levelled.begun(len(running), full=False)
+    return admitted
+
+
+def _advance(running: list[_Sequence], room: int, step: int) -> tuple[list[Row], bool]:
+    """The rows of a step (decodes, and prompts within the room), and whether all of them decode."""
+    rows, decoding = [], True
+    for sequence in running:
+        decodes = sequence.kv >= sequence.prompt
+        count = 1 if decodes else min(room, sequence.prompt - sequence.kv)
+        if count == 0:
+            continue
+        room -= 0 if decodes else count
+        decoding &= decodes
+        sequence.kv += count
+        done = sequence.kv >= sequence.prompt
+        rows.append(Row(count, sequence.kv, int(done)))
+        sequence.answer -= done
+        if done:
+            sequence.note(step)
+    return rows, decoding
 
 
 @dataclass(slots=True)

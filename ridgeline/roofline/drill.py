@@ -33,23 +33,25 @@ def steps_section(steps: Sequence[StepTimes], sums: Mapping[str, PhaseSums] | No
         "phases": {}, "slowest": slowest(steps),
     }
     for phase in PHASES:
-        own = sorted(step.seconds for step in steps if step.phase == phase)
-        if not own:
-            continue
         mine = [step for step in steps if step.phase == phase]
-        row: dict[str, Any] = {
-            "steps": len(own), "seconds": sum(own), "share": sum(own) / whole if whole else 0.0,
-            "median_ms": own[len(own) // 2] * 1e3, "p99_ms": own[min(len(own) - 1, int(0.99 * len(own)))] * 1e3,
-            "tokens": sum(step.tokens for step in mine), "rows": sum(step.rows for step in mine) / len(mine),
-            "gap_share": sum(step.host for step in mine) / sum(own) if sum(own) else 0.0,
-        }
-        predicted = (sums or {}).get(phase)
-        device = sum(min(step.device, step.seconds) * step.kept for step in mine)
-        if predicted is not None and device:             # relative to the time in which it had a CPU
-            roof = predicted.on_compute + predicted.on_weights + predicted.on_kv + predicted.on_activations
-            row["at_roof"] = roof / device
-        found["phases"][phase] = row
+        if mine:
+            found["phases"][phase] = _phase_row(mine, whole, (sums or {}).get(phase))
     return found
+
+
+def _phase_row(mine: Sequence[StepTimes], whole: float, predicted: PhaseSums | None) -> dict[str, Any]:
+    own = sorted(step.seconds for step in mine)
+    row: dict[str, Any] = {
+        "steps": len(own), "seconds": sum(own), "share": sum(own) / whole if whole else 0.0,
+        "median_ms": own[len(own) // 2] * 1e3, "p99_ms": own[min(len(own) - 1, int(0.99 * len(own)))] * 1e3,
+        "tokens": sum(step.tokens for step in mine), "rows": sum(step.rows for step in mine) / len(mine),
+        "gap_share": sum(step.host for step in mine) / sum(own) if sum(own) else 0.0,
+    }
+    device = sum(min(step.device, step.seconds) * step.kept for step in mine)
+    if predicted is not None and device:                 # relative to the time in which it had a CPU
+        roof = predicted.on_compute + predicted.on_weights + predicted.on_kv + predicted.on_activations
+        row["at_roof"] = roof / device
+    return row
 
 
 def ops_section(facts: Facts) -> dict[str, Any]:

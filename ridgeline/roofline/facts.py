@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -103,6 +103,11 @@ class _Gaps:
         return self.launch + self.waiting + self.allocation + sum(self.host.values())
 
 
+def _mean_host(each: Sequence[Facts]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in each for name in one.host)
+    return {name: sum(one.host.get(name, 0.0) for one in each) / len(each) for name in names}
+
+
 def facts_of(
     traces: Sequence[Trace], costs: Mapping[str, PartFacts] | None = None, profiler: float = 0.0,
     kept: Sequence[float] = (), **known: Any,
@@ -116,11 +121,10 @@ def facts_of(
     each = [_of_rank(trace, kept) for trace in traces]
     count = len(each)
     parts = {name: _mean_part([one.parts.get(name) for one in each]) for one in each for name in one.parts}
-    for name, cost in (costs or {}).items():
-        if name in parts:
-            measured = parts[name]
-            parts[name] = PartFacts(measured.seconds, measured.calls, cost.floor, cost.flops, cost.bytes, cost.computes)
-    hosts = dict.fromkeys(name for one in each for name in one.host)
+    parts |= {
+        name: replace(cost, seconds=parts[name].seconds, calls=parts[name].calls)
+        for name, cost in (costs or {}).items() if name in parts
+    }
 
     def mean(name: str) -> float:
         return sum(float(getattr(one, name)) for one in each) / count
@@ -132,7 +136,7 @@ def facts_of(
     return Facts(
         each[0].device, mean("seconds") - profiler, each[0].steps, mean("busy"), parts, launch=mean("launch") - profiler,
         waiting=mean("waiting"), allocation=mean("allocation"),
-        host={name: sum(one.host.get(name, 0.0) for one in each) / count for name in hosts},
+        host=_mean_host(each),
         kernels=each[0].kernels, kernel_seconds=each[0].kernel_seconds, waits=most("waits"), allocations=most("allocations"),
         taken=most("taken"), taken_bytes=most("taken_bytes"), memory_usual=most("memory_usual"),
         memory_peak=most("memory_peak"), collectives=mean("collectives"),
@@ -144,34 +148,39 @@ def _part_of_step(kept: Sequence[float], step: int) -> float:
     return kept[step] if 0 <= step < len(kept) else 1.0
 
 
+def _parts_of(ordered: Sequence[Work], collectives: Sequence[Work], kept: Sequence[float]) -> dict[str, PartFacts]:
+    """A collective that overlaps other work costs nothing: the others' own times are counted first."""
+    parts: dict[str, PartFacts] = {}
+    own = dict(zip(map(id, ordered), own_times(ordered), strict=True)) | _exposed(collectives, ordered)
+    for each in sorted([*ordered, *collectives], key=lambda each: each.start):
+        seconds = own[id(each)] * MICRO * _part_of_step(kept, each.step)
+        before = parts.get(each.part, PartFacts(0.0, 0))
+        parts[each.part] = PartFacts(before.seconds + seconds, before.calls + 1)
+    return parts
+
+
 def _of_rank(trace: Trace, kept: Sequence[float]) -> Facts:
     work = trace.work
     begin, end = work[0].start, max(each.end for each in work)
-    parts: dict[str, PartFacts] = {}
-    # A collective that runs beside other work costs nothing: the others' own times are counted first.
     ordered = [each for each in work if not each.is_collective]
-    own = dict(zip(map(id, ordered), own_times(ordered), strict=True))
-    exposed = _exposed([each for each in work if each.is_collective], ordered)
-    for each in work:
-        seconds = (exposed[id(each)] if each.is_collective else own[id(each)]) * MICRO * _part_of_step(kept, each.step)
-        before = parts.get(each.part, PartFacts(0.0, 0))
-        parts[each.part] = PartFacts(before.seconds + seconds, before.calls + 1)
+    collectives = [each for each in work if each.is_collective]
+    parts = _parts_of(ordered, collectives, kept)
     gaps = _gaps(trace, kept)
     busy = sum(part.seconds for part in parts.values())
     seconds = busy + gaps.whole if kept else (end - begin) * MICRO
-    lengths = [each.end - each.start for each in work if not each.is_collective] or [0.0]
+    lengths = [each.end - each.start for each in ordered] or [0.0]
     settled = trace.steps[1].start if len(trace.steps) > 1 else begin    # the first step may set up what the others use
     memory = [each for each in trace.memory if each.at >= settled]
     totals = [each.total for each in memory] or [0]
+    large = [each.bytes for each in memory if each.bytes >= _LARGE]
     return Facts(
         trace.device, seconds, max(1, len(trace.steps)), busy, parts,
         gaps.launch, gaps.waiting, gaps.allocation, gaps.host,
         kernels=len(work), kernel_seconds=statistics.median(lengths) * MICRO, waits=_inside(trace.waits, trace.steps),
         allocations=sum(call.start >= settled for call in trace.allocations),
-        taken=sum(each.bytes >= _LARGE for each in memory),
-        taken_bytes=float(sum(each.bytes for each in memory if each.bytes >= _LARGE)),
+        taken=len(large), taken_bytes=float(sum(large)),
         memory_usual=statistics.median(totals), memory_peak=max(totals),
-        collectives=sum(each.end - each.start for each in work if each.is_collective) * MICRO,
+        collectives=sum(each.end - each.start for each in collectives) * MICRO,
         rank_steps=[_by_step(work, len(trace.steps))],
     )
 

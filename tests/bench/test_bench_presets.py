@@ -254,7 +254,7 @@ def test_after_the_time_limit_rows_are_named_as_not_measured(tiny_presets: None,
     words = ["--load-format", "dummy", "--directory", str(tmp_path), "--time-limit", "-1", "--set", "max_num_seqs=8"]
     assert main(["bench", "offline", str(model), "--preset", "latency_b1", *words]) == 0
     figures = json.loads((tmp_path / "offline-tiny.json").read_text())["figures"]
-    assert figures["rows"] == {} and figures["not_measured"] == {"latency_b1": "the time limit was over"}
+    assert figures["rows"] == {} and figures["not_measured"] == {"latency_b1": "the time limit was reached"}
 
 
 def test_the_suite_goes_on_after_a_group_that_fails(

@@ -794,7 +794,7 @@ def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.Cap
     assert main(["plan", "--check", str(tmp_path / "other.json"), str(path), "--json"]) == 0
     said = capsys.readouterr()
     assert "left out: " in said.err
-    assert {each["record"] for each in json.loads(said.out)} == {path.stem.removeprefix("offline-")}
+    assert {each["record"] for each in json.loads(said.out)} == {record_name(path)}
 
 
 def test_the_page_has_the_table_of_the_records() -> None:
@@ -969,7 +969,7 @@ def test_the_command_checks_and_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--hit-rate", "1"], "hit rate"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--html", "/dev/null/plan.html"], "--html /dev/null/plan.html cannot be written"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--html", "/"], "--html / cannot be written"),
-    (["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "0"], "0 to below 1: got 0 in, 256 out, 0"),
+    (["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "0"], "0 to below 1; got 0 in, 256 out, 0"),
     (["plan", "smollm2-135m", "--gpu", "H100", "--count", "4"], "does not fit 3 KV heads"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--rate", "nan"], "rate must be above 0"),
     (["plan", "llama-3.1-8b", "--gpu", "H100", "--price", "nan"], "--price must be"),

@@ -254,7 +254,7 @@ def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     wrong.write_text("[1]")
     assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "not a Chrome trace" in capsys.readouterr().err
     wrong.write_text('{"traceEvents": []}')
-    assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "no work" in capsys.readouterr().err
+    assert main(["diagnose", "--from-trace", str(wrong)]) == 2 and "no device kernels" in capsys.readouterr().err
     assert main(["diagnose", "--from-trace", str(tmp_path / "missing")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

@@ -39,6 +39,18 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
+def _log_axis(label: str, low: float, high: float) -> Axis:
+    start, end = math.floor(math.log10(low)), math.ceil(math.log10(high) + 1e-12)
+    end = max(end, start + 1)
+    within = [10.0**power * step for power in range(start, end + 1) for step in (1, 2, 5)]
+    lower = max([tick for tick in within if tick <= low], default=10.0**start)
+    upper = min([tick for tick in within if tick >= high and tick > lower], default=10.0**end)
+    ticks = [tick for tick in within if lower <= tick <= upper * 1.0001]
+    if len(ticks) > 8:
+        ticks = [tick for tick in ticks if math.isclose(math.log10(tick), round(math.log10(tick)), abs_tol=1e-9)]
+    return Axis(label, lower, upper, True, ticks)
+
+
 def axis(label: str, values: Sequence[float], log: bool = False, zero: bool = True) -> Axis:
     """An axis over these values, with ticks at round numbers."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
@@ -46,15 +58,7 @@ def axis(label: str, values: Sequence[float], log: bool = False, zero: bool = Tr
         return Axis(label, 0.1 if log else 0.0, 1.0, log, [0.1, 1.0] if log else [0.0, 1.0])
     low, high = min(known), max(known)
     if log:
-        start, end = math.floor(math.log10(low)), math.ceil(math.log10(high) + 1e-12)
-        end = max(end, start + 1)
-        within = [10.0**power * step for power in range(start, end + 1) for step in (1, 2, 5)]
-        lower = max([tick for tick in within if tick <= low], default=10.0**start)
-        upper = min([tick for tick in within if tick >= high and tick > lower], default=10.0**end)
-        ticks = [tick for tick in within if lower <= tick <= upper * 1.0001]
-        if len(ticks) > 8:
-            ticks = [tick for tick in ticks if math.isclose(math.log10(tick), round(math.log10(tick)), abs_tol=1e-9)]
-        return Axis(label, lower, upper, True, ticks)
+        return _log_axis(label, low, high)
     low = min(0.0, low) if zero else low
     if high <= low:
         high = low + (abs(low) or 1.0)

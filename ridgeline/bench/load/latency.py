@@ -137,6 +137,19 @@ def parse_slo(words: Sequence[str]) -> Slo | None:
 # ── figures of a run ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _latencies(answered: Sequence[Outcome]) -> dict[str, Any]:
+    return {
+        "ttft_ms": spread(outcome.ttft() for outcome in answered),
+        "tpot_ms": spread(outcome.tpot for outcome in answered if outcome.tpot is not None),
+        "itl_ms": spread(gap for outcome in answered for gap in outcome.gaps()),
+        "e2el_ms": spread(outcome.e2el() for outcome in answered),
+        "from_send": {
+            "ttft_ms": spread(outcome.ttft(True) for outcome in answered),
+            "e2el_ms": spread(outcome.e2el(True) for outcome in answered),
+        },
+    }
+
+
 def figures(outcomes: Sequence[Outcome], slo: Slo | None) -> dict[str, Any]:
     """Everything about one run. Its duration is from the first intended sending to the last answer's end."""
     answered = [outcome for outcome in outcomes if outcome.ok]
@@ -153,14 +166,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo | None) -> dict[str, Any]:
         "cached_input_tokens": sum(outcome.cached for outcome in answered),
         "request_throughput": len(answered) / duration, "input_throughput": tokens_in / duration,
         "output_throughput": tokens_out / duration, "total_token_throughput": (tokens_in + tokens_out) / duration,
-        "ttft_ms": spread(outcome.ttft() for outcome in answered),
-        "tpot_ms": spread(outcome.tpot for outcome in answered if outcome.tpot is not None),
-        "itl_ms": spread(gap for outcome in answered for gap in outcome.gaps()),
-        "e2el_ms": spread(outcome.e2el() for outcome in answered),
-        "from_send": {
-            "ttft_ms": spread(outcome.ttft(True) for outcome in answered),
-            "e2el_ms": spread(outcome.e2el(True) for outcome in answered),
-        },
+        **_latencies(answered),
         "tokens_per_event": tokens_out / events if events else 0.0,
         "most_concurrent": most_concurrent(outcomes),
     }

@@ -282,10 +282,7 @@ def read_rows(path: str, unit: float = 1.0) -> list[dict[str, Any]]:
     return rows
 
 
-def _checked_row(row: Any, unit: float) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError("a line must be an object")
-    prompt, messages, length = row.get("prompt"), row.get("messages"), row.get("input_length")
+def _check_prompt(prompt: Any, messages: Any, length: Any) -> None:
     if sum(given is not None for given in (prompt, messages, length)) != 1:
         raise ValueError("exactly one of prompt, messages and input_length is needed")
     ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
@@ -293,13 +290,23 @@ def _checked_row(row: Any, unit: float) -> dict[str, Any]:
         raise ValueError("prompt must be a text or a list of token ids")
     if messages is not None and not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
         raise ValueError("messages must be a list of objects")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} must be a number above 0")
+
+
+def _checked_row(row: Any, unit: float) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError("a line must be an object")
+    prompt, messages, length = row.get("prompt"), row.get("messages"), row.get("input_length")
+    _check_prompt(prompt, messages, length)
     names = ("output_tokens", "output_length", "max_tokens")
     tokens_out = next((row[name] for name in names if row.get(name) is not None), None)
     when = row.get("timestamp")
-    if tokens_out is not None and (type(tokens_out) is not int or tokens_out < 1):
-        raise ValueError("output_tokens must be a number above 0")
-    if length is not None and (type(length) is not int or length < 1):
-        raise ValueError("input_length must be a number above 0")
+    _check_count("output_tokens", tokens_out)
+    _check_count("input_length", length)
     if when is not None and (type(when) not in (int, float) or not math.isfinite(when)):
         raise ValueError("timestamp must be a number")
     return {

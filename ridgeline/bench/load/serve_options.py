@@ -193,9 +193,39 @@ class Plan:
 
 def plan(args: argparse.Namespace) -> Plan:
     """The options, checked: one line says what is wrong before anything is sent."""
+    dataset = DATASETS[args.dataset_name] if args.dataset_name else "custom" if args.dataset_path else "random"
+    _check_options(args, dataset)
+    duration = 60 * args.sustain if args.sustain is not None else args.duration
+    made = Plan(
+        args, dataset, read_rows(args.dataset_path, 1e-3 if args.trace_unit == "ms" else 1.0) if args.dataset_path else [],
+        parse_slo(args.slo), _ramp(args), _extra(args), _settings(args), duration,
+    )
+    if made.dataset == "multi_turn" and args.prompt_format == "ids":
+        raise ConfigError("--prompt-format ids does not work with conversations: their answers are text")
+    if args.prompt_format == "ids" and "chat" in made.path:
+        raise ConfigError("--prompt-format ids needs completions: a chat has no token ids")
+    if made.timed_rows and any(not math.isinf(setting.rate) for setting in made.settings):
+        raise ConfigError("a trace has its own times: leave --request-rate out; --trace-speed changes their speed")
+    made.settings = [replace(setting, paced_by=made.pace) for setting in made.settings]
+    for setting in made.settings:
+        _check_setting(made, setting)
+    parse_length(args.turns)
+    parse_length(args.think_time, 0)
+    return made
+
+
+def _check_setting(made: Plan, setting: Setting) -> None:
+    ratio = made.args.random_range_ratio
+    made.arrivals(setting)
+    parse_length(setting.input_len).widened(ratio)
+    parse_length(setting.output_len).widened(ratio)
+    if made.duration is not None and math.isinf(setting.rate) and not (made.closed(setting) or made.ramp or made.timed_rows):
+        raise ConfigError("--duration and --sustain need --request-rate, --max-concurrency, a ramp or a trace")
+
+
+def _check_options(args: argparse.Namespace, dataset: str) -> None:
     sustain.check(args.sustain)
     price.check(args.price)
-    dataset = DATASETS[args.dataset_name] if args.dataset_name else "custom" if args.dataset_path else "random"
     if (dataset == "custom") != bool(args.dataset_path):
         raise ConfigError("--dataset-name custom and --dataset-path FILE need each other")
     if dataset == "prefix" and not args.prefix_len:
@@ -210,27 +240,6 @@ def plan(args: argparse.Namespace) -> Plan:
         raise ConfigError("--max-concurrency and --prefix-len must not be negative")
     if sum(given is not None for given in (args.duration, args.num_prompts, args.sustain)) > 1:
         raise ConfigError("--num-prompts, --duration and --sustain all say when a run ends: give one")
-    duration = 60 * args.sustain if args.sustain is not None else args.duration
-    made = Plan(
-        args, dataset, read_rows(args.dataset_path, 1e-3 if args.trace_unit == "ms" else 1.0) if args.dataset_path else [],
-        parse_slo(args.slo), _ramp(args), _extra(args), _settings(args), duration,
-    )
-    if made.dataset == "multi_turn" and args.prompt_format == "ids":
-        raise ConfigError("--prompt-format ids does not work with conversations: their answers are text")
-    if args.prompt_format == "ids" and "chat" in made.path:
-        raise ConfigError("--prompt-format ids needs completions: a chat has no token ids")
-    if made.timed_rows and any(not math.isinf(setting.rate) for setting in made.settings):
-        raise ConfigError("a trace has its own times: leave --request-rate out; --trace-speed changes their speed")
-    made.settings = [replace(setting, paced_by=made.pace) for setting in made.settings]
-    for setting in made.settings:
-        made.arrivals(setting)
-        parse_length(setting.input_len).widened(args.random_range_ratio)
-        parse_length(setting.output_len).widened(args.random_range_ratio)
-        if duration is not None and math.isinf(setting.rate) and not (made.closed(setting) or made.ramp or made.timed_rows):
-            raise ConfigError("--duration and --sustain need --request-rate, --max-concurrency, a ramp or a trace")
-    parse_length(args.turns)
-    parse_length(args.think_time, 0)
-    return made
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:

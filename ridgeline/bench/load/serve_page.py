@@ -6,6 +6,7 @@ against the rate.
 
 from __future__ import annotations
 
+import functools
 import html
 import math
 from collections.abc import Sequence
@@ -86,6 +87,19 @@ def _summary(point: dict[str, Any]) -> dict[str, Any]:
     return cells
 
 
+def _line(across: Sequence[float], points: Sequence[dict[str, Any]], name: str, path: Sequence[str]) -> Series:
+    """One figure of all points, by the path of its names."""
+    found = []
+    for place, point in zip(across, points, strict=True):
+        value: Any = point["figures"]
+        for part in path:
+            value = value.get(part, {}) if isinstance(value, dict) else {}
+        if value not in ({}, None):
+            found.append((place, middle(value)))
+    found.sort()
+    return Series(name, found, "line+dots", [f"{number:g}" for _, number in found])
+
+
 def _sweep(points: list[dict[str, Any]], workload: dict[str, Any]) -> list[str]:
     """Figures against the rate, or against the number of users; nothing for a single point."""
     rates = [point["setting"]["request_rate"] for point in points]
@@ -95,18 +109,7 @@ def _sweep(points: list[dict[str, Any]], workload: dict[str, Any]) -> list[str]:
         return []
     label = "offered rate, requests/s" if by_rate else "concurrency"
     x = axis(label, across)
-
-    def line(name: str, path: Sequence[str]) -> Series:
-        found = []
-        for place, point in zip(across, points, strict=True):
-            value: Any = point["figures"]
-            for part in path:
-                value = value.get(part, {}) if isinstance(value, dict) else {}
-            if value not in ({}, None):
-                found.append((place, middle(value)))
-        found.sort()
-        return Series(name, found, "line+dots", [f"{number:g}" for _, number in found])
-
+    line = functools.partial(_line, across, points)
     served = [line("answered", ["request_throughput"])]
     if by_rate:
         served.insert(0, Series("offered", sorted((place, place) for place in across)))

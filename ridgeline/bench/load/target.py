@@ -95,21 +95,24 @@ class Answer:
         if event.usage is not None:
             self.usage = event.usage
         for choice in event.choices or ():
-            delta = choice.delta
-            if delta is None:
-                text, said = choice.text or "", bool(choice.text)
-            else:
-                text = delta.content or ""
-                said = bool(text or delta.reasoning_content or delta.reasoning or delta.tool_calls)
-            if choice.token_ids:
-                self.ids += len(choice.token_ids)
-                said = True
-            if said:                                         # a chat's first event, with nothing but a role, is no token
-                self.outcome.events.append(when - self._clock)
-            elif choice.finish_reason == "stop":             # the token that ends an answer is counted and has no text
-                self.outcome.stopped = when - self._clock
-            if self._keep and text:
-                self.parts.append(text)
+            self._choice(choice, when - self._clock)
+
+    def _choice(self, choice: _Choice, when: float) -> None:
+        delta = choice.delta
+        if delta is None:
+            text, said = choice.text or "", bool(choice.text)
+        else:
+            text = delta.content or ""
+            said = bool(text or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+        if choice.token_ids:
+            self.ids += len(choice.token_ids)
+            said = True
+        if said:                                             # a chat's first event, with only a role, is no token
+            self.outcome.events.append(when)
+        elif choice.finish_reason == "stop":                 # the token that ends an answer is counted and has no text
+            self.outcome.stopped = when
+        if self._keep and text:
+            self.parts.append(text)
 
 
 def quality_of_techniques(names: Collection[str]) -> str:

@@ -57,6 +57,34 @@ def step_floor(
     return parts, cost.total.cost
 
 
+def _admit(
+    waiting: deque[_Sequence], running: list[_Sequence], room: int, max_rows: int, levelled: Level | None
+) -> None:
+    before = len(running)
+    free = max_rows - before if levelled is None else levelled.places(before, len(waiting))
+    while waiting and free > 0 and room > sum(max(0, sequence.prompt - sequence.kv) for sequence in running):
+        running.append(waiting.popleft())
+        free -= 1
+    if len(running) > before and levelled is not None:
+        levelled.begun(len(running), full=False)
+
+
+def _advance(running: list[_Sequence], room: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """(tokens, KV length) of each row of a step, and whether it has logits: decodes, and prompts within the room."""
+    rows: list[tuple[int, int]] = []
+    logits: list[int] = []
+    for sequence in running:
+        count = 1 if sequence.kv >= sequence.prompt else min(room, sequence.prompt - sequence.kv)
+        if count == 0:
+            continue
+        room -= count if sequence.kv < sequence.prompt else 0
+        sequence.kv += count
+        rows.append((count, sequence.kv))
+        logits.append(int(sequence.kv >= sequence.prompt))
+        sequence.answer -= logits[-1]
+    return rows, logits
+
+
 def workload_floor(
     shape: DecoderShape, asked: Asked, peaks: Peaks, budget: int, max_rows: int, shared: int = 0, level: int | None = None
 ) -> Floor:
@@ -70,24 +98,8 @@ def workload_floor(
     running: list[_Sequence] = []
     while waiting or running:
         room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
-        rows: list[tuple[int, int]] = []
-        logits: list[int] = []
-        before = len(running)
-        free = max_rows - before if levelled is None else levelled.places(before, len(waiting))
-        while waiting and free > 0 and room > sum(max(0, sequence.prompt - sequence.kv) for sequence in running):
-            running.append(waiting.popleft())
-            free -= 1
-        if len(running) > before and levelled is not None:
-            levelled.begun(len(running), full=False)
-        for sequence in running:
-            count = 1 if sequence.kv >= sequence.prompt else min(room, sequence.prompt - sequence.kv)
-            if count == 0:
-                continue
-            room -= count if sequence.kv < sequence.prompt else 0
-            sequence.kv += count
-            rows.append((count, sequence.kv))
-            logits.append(int(sequence.kv >= sequence.prompt))
-            sequence.answer -= logits[-1]
+        _admit(waiting, running, room, max_rows, levelled)
+        rows, logits = _advance(running, room)
         running = [sequence for sequence in running if sequence.answer > 0]
         parts, cost = step_floor(shape, rows, peaks, logits, shared)
         floor.seconds += sum(parts.values())

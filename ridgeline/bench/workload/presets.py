@@ -33,7 +33,7 @@ from ridgeline.bench.workload.bench_engine import EXACT, Engine, Run, parse_opti
 from ridgeline.bench.workload.floors import H200_FLOORS, H200_FLOORS_FOR, preset_floor, shares
 from ridgeline.bench.workload.quality import LEAST, check_apart, check_quality
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
-from ridgeline.bench.workload.workloads import GPU_PRESETS, Preset
+from ridgeline.bench.workload.workloads import GPU_PRESETS, Asked, Preset
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.process.children import start_child
 from ridgeline.roofline.step_cost import Peaks, decoder_shape
@@ -164,11 +164,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
     presets = [GPU_PRESETS[name] for name in names]
     options = MODEL_OPTIONS.get(shape, {}) | {"dtype": args.dtype} | parse_options(args.set)
     peaks = machine_peaks(device_kind(options))          # before the engine takes the memory
-    quality: dict[str, Any] = {"not_checked": "left out" if args.no_quality else "a model of one's own has no reference here"}
-    if shape and not args.no_quality:
-        check = check_apart if device_kind(options) == "cuda" else check_quality
-        quality = check(shape, **{name: value for name, value in options.items() if name not in _SIZES})
-        print(quality_line(shape, quality), flush=True)
+    quality = _checked_quality(shape, args, options)
     began = time.perf_counter()
     options = {"max_model_len": _context(presets)} | options | {"enable_prefix_caching": True}
     if shape:
@@ -193,19 +189,15 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
     with Watch(torch_gpus()) as watch:
         for preset in presets:
             if time.monotonic() - started > args.time_limit:
-                figures["not_measured"][preset.name] = "the time limit was over"
+                figures["not_measured"][preset.name] = "the time limit was reached"
             else:
                 figures["rows"][preset.name] = row = measure_preset(engine, preset, shape, peaks, watch, args.repeats)
                 extend(engine, preset, row, args, watch)
                 if args.format == "md":
                     print(line(name, preset.name, row), flush=True)
             keep()
-    # Last, so that no figure is taken with a profiler attached.
-    for preset in presets if engine.config.device == "cuda" else []:
-        if preset.name in figures["rows"]:
-            figures["rows"][preset.name] |= (found := profiled(engine, preset))
-            if args.format == "md" and preset.name in PROFILED:
-                print(idle_line(name, preset.name, found), flush=True)
+    if engine.config.device == "cuda":                   # last, so that no figure is taken with a profiler attached
+        _profile_rows(engine, name, [preset for preset in presets if preset.name in figures["rows"]], figures, args)
     made = keep()
     lossy = quality_of(engine.config) != EXACT
     engine.close()
@@ -213,6 +205,26 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
         agreement = quality["top1_agreement"]
         raise RidgelineError(f"{name}: top-1 agreement {agreement:.4f} is below {LEAST:.0%}: these figures are invalid")
     return made
+
+
+def _checked_quality(shape: str, args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    if args.no_quality:
+        return {"not_checked": "left out"}
+    if not shape:
+        return {"not_checked": "a model of one's own has no reference here"}
+    check = check_apart if device_kind(options) == "cuda" else check_quality
+    quality: dict[str, Any] = check(shape, **{name: value for name, value in options.items() if name not in _SIZES})
+    print(quality_line(shape, quality), flush=True)
+    return quality
+
+
+def _profile_rows(
+    engine: Engine, name: str, presets: list[Preset], figures: dict[str, Any], args: argparse.Namespace
+) -> None:
+    for preset in presets:
+        figures["rows"][preset.name] |= (found := profiled(engine, preset))
+        if args.format == "md" and preset.name in PROFILED:
+            print(idle_line(name, preset.name, found), flush=True)
 
 
 def quality_line(shape: str, quality: dict[str, Any]) -> str:
@@ -270,22 +282,28 @@ def measure_preset(
         "p90": {name: found["p90"] for name, found in spreads.items()},
         "device_log": watch.between(begin, end).get("gpu", {}), "watts": watch.watts(begin, end),
     }
-    row |= _memory(engine)
-    config = engine.config
+    return row | _memory(engine) | _against_floors(engine, preset, model, peaks, row, asked)
+
+
+def _against_floors(
+    engine: Engine, preset: Preset, model: str, peaks: MachinePeaks, row: dict[str, Any], asked: Asked
+) -> dict[str, Any]:
+    config, medians = engine.config, row["median"]
+    found: dict[str, Any] = {}
     shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_dtype)
     rates = Peaks(peaks.read_bytes_s, peaks.rate(config.dtype))
-    own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs, run.level)
-    row["floor"] = {"counted": own}
-    row["share_of_floor"] = {"counted": shares(medians, own)}
-    seconds = percentiles([each["seconds"] for each in runs])["median"]
-    row["counted"] = {
+    own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs, row["level"])
+    found["floor"] = {"counted": own}
+    found["share_of_floor"] = {"counted": shares(medians, own)}
+    seconds = percentiles([each["seconds"] for each in row["runs"]])["median"]
+    found["counted"] = {
         "bytes": own["bytes"], "flops": own["flops"],
         "tb_s": own["bytes"] / seconds / 1e12, "tflop_s": own["flops"] / seconds / 1e12,
     }
     if (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
-        row["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
-        row["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
-    return row
+        found["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
+        found["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
+    return found
 
 
 def profiled(engine: Engine, preset: Preset) -> dict[str, Any]:
