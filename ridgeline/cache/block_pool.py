@@ -126,6 +126,11 @@ class BlockPool:
 
     # -- steps in flight -----------------------------------------------------------------------------------------------
 
+    @property
+    def in_flight(self) -> bool:
+        """Is there a step that was submitted and has not retired?"""
+        return self._retired < self._submitted
+
     def submitted(self, step: int) -> None:
         self._submitted = step
 

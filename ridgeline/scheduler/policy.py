@@ -66,5 +66,5 @@ class StaticBatching:
 
 def rank(sequence: Sequence) -> tuple[int, int]:
     """Smaller goes first: by priority, then by arrival."""
-    return (sequence.priority, sequence.order)
+    return (sequence.turn.priority, sequence.turn.order)
 

@@ -47,7 +47,7 @@ class Rows:
         self.sequences[row] = self._running[row] = sequence
         self.num_prompt[row] = sequence.num_prompt
         self.limit[row] = sequence.limit
-        self.lost[row] = sequence.lost_tokens
+        self.lost[row] = sequence.prefill.lost_tokens
         self.want[row] = want
         self._stale = True
         return row
