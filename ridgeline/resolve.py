@@ -20,7 +20,8 @@ from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
 from ridgeline.sizes.ledger import GIB
-from ridgeline.sizes.op_costs import DTYPE_BYTES, PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
+from ridgeline.sizes.op_costs import DTYPE_BYTES
+from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.techniques import TECHNIQUES, turned_off
 
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights

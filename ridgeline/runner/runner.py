@@ -26,7 +26,7 @@ from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, send_beside
 from ridgeline.sizes.graph_shapes import Shape
-from ridgeline.sizes.op_costs import PROMPT_LOGPROB_ROWS
+from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)

@@ -31,7 +31,7 @@ from ridgeline.ops.sampling.sample import (
     takes_masks,
     to_device,
 )  # fmt: skip
-from ridgeline.sizes.op_costs import KNOWN_IDS, edited_rows
+from ridgeline.sizes.sampling_costs import KNOWN_IDS, edited_rows
 
 GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best id, but for overflow
 

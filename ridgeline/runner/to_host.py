@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.sizes.op_costs import mask_bytes
+from ridgeline.sizes.sampling_costs import mask_bytes
 
 
 class Fetched:

@@ -23,7 +23,8 @@ from ridgeline.ops.sampling import sample_kernels
 from ridgeline.runner import sampler as sampler_module
 from ridgeline.runner.sampler import Sampler
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.sizes.op_costs import GREEDY_CASES, SAMPLE_CASES, Case, sampling_bytes
+from ridgeline.sizes.op_costs import Case
+from ridgeline.sizes.sampling_costs import GREEDY_CASES, SAMPLE_CASES, sampling_bytes
 
 EOS = {2, 3}
 

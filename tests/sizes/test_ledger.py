@@ -25,7 +25,7 @@ from ridgeline.runner.start import memory_pools
 from ridgeline.runner.worker import MemoryMeter
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import Shape
-from ridgeline.sizes.op_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
+from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 
 GPU = torch.device("cuda", 0)
 RESERVE = ledger.SMALL_BLOCK * ledger.SMALL_BLOCKS + ledger.LIBRARY_BYTES       # of each pool

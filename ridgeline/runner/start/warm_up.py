@@ -20,7 +20,7 @@ from ridgeline.ops.linear import gemm_gated
 from ridgeline.runner.runner import Runner
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.sizes.graph_shapes import GraphShapes
-from ridgeline.sizes.op_costs import PROMPT_LOGPROB_ROWS
+from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _NONE = np.zeros(0, np.int32)
 _GREEDY, _DRAWN = SamplingParams(temperature=0), SamplingParams(temperature=1.0)
