@@ -118,10 +118,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
             reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
     if "fp8 KV" in off:
         raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
-    graphs = not config.execution.enforce_eager and "recorded graphs" not in off
-    if graphs and not _has_kernels(config, model, dtype):
-        graphs = False
-        reasons["enforce_eager"] = "on: definitions in plain torch ask the device for numbers, which no graph can"
+    graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype)
 
@@ -133,19 +130,31 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     budget = _budget(config, budget, max_model_len, reasons)
     step_bytes, graph_bytes = memory.pools(max_num_seqs, budget)
 
-    overlap = config.scheduler.async_scheduling
-    if overlap is None:
-        overlap = device.kind != "cpu"
-        reasons["async_scheduling"] = "off: on the CPU host and device are the same cores" if not overlap else "on"
     return ResolvedConfig(
         options=config, model_path=path, model=model, device=device.kind, dtype=dtype, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
-        prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off, depth=int(overlap),
+        prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off,
+        depth=int(_overlap(config, device, reasons)),
         kv_dtype=dtype if config.cache.kv_cache_dtype == "auto" else "float8_e4m3fn", graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
     )  # fmt: skip
+
+
+def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: dict[str, str]) -> bool:
+    if _has_kernels(config, model, dtype):
+        return True
+    reasons["enforce_eager"] = "on: ops without a kernel run in plain torch and read values back, which a CUDA graph cannot"
+    return False
+
+
+def _overlap(config: EngineConfig, device: DeviceFacts, reasons: dict[str, str]) -> bool:
+    asked = config.scheduler.async_scheduling
+    if asked is not None:
+        return asked
+    reasons["async_scheduling"] = "off: on the CPU host and device are the same cores" if device.kind == "cpu" else "on"
+    return device.kind != "cpu"
 
 
 def _sizes(

@@ -53,7 +53,7 @@ TECHNIQUES = (
         "planning and collecting, hidden behind the device's work", "engine/core/core.py",
     ),
     Technique(
-        "recorded graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
+        "CUDA graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
         "a decode step's launches, hundreds of them, in one", "runner/cuda_graphs.py",
         excludes=("tensor parallelism",), device="cuda",
     ),

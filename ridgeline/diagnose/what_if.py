@@ -184,7 +184,7 @@ def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case
                        "a stop is noticed one step late", {"async_scheduling": True},
                        speeds=lambda speeds: replace(speeds, overlap=True))  # fmt: skip
         if options.execution.enforce_eager:
-            yield Case("graphs", "recorded graphs (leave enforce_eager off)", "memory of the graphs",
+            yield Case("graphs", "CUDA graphs (leave enforce_eager off)", "memory of the graphs",
                        {"enforce_eager": False},
                        speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))  # fmt: skip
         if options.cache.kv_cache_dtype == "auto":

@@ -280,7 +280,7 @@ PATTERNS = (
         Remedy("keep other programs off these cores, or give the engine others", _lost, "what they are for", "cores", "cpu"),
     )),
     Pattern("many short kernels with gaps", "launch", _short_kernels, _of("launch"), (
-        Remedy("recorded graphs (leave enforce_eager off)", _of("launch", 0.9), "memory of the graphs", "graphs", "cuda"),
+        Remedy("CUDA graphs (leave enforce_eager off)", _of("launch", 0.9), "memory of the graphs", "graphs", "cuda"),
         Remedy("fuse neighbours into fewer, larger kernels", _of("launch", 0.5), "a kernel more to maintain", "fusion"),
         Remedy("more rows in a step: as many ops for more tokens", _of("launch", 0.5),
                "time per output token of each request", "rows"),

@@ -22,7 +22,7 @@ WORTH = 1.02                         # a gain below is none
 # How the verdict's changes begin, and which change that is.
 _KEYS = (
     ("raise max_num_seqs", "rows"), ("more requests in a step", "rows"), ("send more requests", "rows"),
-    ("prefix caching", "prefix"), ("recorded graphs", "graphs"), ("async_scheduling", "overlap"),
+    ("prefix caching", "prefix"), ("CUDA graphs", "graphs"), ("async_scheduling", "overlap"),
     ("kv_cache_dtype fp8", "kv8"), ("weights of 8 bits", "weights"), ("weights of 4 bits", "weights4"),
     ("fewer ranks", "ranks"), ("overlap collectives", "overlap-collectives"), ("more memory for KV", "blocks"),
     ("fewer and larger kernels", "fusion"),

@@ -202,7 +202,7 @@ REMEDIES = (
     Remedy(HOST, "async_scheduling: plan a step while the one before it runs", _part(HOST, 0.8),
            "a stop is noticed one step late", lambda window, setting: not setting.overlap and setting.device != "cpu"),
     Remedy(HOST, "find what the host does between steps: `ridgeline diagnose`", _part(HOST, 0.5), "none"),
-    Remedy(LAUNCH, "recorded graphs (leave enforce_eager off)", _part(LAUNCH, 0.9), "memory of the graphs",
+    Remedy(LAUNCH, "CUDA graphs (leave enforce_eager off)", _part(LAUNCH, 0.9), "memory of the graphs",
            lambda window, setting: not setting.graphs and setting.device != "cpu"),
     Remedy(LAUNCH, "fewer and larger kernels: fuse what runs side by side", _part(LAUNCH, 0.5), "a kernel more to maintain"),
     Remedy(COMMUNICATION, "fewer ranks, if the model fits", _part(COMMUNICATION, 0.5), "memory left for the KV cache",

@@ -37,7 +37,8 @@ GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best i
 
 # What a row does to its logits before a token is chosen.
 _EDIT = np.dtype([
-    ("edited", np.bool_),            # any of the next four, or a grammar
+    ("edited", np.bool_),            # any of the next five
+    ("constrained", np.bool_),       # it has a grammar
     ("allowed", np.bool_), ("bad_words", np.bool_), ("biased", np.bool_), ("penalized", np.bool_),
     ("min_tokens", np.int64),
     ("repetition", np.float64), ("presence", np.float64), ("frequency", np.float64),
@@ -114,7 +115,6 @@ class Sampler:
         self._choice = np.zeros(max_rows, CHOICE)
         self._edit = np.zeros(max_rows, _EDIT)
         self._plain = np.zeros(max_rows, np.bool_)           # rows that have taken their best id from the first on
-        self._constrained = np.zeros(max_rows, np.bool_)     # rows with a grammar
         self._place = np.full(max_rows, -1)                  # row -> place in the batch, while one is sampled
         self._allowed, self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(4))
         # For rows that look back, the prompt's distinct ids and then the answer, and how often each is in the answer. A
@@ -160,10 +160,10 @@ class Sampler:
         remembers = flags[3] or any(len(word) > 1 for word in added.bad_words_token_ids)
         num_known = self._remember(row, added, penalized=flags[3]) if remembers else 0
         # With a grammar, masks also keep an answer from ending early: they alone know whether it can go on.
-        constrained = self._constrained[row] = params.structured_outputs is not None
+        constrained = params.structured_outputs is not None
         min_tokens = 0 if constrained else params.min_tokens
         edited = constrained or any(flags)
-        self._edit[row] = (edited, *flags, min_tokens, *penalties, remembers, num_known)
+        self._edit[row] = (edited, constrained, *flags, min_tokens, *penalties, remembers, num_known)
         self._plain[row] = not edited and params.temperature < GREEDY_BELOW and index >= min_tokens
 
     def remove_row(self, row: int) -> None:
@@ -202,7 +202,7 @@ class Sampler:
     def prepare(self, rows: np.ndarray) -> Prepared | None:
         """For (distinct) rows that will be sampled next. With a grammar among them this is worth doing before their masks are
         there, while the device computes: else None, and `sample` does it."""
-        return self._prepare(rows) if self._constrained[rows].any() else None
+        return self._prepare(rows) if self._edit["constrained"][rows].any() else None
 
     def _prepare(self, rows: np.ndarray) -> Prepared:
         rows = rows.astype(np.int64)

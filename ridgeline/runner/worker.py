@@ -102,18 +102,19 @@ def make_runner(
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
-            memory_pools.take(device, config.step_bytes)
-            warm_up(
-                runner, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
-            )
-            if isinstance(forward, GraphForward):
-                runner.rehearse = Rehearsal(
-                    runner, forward, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens,
-                    config.max_model_len,
-                ).go_on  # fmt: skip
+            _first_steps(config, runner)
         runner.memory = meter.measured()
         logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
+
+
+def _first_steps(config: ResolvedConfig, runner: Runner) -> None:
+    """Reserve the memory that steps need, and run and capture what the first requests will launch."""
+    memory_pools.take(runner.rows.device, config.step_bytes)
+    sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+    warm_up(runner, *sizes)
+    if isinstance(runner.forward, GraphForward):
+        runner.rehearse = Rehearsal(runner, runner.forward, *sizes).go_on
 
 
 class MemoryMeter:

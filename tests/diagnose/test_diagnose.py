@@ -214,7 +214,7 @@ def test_gaps_between_kernels_are_launching() -> None:
     window = Window(2.8, 2.8, 2.7, on_weights=0.33, launch=0.2, running=1, steps=96)
     assert judge(window, Setting(graphs=False)).term == "implementation"
     found = judge(with_seen_launches(window, Facts("cuda", 2.5, 96, 0.4, {}, launch=2.0)), Setting(graphs=False))
-    assert found.term == "launch" and found.share == pytest.approx(0.8) and "recorded graphs" in found.changes[0].what
+    assert found.term == "launch" and found.share == pytest.approx(0.8) and "CUDA graphs" in found.changes[0].what
     small = Facts("cuda", 2.5, 96, 2.4, {}, launch=0.01)
     assert judge(with_seen_launches(window, small), Setting(graphs=False)).term == "implementation"
     assert with_seen_launches(window, Facts("cpu", 2.5, 96, 0.4, {}, launch=2.0)) == window      # ops on a CPU are not launched

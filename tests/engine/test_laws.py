@@ -121,7 +121,7 @@ ACTIVE: dict[str, Callable[[EngineCore], bool]] = {
     "chunked prefill": lambda core: core.scheduler.counters.chunks > 0,
     "prefix caching": lambda core: core.scheduler.manager.counters.hit_tokens > 0,
     "overlap": lambda core: core.scheduler.counters.late_tokens > 0,
-    "recorded graphs": lambda core: core.executor.runner.forward.replays > 0,
+    "CUDA graphs": lambda core: core.executor.runner.forward.replays > 0,
     # Layers with a window forget a prefix, so that a model of such layers alone must not share one.
     "shared-prefix attention": lambda core: any(each.steps for each in core.executor.runner.rows.prefixes)
     != all(group.window is not None for group in core.config.groups),
@@ -133,7 +133,7 @@ OCCASION: dict[str, dict[str, Any]] = {
     "continuous batching": CROWD,
     "chunked prefill": {"max_num_batched_tokens": 8},
     "overlap": CROWD,
-    "recorded graphs": CROWD,
+    "CUDA graphs": CROWD,
     "shared-prefix attention": CROWD,
 }
 

@@ -89,7 +89,7 @@ def test_changes_follow_the_setting() -> None:
     narrow = [change.what for change in judge(chat, Setting(weight_bytes=0.5625)).changes]
     assert "weights of 8 bits" in wide and not any("bits" in what for what in narrow)
     eager = next(case for case in CASES if case.name == "0.5B eager")
-    assert "recorded graphs" in verdict(eager).next
+    assert "CUDA graphs" in verdict(eager).next
     assert not any("recorded" in change.what for change in judge(window(eager), Setting(graphs=True)).changes)
     # Half of the weights' bytes: what is left of the time is the roof's other half and all that is not the weights.
     [eight] = [change for change in judge(chat, Setting()).changes if change.what == "weights of 8 bits"]

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Seen:
-    """In the place of recorded graphs: what ran, and with what."""
+    """In the place of CUDA graphs: what ran, and with what."""
 
     def __init__(self, runner: Runner, known: set[tuple[Shape, bool]]) -> None:
         self.known, self.plans = known, list[StepPlan]()

@@ -1,7 +1,7 @@
 """`bench host --shape NAME`: what the host spends on a step of a real engine, while its device computes.
 
 The calls of the core's step are timed in steady decode steps, the device's own time is not: `collect`, where the host waits for
-it, is left out. Weights are dummy ones, and the engine is the one that is served: on a GPU its steps are recorded graphs, so
+it, is left out. Weights are dummy ones, and the engine is the one that is served: on a GPU its steps are CUDA graphs, so
 launching them is part of what is measured.
 """
 

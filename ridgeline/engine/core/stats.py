@@ -161,7 +161,7 @@ class StatsKeeper:
         return counters.prompt_tokens, counters.preemptions, HAPPENED["kernel_compile"], HAPPENED["graph_recording"]
 
     def _replays(self) -> int:
-        """Only a forward pass with recorded graphs counts them."""
+        """Only a forward pass with CUDA graphs counts them."""
         runner = getattr(self._core.executor, "runner", None)
         return int(getattr(getattr(runner, "forward", None), "replays", 0))
 

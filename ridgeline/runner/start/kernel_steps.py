@@ -71,6 +71,21 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
         whole, rest = divmod(tokens, longest)
         yield KernelStep([rest] * (rest == 1) + [longest] * whole + [rest] * (rest > 1))
     shapes = GraphShapes(max_rows, max_step_tokens)
+    yield from _decodes(shapes, num_rows, max_step_tokens, longest)
+    beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
+    longest_chunk = min(longest, max_step_tokens)
+    for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
+        if tokens <= longest_chunk and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
+            yield KernelStep([tokens])
+    yield from _sampling(num_rows)
+    scored = SamplingParams(temperature=0, prompt_logprobs=1)
+    for rows in (15, *beyond):                           # rows of logits that the head computes
+        if rows < longest_chunk:
+            yield KernelStep([rows + 1], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
+
+
+def _decodes(shapes: GraphShapes, num_rows: int, max_step_tokens: int, longest: int) -> Iterator[KernelStep]:
+    """Decodes alone, beside a prompt, and after a shared prefix."""
     sizes = sorted({size for size in shapes.decodes if size <= num_rows} | {num_rows}, reverse=True)
     coarse = [size for size in sizes if size in COARSE_SIZES or size == num_rows]
     for size in sizes:
@@ -83,20 +98,15 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
         past = -(-FEWEST_SAVED // (size - 1)) + 64                           # the last block is not shared
         if past < longest:
             yield KernelStep([1] * size, past)
-    beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
-    for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
-        if tokens <= min(longest, max_step_tokens) and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
-            yield KernelStep([tokens])
+
+
+def _sampling(num_rows: int) -> Iterator[KernelStep]:
     for size in SAMPLING_ROWS:
         if size <= num_rows:
             for edits, chosen in itertools.product(EDITED, CHOSEN):
                 want = Want.TOKEN | Want.LOGPROBS if "logprobs" in chosen else Want.TOKEN
                 masked = "structured_outputs" in edits
                 yield KernelStep([1] * size, params=SamplingParams(**edits, **chosen), want=want, masked=masked)
-    scored = SamplingParams(temperature=0, prompt_logprobs=1)
-    for rows in (15, *beyond):                           # of which the head makes logits
-        if rows < min(longest, max_step_tokens):
-            yield KernelStep([rows + 1], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
 
 
 def collect_kernels(
