@@ -1,7 +1,7 @@
 """The running sequences as arrays: one row each, so that planning a step is arithmetic and not a loop.
 
 A row keeps its number while its sequence runs. `known` counts tokens whose value exists or is in flight, `computed` those
-whose KV is planned; the difference is what the row still wants.
+whose KV is planned; the difference is what the row still has to compute.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Scheduler:
         return bool(wanted)
 
     def set_matchers(self, request: Request, matchers: Mapping[int, Matcher]) -> None:
-        """The grammar of a request is there, with a matcher for each answer. No error when the request has gone."""
+        """The grammar of a request is compiled: a matcher for each answer. No error if the request has ended."""
         for sequence in self._live.same(request):
             sequence.matcher = matchers[sequence.index]
 
@@ -128,7 +128,7 @@ class Scheduler:
         return [(place, matcher) for place, matcher in listed if matcher is not None], int(flight.sampled.sum())
 
     def said(self, result: StepResult) -> list[tuple[Matcher, int]]:
-        """What answers with a grammar go on with after the oldest step in flight: update() will tell their matchers."""
+        """The newest token of each answer with a grammar, from the oldest step in flight; update() feeds it to the matcher."""
         flight = self._flights[0]
         if not flight.constrained or result.failed:
             return []
@@ -139,7 +139,7 @@ class Scheduler:
         ]
 
     def fail_constrained(self) -> list[TokenDelta]:
-        """End those of them whose matcher has failed meanwhile."""
+        """End the answers of the newest step whose matcher has failed."""
         listed = [sequence for _, sequence in self._flights[-1].constrained if not sequence.finished]
         return [self.fail(each, each.matcher.error) for each in listed if each.matcher is not None and each.matcher.error]
 
@@ -171,7 +171,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step. Without rows there is nothing to do now, or everything waits for steps in flight.
 
-        Such a plan is not booked: it brings no result, and what it would tell the device goes with the next one.
+        Such a plan is not booked: it has no result, and its delta goes with the next one.
         """
         self.started = []
         self._running.publish()
@@ -189,7 +189,7 @@ class Scheduler:
     def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """Tokens for the rows that run: decodes first, then prefill chunks, by rank, until the budget is spent.
 
-        Also what is left of the budget, and whether blocks ran short: then nobody new may join.
+        Also what is left of the budget, and whether blocks ran short: then no waiting sequence may join.
         """
         table, size = self._running.rows, self.manager.block_size
         rows = table.ranked()
@@ -216,7 +216,7 @@ class Scheduler:
         short = False
         for place in np.nonzero(table.computed[rows] + tokens > table.num_blocks[rows] * size)[0].tolist():
             sequence = table.sequences[rows[place]]
-            if sequence is None:                                 # preempted a moment ago, for somebody before it
+            if sequence is None:                                 # preempted a moment ago, for a row before it
                 continue
             if not self._grow(sequence, int(table.computed[sequence.row] + tokens[place])):
                 tokens[place] = 0
@@ -233,18 +233,18 @@ class Scheduler:
         return rows, tokens, budget - int(tokens.sum()), short
 
     def _budget(self, num_decodes: int, num_prompts: int, position: int) -> int:
-        """Tokens of a step in which so many decode: all it may have, or as many prompt tokens as the time allows, the first of
-        them at that position of its prompt."""
+        """Token budget of a step: the limit, or the decodes and as many prompt tokens as the step time allows. `position`: where
+        the first prompt goes on."""
         most = min(self.limits.max_step_tokens, self.step_tokens or self.limits.max_step_tokens)
         return min(most, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, num_prompts, position, most)))
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for a running sequence, at somebody's expense if need be. False: it waits, or was preempted itself."""
+        """Blocks for a running sequence; others are preempted if there are too few. False: it waits, or was preempted itself."""
         blocks, row = sequence.blocks, sequence.row
         assert blocks is not None
         while (entries := self.manager.grow(blocks, num_tokens)) is None:
             if self.manager.pool.num_releasing:
-                return False                                     # room is on its way; take nobody else's
+                return False                                     # blocks will be released: preempt no sequence for them
             victim = self._running.victim(sequence)
             if victim is None:
                 if not self._flights:
@@ -379,8 +379,8 @@ class Scheduler:
         return plan
 
     def start_over(self) -> list[Sequence]:
-        """The newest step could not be launched: forget it. All others have been taken in. Whoever runs waits again, as after a
-        preemption; the device, too, forgets its rows. Returns the sequences that step was for."""
+        """The newest step could not be launched: forget it. All others have been taken in. Running sequences wait again, as after
+        a preemption, and the device forgets its rows. Returns the sequences of that step."""
         (flight,) = self._flights
         for sequence, samples in zip(flight.sequences, flight.sampled.tolist(), strict=True):
             sequence.num_promised -= samples
@@ -399,7 +399,7 @@ class Scheduler:
         flight = self._flights.popleft()
         if flight.step != result.step:
             raise AssertionError(f"result of step {result.step} arrived, step {flight.step} is the oldest in flight")
-        # A draft may bring more or fewer tokens than planned some day; until then the device did what it was told.
+        # A draft may bring more or fewer tokens than planned some day; until then the device follows the plan.
         if not (np.array_equal(result.lengths, flight.ends) and np.array_equal(result.num_new, flight.sampled)):
             raise AssertionError(f"step {flight.step} computed or sampled something else than was planned")
         self.counters.useful_tokens += result.useful

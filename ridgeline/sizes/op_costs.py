@@ -1,8 +1,8 @@
-"""What every op has to compute and to move, counted exactly from shapes, in plain Python.
+"""FLOPs and bytes of every op, counted exactly from shapes, in plain Python.
 
 Plan, CLI, scheduler and benchmarks read these numbers without torch; the op files import the same cases and costs, so
-that the correctness test, the micro-benchmark and the roofline speak of the same thing. Nothing here knows how fast a
-machine is, or which kernel runs.
+that the correctness test, the micro-benchmark and the roofline agree. Ops on logits are in sampling_costs.py. Nothing here
+knows how fast a machine is, or which kernel runs.
 
 Conventions: a multiply-add is two FLOPs; an exponential, a hyperbolic tangent, a root, a division and a comparison are
 one each. Bytes are the traffic of a perfect kernel: every input is read once, every output written once, and nothing
@@ -131,7 +131,7 @@ KV_WRITE_CASES = (
 def rotary_write_cost(
     *, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
     element_bytes: int, kv_element_bytes: float | None = None,
-) -> Cost:  # fmt: skip
+) -> Cost:
     """Norm of q and k, rotation and the write of K and V, each value read and written once."""
     turned = tokens * (heads + kv_heads)
     flops = turned * (3 * rotary_dim + (4 * head_dim + 3 if norm else 0))
@@ -195,19 +195,19 @@ class Attended:
                 for keys, (query_len, kv_len) in zip(seen, rows, strict=True)
                 if query_len and kv_len
             ),
-        )  # fmt: skip
+        )
 
 
 def _stored_bytes(
     keys: int, blocks: int, kv_heads: int, head_dim: int, kv_format: Sequence[str] | None, element_bytes: float
 ) -> int:
-    """K and V of so many positions in so many blocks, and the scales of their format."""
+    """K and V of `keys` positions in `blocks` blocks, and the scales of their format."""
     if kv_format is None:
         return kv_bytes(tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
     counts = {
         "none": 0, "tensor": 1, "head": kv_heads, "token": keys * kv_heads, "channel": kv_heads * head_dim,
         "block": blocks * kv_heads,
-    }  # fmt: skip
+    }
     scales = sum(counts[layout] * SCALE_BYTES for layout in kv_format[1::2])
     element_bytes = sum(QUANTISED_BYTES[dtype] for dtype in kv_format[::2]) / 2
     return scales + kv_bytes(tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
@@ -279,7 +279,7 @@ PAGED_ATTENTION_CASES = (
     # Wide heads have narrow tiles of keys: a whole tile may lie behind the window of the tile's last query.
     Case("wide-window", _attention([(70, 75)], heads=1, kv_heads=1, head_dim=144, window=3)),
     Case("one-kv-head", _attention([(1, 5), (3, 7)], heads=6, kv_heads=1)),
-    # Heads and blocks as the copy engine wants them (more of it in test_kernel_prefill_hopper.py).
+    # Heads and blocks as TMA wants them (more of it in test_kernel_prefill_hopper.py).
     Case("tiles", _attention([(1, 9), (5, 21), (2, 35)], head_dim=64, block_size=16)),
     Case("no-groups", _attention([(1, 5), (1, 4), (3, 7)], heads=3, kv_heads=3)),
     Case("odd", _attention([(1, 11), (3, 8), (1, 2)], heads=3, kv_heads=1, head_dim=20, block_size=3)),
@@ -337,7 +337,7 @@ PAGED_ATTENTION_CASES = (
             ("values", ("bfloat16", "none", E4M3, "token"), (E4M3, "tensor", "bfloat16", "none")),
         )
     ),
-    # Both parts as the copy engine wants them.
+    # Both parts as TMA wants them.
     Case("older-tiles", _attention(
         [(1, 33), (5, 21), (2, 35), (30, 160)], older=(32, 16, 32, 128), head_dim=64, block_size=16,
         older_format=(E4M3, "token", E4M3, "token"),
@@ -353,17 +353,17 @@ PAGED_ATTENTION_CASES = (
 def decode_attention_cost(
     *, rows: Rows, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
     element_bytes: int, **attention: Any,
-) -> Cost:  # fmt: skip
+) -> Cost:
     """Rotation, write and attention together: queries stay on the chip in between, and so do the newest K and V."""
     tokens = len(rows)
     write = rotary_write_cost(
         tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, block_size=block_size,
         norm=norm, element_bytes=element_bytes,
-    )  # fmt: skip
+    )
     read = paged_attention_cost(
         rows=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, element_bytes=element_bytes,
         **attention,
-    )  # fmt: skip
+    )
     newest = kv_bytes(tokens=tokens, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
     between = 2 * tokens * heads * head_dim * element_bytes + newest
     return Cost(write.flops + read.flops, write.bytes + read.bytes - between)
@@ -415,7 +415,7 @@ LINEAR_CASES = (
 def normed_linear_cost(
     *, tokens: int, inputs: int, outputs: int, residual: bool, bias: bool, gate: str | None, element_bytes: int
 ) -> Cost:
-    """What lies between norm, product and activation is not moved. With a gate, `outputs` counts the pairs."""
+    """Values between norm, GEMM and activation are not moved. With a gate, `outputs` counts the pairs."""
     rows = outputs if gate is None else 2 * outputs
     norm = rms_norm_cost(tokens=tokens, width=inputs, residual=residual, element_bytes=element_bytes)
     product = linear_cost(
@@ -441,7 +441,7 @@ NORMED_LINEAR_CASES = tuple(
         ("few-gate", 5, 80, 70, True, True, "gelu", False),
         ("decode-32", 32, 576, 1536, True, False, "silu", True),
     )
-)  # fmt: skip
+)
 
 
 def block_linear_cost(
@@ -450,7 +450,7 @@ def block_linear_cost(
     return linear_cost(
         tokens=tokens, inputs=inputs, outputs=outputs, weight_bytes={"Q4_1": 20, "Q8_0": 34}[kind] / 32,
         element_bytes=element_bytes,
-    )  # fmt: skip
+    )
 
 
 BLOCK_LINEAR_CASES = tuple(
@@ -462,4 +462,4 @@ BLOCK_LINEAR_CASES = tuple(
         ("one", 1, 32, 1), ("one-odd", 1, 96, 7), ("odd", 7, 64, 9), ("eight", 8, 64, 4), ("many-odd", 15, 96, 7),
         ("decode-1", 1, 576, 3072),
     )
-)  # fmt: skip
+)
