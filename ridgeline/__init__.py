@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ridgeline.engine.llm import LLM
     from ridgeline.sampling_params import SamplingParams
 
-platform.wait_briefly()              # here, because it must come before torch, whoever imports that
+platform.wait_briefly()              # both before any module imports torch
+platform.quiet_torch()
 
 _PUBLIC = {
     "LLM": "ridgeline.engine.llm",
@@ -32,7 +33,7 @@ _PUBLIC = {
 
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt", "__version__",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Every option, declared once: name, type, default, help. The CLI, the Python API and the docs are made from this.
+"""Every option, declared once: name, type, default, help. The CLI, the Python API and the docs are generated from it.
 
 Options that users of vLLM know keep their names. `None` or "auto" means that `resolve.py` picks a value, once, and
 can say why. Nothing here looks at a model, a device or a file.
@@ -25,81 +25,83 @@ def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | fl
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     model: str = option("", "HF directory or .gguf file; empty: the embedded SmolLM2-135M-Instruct")
-    tokenizer: str = option("", "where to take the tokenizer from, if not from the model")
-    chat_template: str = option("", "file with a chat template to use instead of the model's own")
+    tokenizer: str = option("", "tokenizer directory or file, if it is not the model's own")
+    chat_template: str = option("", "file with a chat template, instead of the model's own")
     structured_outputs_backend: str = option(
-        "auto", "library that keeps answers to their grammar; auto: llguidance; xgrammar is an extra package",
+        "auto", "grammar library for structured outputs; auto: llguidance; xgrammar needs pip install 'ridgeline[xgrammar]'",
         ("auto", "guidance", "llguidance", "xgrammar"),
     )
-    skip_tokenizer_init: bool = option(False, "work on token ids only; no tokenizer is needed")
-    load_format: str = option("auto", "dummy: random weights, only config.json is needed", ("auto", "dummy"))
+    skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and answers are token ids")
+    load_format: str = option("auto", "dummy: random weights; only config.json is read", ("auto", "dummy"))
     dtype: str = option(
-        "auto", "type of weights and activations", ("auto", "float32", "bfloat16", "float16", "float64")
+        "auto", "dtype of weights and activations", ("auto", "float32", "bfloat16", "float16", "float64")
     )
     quantization: str = option(
         "none", "fp8: quantise the layers' weights to 8 bits while they load (GPU: half the bytes; changes answers slightly)",
         ("none", "fp8"),
     )
-    max_model_len: int | None = option(None, "longest prompt and answer together, in tokens", low=2)
-    device: str = option("auto", "where the model runs", ("auto", "cpu", "cuda"))
-    kernels: str = option("auto", "reference: every op by its definition, to bisect a fault", ("auto", "reference"))
-    seed: int = option(0, "noise of requests without a seed of their own, and dummy weights", low=0)
+    max_model_len: int | None = option(None, "longest context in tokens, prompt and answer together", low=2)
+    device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
+    kernels: str = option("auto", "reference: run every op in plain torch, to find a faulty kernel", ("auto", "reference"))
+    seed: int = option(0, "random seed for requests without a seed of their own, and for dummy weights", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
     block_size: int = option(16, "tokens per KV block", low=1)
-    kv_cache_memory_bytes: int | None = option(None, "memory for the KV cache", low=1)
-    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of a memory size", low=2)
-    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", low=0.01)
-    enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike")
+    kv_cache_memory_bytes: int | None = option(None, "memory for the KV cache, in bytes", low=1)
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of kv_cache_memory_bytes", low=2)
+    gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that the engine may use", low=0.01)
+    enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts with a common prefix")
     kv_cache_dtype: str = option(
-        "auto", "fp8: keys and values in 8 bits with a scale for each token and head (GPU); auto: the model's dtype",
+        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype",
         ("auto", "fp8"),
     )
     kv_layout: str = option(
-        "paged", "contiguous: reserve max_model_len for every request (the off version of paging)",
+        "paged", "contiguous: reserve max_model_len tokens for every request (turns paging off)",
         ("paged", "contiguous"),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    max_num_seqs: int | None = option(None, "most sequences that run at once", low=1)
-    max_num_batched_tokens: int | None = option(None, "token budget of a step", low=1)
-    enable_chunked_prefill: bool = option(True, "split long prompts over several steps")
+    max_num_seqs: int | None = option(None, "largest batch: sequences that run at once", low=1)
+    max_num_batched_tokens: int | None = option(None, "token budget of a step, over all sequences", low=1)
+    enable_chunked_prefill: bool = option(True, "split the prefill of long prompts over several steps")
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
     batching: str = option(
-        "continuous", "static: a new batch starts when the last one is done (the off version)", ("continuous", "static")
+        "continuous", "static: start a batch only when the last one has finished (turns continuous batching off)",
+        ("continuous", "static"),
     )
-    async_scheduling: bool | None = option(None, "plan a step while the one before it runs")
+    async_scheduling: bool | None = option(None, "plan the next step while the current one runs; default: on a GPU")
     step_time_ms: float | None = option(
-        None, "prompt chunks are cut so that a step for whose end others wait takes about this long; 0: never", low=0
+        None, "target step time in ms: prompt chunks are sized so that steps shared with decoding requests stay near it "
+        "(0: no limit)", low=0
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionOptions:
-    enforce_eager: bool = option(False, "launch every kernel by itself, never a recorded CUDA graph")
-    shared_prefix_attention: bool = option(True, "read a prefix that running requests share once for all of them (GPU)")
+    enforce_eager: bool = option(False, "use no CUDA graphs: launch every kernel by itself")
+    shared_prefix_attention: bool = option(True, "attention reads a prefix that running requests share only once (GPU only)")
     deterministic: bool = option(
-        False, "sums in one order, whatever else is in the batch (GPU); a prompt that is cut, preempted or partly cached "
-        "may still differ in the last bit"
+        False, "batch-invariant kernels: an answer does not depend on the rest of the batch (GPU only); after chunked prefill, "
+        "preemption or a prefix hit the last bit may still differ"
     )
-    nvtx: bool = option(False, "mark every op for a profiler")
+    nvtx: bool = option(False, "mark every op with an NVTX range, for a profiler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    tensor_parallel_size: int = option(1, "processes that share each layer", low=1)
+    tensor_parallel_size: int = option(1, "number of ranks (processes) that share every layer", low=1)
 
 
-# Options of vLLM that programs pass with a value that changes nothing here. Each: the values that are taken, beside
+# Options of vLLM that programs pass with a value that changes nothing here. Each: the values that are accepted besides
 # None, and what to do instead of any other.
-_HUB = "model hubs are not asked; give a local directory or a .gguf file"
+_HUB = "nothing is downloaded from model hubs; give a local directory or a .gguf file"
 _LEAVE_OUT = "leave it out"
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trust_remote_code": ((False,), "it never will be: Ridgeline runs no code from model directories"),
+    "trust_remote_code": ((False,), "Ridgeline never runs code from model directories"),
     "revision": ((), _HUB),
     "tokenizer_revision": ((), _HUB),
     "code_revision": ((), _HUB),
@@ -110,25 +112,25 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "generation_config": (("auto",), "give SamplingParams to override the model's defaults"),
     "override_generation_config": (({},), "give SamplingParams to override the model's defaults"),
     "hf_overrides": (({},), "edit a copy of the model's config.json"),
-    "task": (("auto", "generate"), "models generate text here"),
-    "runner": (("auto", "generate"), "models generate text here"),
+    "task": (("auto", "generate"), "only text generation is supported"),
+    "runner": (("auto", "generate"), "only text generation is supported"),
     "calculate_kv_scales": ((False,), _LEAVE_OUT),
-    "cpu_offload_gb": ((0,), "the weights must fit"),
+    "cpu_offload_gb": ((0,), "the weights must fit into the device's memory"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),
     "data_parallel_size": ((1,), "start several engines"),
     "enable_expert_parallel": ((False,), "use tensor_parallel_size"),
     "distributed_executor_backend": (("mp", "uni"), "ranks are processes on this machine"),
     "enable_lora": ((False,), "merge the adapter into the weights first"),
     "speculative_config": ((), _LEAVE_OUT),
-    "limit_mm_per_prompt": (({},), "prompts are text"),
-    "mm_processor_kwargs": (({},), "prompts are text"),
+    "limit_mm_per_prompt": (({},), "only text prompts are supported"),
+    "mm_processor_kwargs": (({},), "only text prompts are supported"),
     "enable_sleep_mode": ((False,), _LEAVE_OUT),
 }
-# Options of vLLM about how it does its work: taken, whatever they say, because no answer depends on them.
+# Options of vLLM about its own internals: accepted with any value, because no answer depends on them.
 NO_EFFECT = {
     "swap_space", "disable_cascade_attn", "max_seq_len_to_capture", "compilation_config", "disable_log_stats",
     "disable_custom_all_reduce", "use_v2_block_manager", "ray_workers_use_nsight",
-}  # fmt: skip
+}
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 
@@ -176,7 +178,7 @@ class EngineConfig:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's names for the library of structured output: an old one, and a member of a group, given as an object or as JSON."""
+    """vLLM's other names for structured_outputs_backend: an old one, and a member of a group, given as an object or as JSON."""
     found = dict(options)
     old, group = found.pop("guided_decoding_backend", None), found.pop("structured_outputs_config", None)
     if isinstance(group, str):
@@ -197,7 +199,7 @@ def _groups() -> dict[str, type]:
     return {
         "model": ModelOptions, "cache": CacheOptions, "scheduler": SchedulerOptions, "execution": ExecutionOptions,
         "parallel": ParallelOptions,
-    }  # fmt: skip
+    }
 
 
 def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:

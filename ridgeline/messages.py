@@ -1,4 +1,4 @@
-"""What the two halves of the engine say to each other.
+"""The messages between the two halves of the engine.
 
 The host half (scheduler, cache) decides; the device half (runner, models, ops) computes. They meet only here. Every
 message is a plain slotted dataclass of numbers, strings and numpy arrays, so it can be saved, replayed and sent over a
@@ -29,7 +29,7 @@ class Request:
     priority: int = 0                # lower runs earlier
     cache_salt: str = ""             # requests with different salts never share cached blocks
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
-    prefix_caching: bool = True      # may it use what was computed for others?
+    prefix_caching: bool = True      # may it reuse blocks that were computed for other requests?
     # Of a request that an earlier engine began: the tokens it had produced, by answer. Answers not named have ended.
     resumed: dict[int, list[int]] | None = None
 
@@ -90,7 +90,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """Everything a runner is told in one step. Saved, and told to another one, it gives the same tokens again."""
+    """Everything a runner receives in one step. Saved and replayed on another runner, it gives the same tokens again."""
 
     plan: StepPlan
     masks: np.ndarray | None = None  # int32 [rows that sample, words]: what grammars allowed; None in a step without any
@@ -121,17 +121,17 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)                 # rows that failed alone, and why
     useful: int = 0                  # token counts: what the step computed for the first time …
     recomputed: int = 0              # … again, after a preemption …
-    padded: int = 0                  # … to fill up a recorded shape …
+    padded: int = 0                  # … to fill up a captured shape …
     rejected: int = 0                # … and in vain, as drafts
     device_seconds: float = 0.0
     shared: int = 0                  # KV positions that were read once although further rows have them, too
-    replayed: bool = False           # the step was a recorded graph
-    communication: float = 0.0       # seconds in which ranks waited for each other, where that can be told apart
+    replayed: bool = False           # the step was a CUDA graph
+    communication: float = 0.0       # seconds in which ranks waited for each other, where that can be measured
 
 
 @dataclass(slots=True)
 class TokenDelta:
-    """News of one answer of one request, from the core to whoever asked."""
+    """New tokens of one answer, from the core to the client of its request."""
 
     request_id: str
     index: int                       # which of the n answers

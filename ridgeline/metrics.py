@@ -1,8 +1,8 @@
-"""What is measured of a running server, as plain numbers: histograms, what the engine tells of itself, a request's times.
+"""Metrics of a running server as plain numbers: histograms, the engine's own counters, a request's times.
 
 Observing is on the path of every token and every step, so it is a bisection and two additions; names, labels and text
-are server/observe/prometheus'. Knows no sockets, no scheduler and no torch. All times are `time.monotonic()`, which processes of
-one machine share, so a time that the engine took can be subtracted from one that the front end took.
+are in server/observe/prometheus.py. Knows no sockets, no scheduler and no torch. All times are `time.monotonic()`, which
+processes of one machine share, so a time that the engine took can be subtracted from one that the front end took.
 
     front end   arrived ──── sent ─┐                                                ┌─ first token ──── … ─── e2e
     engine                         └─ queue ─▶ started ── prefill ──▶ first step's end ── decode ──▶ last step's end
@@ -21,15 +21,15 @@ _MILLISECONDS = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.00
 STEP_SECONDS = (
     *_MILLISECONDS, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
     5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
+)
 FIRST_TOKEN_SECONDS = (
     0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
+)
 REQUEST_SECONDS = (
     0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0,
     20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
+)
 REQUEST_TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5)) + (1e6,)
 STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 
@@ -37,10 +37,10 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 # Why a step was slow, the first that explains it. The order is that of StepWatch.cause.
 SLOW_CAUSES = (
     "garbage_collection", "kernel_compile", "graph_recording", "between_steps", "preemption", "prompt_tokens", "unknown",
-)  # fmt: skip
+)
 WASTE_CAUSES = ("padding", "recomputation", "late", "rejected")
 
-HAPPENED: Counter[str] = Counter()   # rare events of this process that hold a step up; whoever causes one counts it
+HAPPENED: Counter[str] = Counter()   # rare events of this process that delay a step, counted where they happen
 
 _RECENT = 512                        # requests whose times are kept one by one
 _STEPS = 64                          # whose median a step is compared with …
@@ -92,7 +92,7 @@ class RooflineStats:
     measured: str = ""
     weight_bytes: float = 0.0        # per element, as a step of one row reads them
     kv_bytes: float = 0.0
-    # The KV cache as so many cells, in percent of their blocks: held by sequences, and kept by the prefix cache alone.
+    # The KV cache as a row of cells, in percent of their blocks: held by sequences, and kept by the prefix cache alone.
     # Empty: as last reported.
     held: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
@@ -100,7 +100,7 @@ class RooflineStats:
 
 @dataclass(slots=True)
 class EngineStats:
-    """What the engine tells the front end a few times a second. Counters count from the engine's start."""
+    """What the engine reports to the front end a few times a second. Counters count from the engine's start."""
 
     running: int                     # sequences that have a row
     waiting: int
@@ -129,7 +129,7 @@ class Step:
     prompt_tokens: int
     preemptions: int
     compiled: int                    # kernels
-    recorded: int                    # graphs
+    recorded: int                    # CUDA graphs captured
 
 
 class StepWatch:
@@ -206,13 +206,13 @@ class RequestTimes:
 
 
 class ServingMetrics:
-    """Everything /metrics tells, but for names. One per front end; it outlives the engines that come and go."""
+    """All values of /metrics, without names. One per front end; it outlives engines that are restarted."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
-        self.aborted = 0                                 # requests whose caller gave them up
+        self.aborted = 0                                 # requests that their client cancelled
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
         self.inter_token = Histogram(STEP_SECONDS)
         self.per_output_token = Histogram(STEP_SECONDS)
@@ -260,7 +260,7 @@ class ServingMetrics:
         times.first[index] = at
         if not times.first_seen:
             times.first_seen = now
-            self.started(times, at)                      # an engine that does not tell when has no queue to speak of
+            self.started(times, at)                      # an engine that does not report it has no queue
             self.prompt_tokens += times.num_prompt
         self.first_token.observe(now - times.arrived)
         self.recent_first_token.append((now, now - times.arrived))
@@ -284,7 +284,7 @@ class ServingMetrics:
             self.recent_per_output_token.append((time.monotonic(), decode / (tokens - 1)))
 
     def left(self, times: RequestTimes, num_unfinished: int, error: bool) -> None:
-        """A request ended before its answers did: it failed, or nobody wants them any more."""
+        """A request ended before its answers did: it failed, or its client has gone."""
         self.finished["error" if error else "abort"] += num_unfinished
         self.aborted += not error
 
@@ -299,7 +299,7 @@ class ServingMetrics:
             before.step_seconds_sum + now.step_seconds_sum,
             [a + b for a, b in zip(before.step_tokens, now.step_tokens, strict=True)],
             before.step_tokens_sum + now.step_tokens_sum,
-        )  # fmt: skip
+        )
         self.engine = EngineStats.empty()
 
     def counter(self, name: str) -> int:

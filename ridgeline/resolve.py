@@ -1,6 +1,6 @@
-"""Turn every "auto" into a value, once and purely, and say why. Settings that cannot work fail here, before any load.
+"""Turns every "auto" into a value and gives a reason. Settings that cannot work fail here, before anything is loaded.
 
-Knows options, the model's shape and the machine's facts; allocates nothing and needs no torch.
+A pure function of options, model config and device facts: allocates nothing and needs no torch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
 from ridgeline.sizes.ledger import GIB
-from ridgeline.sizes.op_costs import DTYPE_BYTES, PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
+from ridgeline.sizes.op_costs import DTYPE_BYTES
+from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.techniques import TECHNIQUES, turned_off
 
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights
-# 8,192 tokens of prompts beside 256 decodes; 66 tiles of 128 rows, with which most products fill 132 multiprocessors evenly.
+# 8,192 tokens of prompts beside 256 decodes; 66 tiles of 128 rows, with which most GEMMs fill 132 SMs evenly.
 GPU_STEP_TOKENS = 8448
 GPU_ROWS = 1024
 _PROMPT_ROOM = 448                   # tokens that a budget has beyond those of decodes in all rows
-GPU_STEP_SECONDS = 0.08              # long enough that prompts come in chunks which fill the matrix units
+GPU_STEP_SECONDS = 0.08              # long enough for prompt chunks that fill the tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class DeviceFacts:
     memory: int                      # bytes that may be used, the weights included
     fast_dtypes: tuple[str, ...]
     runtime: int = 0                 # bytes that the driver and libraries take of it
-    free: int = 0                    # bytes that nobody has yet; 0: not known
-    name: str = ""                   # as its maker calls it
+    free: int = 0                    # bytes that no process has taken yet; 0: not known
+    name: str = ""                   # as its vendor spells it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,12 @@ class ResolvedConfig:
     prefix_caching: bool
     depth: int                       # steps in flight beside the one being planned
     kv_dtype: str                    # of the KV cache
-    graphs: bool                     # decode steps are recorded and replayed
-    shared_prefixes: bool            # attention reads what running requests share once
-    step_seconds: float              # that a step may take when prompts join who decodes; 0: as long as it takes
+    graphs: bool                     # decode steps are captured as CUDA graphs and replayed
+    shared_prefixes: bool            # attention reads a prefix shared by running requests once
+    step_seconds: float              # target time of a step that prompts share with decoding requests; 0: no limit
     memory: dict[str, int]           # predicted bytes on this rank, by part of the ledger
     step_bytes: int                  # of these, what the largest step takes that is launched kernel by kernel …
-    graph_bytes: int                 # … and the largest that is recorded
+    graph_bytes: int                 # … and the largest CUDA graph
     reasons: dict[str, str] = field(default_factory=dict)        # option -> why it has its value
     device_name: str = ""
 
@@ -117,10 +118,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
             reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
     if "fp8 KV" in off:
         raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
-    graphs = not config.execution.enforce_eager and "recorded graphs" not in off
-    if graphs and not _has_kernels(config, model, dtype):
-        graphs = False
-        reasons["enforce_eager"] = "on: definitions in plain torch ask the device for numbers, which no graph can"
+    graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
     if config.model.quantization != "none" and device.kind == "cpu":
         reasons["quantization"] = f"{config.model.quantization} as asked: a CPU expands the weights again, nothing is saved"
     if config.execution.deterministic and device.kind == "cuda":
@@ -134,25 +132,37 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     budget = _budget(config, budget, max_model_len, reasons)
     step_bytes, graph_bytes = memory.pools(max_num_seqs, budget)
 
-    overlap = config.scheduler.async_scheduling
-    if overlap is None:
-        overlap = device.kind != "cpu"
-        reasons["async_scheduling"] = "off: on the CPU host and device are the same cores" if not overlap else "on"
     return ResolvedConfig(
         options=config, model_path=path, model=model, device=device.kind, dtype=dtype, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
-        prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off, depth=int(overlap),
+        prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off,
+        depth=int(_overlap(config, device, reasons)),
         kv_dtype=dtype if config.cache.kv_cache_dtype == "auto" else "float8_e4m3fn", graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
-    )  # fmt: skip
+    )
+
+
+def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: dict[str, str]) -> bool:
+    if _has_kernels(config, model, dtype):
+        return True
+    reasons["enforce_eager"] = "on: ops without a kernel run in plain torch and read values back, which a CUDA graph cannot"
+    return False
+
+
+def _overlap(config: EngineConfig, device: DeviceFacts, reasons: dict[str, str]) -> bool:
+    asked = config.scheduler.async_scheduling
+    if asked is not None:
+        return asked
+    reasons["async_scheduling"] = "off: on the CPU host and device are the same cores" if device.kind == "cpu" else "on"
+    return device.kind != "cpu"
 
 
 def _sizes(
     config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec], longest: int,
     graphs: bool, reasons: dict[str, str],
-) -> tuple[int, int, Memory]:  # fmt: skip
+) -> tuple[int, int, Memory]:
     """max_num_seqs and the token budget, and what memory there is with them."""
     asked, cache = config.scheduler, config.cache
 
@@ -178,12 +188,12 @@ def _sizes(
 def gpu_sizes(
     memory: Callable[[int], Memory], rows: int | None = None, tokens: int | None = None, kv_bytes: int | None = None,
     whole: int = 0,
-) -> tuple[int, int]:  # fmt: skip
-    """max_num_seqs and the token budget of a GPU with a memory that depends on the most tokens of a step. Where nobody asked for
-    certain ones and there is little room beside the weights, smaller ones: half of it should be the KV cache's, or `kv_bytes`.
+) -> tuple[int, int]:
+    """max_num_seqs and the token budget of a GPU; `memory` depends on the most tokens of a step. Values that were not asked for
+    shrink if the weights leave little room: half of it should be left to the KV cache, or `kv_bytes`.
 
-    Not much smaller ones for little, though, and never a budget without room for prompts beside all rows. `whole`: tokens of
-    prompts that cannot come in parts.
+    They do not shrink much for a small gain, and the budget always has room for prompts beside a decode in every row. `whole`:
+    tokens of prompts that cannot be chunked.
     """
     found: list[tuple[int, tuple[int, int]]] = []        # what is left, and with what
     for part in (1, 2, 4, 8, 16):
@@ -196,7 +206,7 @@ def gpu_sizes(
         found.append((made.left(max_num_seqs, most), (max_num_seqs, budget)))
         if found[-1][0] >= (free // 2 if kv_bytes is None else kv_bytes):
             return found[-1][1]
-    nearly = 0 if kv_bytes is not None else max(0, free) // 20           # what was asked for fails: name the most there could be
+    nearly = 0 if kv_bytes is not None else max(0, free) // 20       # kv_bytes does not fit: the error names what would
     best = max(left for left, _ in found)
     return next(sizes for left, sizes in found if left >= best - nearly)
 
@@ -213,19 +223,19 @@ class Memory:
     runtime: int
     per_block: int
     vocab: int
-    per_row_kept: int                # a row's block tables, partial results, and logits that a graph leaves behind
+    per_row_kept: int                # a row's block tables, partial results, and the logits of a CUDA graph
     per_row_logits: int              # a row's logits while a step computes them
-    per_row_copied: int              # copies of them while tokens are chosen: without padding, for log-probabilities
+    per_row_copied: int              # copies of them while tokens are sampled: without padding, for log-probabilities
     scored: int                      # logits of a prompt's positions, of which log-probabilities are wanted
-    graph_tokens: int                # of the longest recorded prompts; activations in graphs have memory of their own
+    graph_tokens: int                # of the longest captured prompts; activations in CUDA graphs have memory of their own
     per_token: int                   # a token's activations in one layer, the widest
-    kv_option: str                   # what the size of the KV cache was given by
+    kv_option: str                   # the option that gave the size of the KV cache
 
     @classmethod
     def of(
         cls, config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec],
         longest: int, graphs: bool, budget: int,
-    ) -> Memory:  # fmt: skip
+    ) -> Memory:
         share, ranks = config.cache.gpu_memory_utilization, config.parallel.tensor_parallel_size
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
@@ -259,7 +269,7 @@ class Memory:
             graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
-        )  # fmt: skip
+        )
 
     def rows(self, max_num_seqs: int) -> int:
         size, on_gpu = DTYPE_BYTES[self.dtype], self.kind != "cpu"
@@ -272,9 +282,9 @@ class Memory:
         return sum(size + on_gpu for size in self.pools(max_num_seqs, budget) if size)
 
     def pools(self, max_num_seqs: int, budget: int) -> tuple[int, int]:
-        """What the largest step takes that is launched kernel by kernel, and the largest graph.
+        """Memory of the largest step that is launched kernel by kernel, and of the largest CUDA graph.
 
-        Of a step's activations nothing is left when its tokens are chosen: what takes most of it counts.
+        A step's activations are freed before its tokens are sampled, so the larger of the two counts.
         """
         logits = max_num_seqs * self.per_row_logits
         launched = max(budget * self.per_token, max_num_seqs * self.per_row_copied, self.scored)
@@ -298,9 +308,9 @@ class Memory:
         """ConfigError for what does not fit, and the largest value that would."""
         if self.weights + self.runtime >= self.room:
             raise ConfigError(
-                f"the weights need {self.weights / GIB:.2f} GiB in {self.dtype}, "
+                f"the weights need {self.weights / GIB:.2f} GiB in {self.dtype}, but only "
                 f"{(self.room - self.runtime) / GIB:.2f} GiB of "
-                f"{self.kind} memory are there{self._without_others()}; take a smaller model, a smaller dtype or more "
+                f"{self.kind} memory are available{self._without_others()}; use a smaller model, a smaller dtype or a larger "
                 "tensor_parallel_size"
             )
         free = self.room - self.weights - self.runtime
@@ -316,20 +326,20 @@ class Memory:
             if needs(count) > free:
                 largest = bisect_right(range(count), free, key=needs) - 1
                 raise ConfigError(
-                    f"{name} {count} needs {needs(count) / GIB:.3f} GiB, {free / GIB:.3f} GiB of {self.kind} memory are "
+                    f"{name} {count} needs {needs(count) / GIB:.3f} GiB, but only {free / GIB:.3f} GiB of {self.kind} memory are "
                     f"left for it{self._without_others()}; "
                     + (f"the largest that fits is {largest}" if largest > 0 else "none fits")
                 )
             free -= needs(count)
 
     def _without_others(self) -> str:
-        """For messages: memory that is missing because somebody else has it."""
-        return f" (other processes have {self.others / GIB:.2f} GiB of what it may use)" if self.others > 0 else ""
+        """For error messages: the memory that other processes have taken."""
+        return f" (other processes use {self.others / GIB:.2f} GiB of its share)" if self.others > 0 else ""
 
 
 def partial_bytes(model: ModelConfig, deterministic: bool) -> int:
-    """Of attention's partial results, for each of many rows: one of the prefix that it shares, and of its own keys eight in
-    fixed splits; else every second row is cut in two (ops/attention/split_kv.py)."""
+    """Partial results of split-KV attention, per row: one for a shared prefix; for the row's own keys eight fixed splits if
+    deterministic, else 1.5 on average, since every second row is split in two (ops/attention/split_kv.py)."""
     slots = 9.0 if deterministic else 2.5
     return int(slots * model.num_heads * (2 ** (model.head_dim - 1).bit_length() + 2) * 4)
 
@@ -345,13 +355,13 @@ def _check_deterministic(config: EngineConfig, dtype: str) -> None:
     if config.model.quantization != "none":
         raise ConfigError(f"deterministic has no kernels for {config.model.quantization} weights; leave quantization out")
     if config.parallel.tensor_parallel_size > 1:
-        raise ConfigError("deterministic needs tensor_parallel_size 1: the order of sums over ranks is the library's")
+        raise ConfigError("deterministic needs tensor_parallel_size 1: NCCL decides in which order ranks are summed")
 
 
 def _step_seconds(config: EngineConfig, device: DeviceFacts) -> float:
     given = config.scheduler.step_time_ms
     if not config.scheduler.enable_chunked_prefill:
-        return 0.0                                       # a prompt is one step, however long
+        return 0.0                                       # a whole prompt is one step
     if given is None:
         return GPU_STEP_SECONDS if device.kind == "cuda" else 0.0
     return given / 1e3
@@ -361,10 +371,10 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: DeviceFacts, reason
     if config.model.dtype != "auto":
         if config.model.dtype not in (*device.fast_dtypes, "float64"):
             fast = device.fast_dtypes[0]
-            reasons["dtype"] = f"{config.model.dtype} as asked; slow on this {device.kind}, {fast} is fast"
+            reasons["dtype"] = f"{config.model.dtype} as asked; it is slow on this {device.kind}, {fast} is fast"
         return config.model.dtype
     if device.kind == "cpu":
-        reasons["dtype"] = "float32: the exact choice on a CPU"
+        reasons["dtype"] = "float32: exact, and fast on every CPU"
         return "float32"
     dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
     reasons["dtype"] = f"{dtype}: the checkpoint is {model.dtype}"
@@ -376,7 +386,7 @@ def _longest(config: EngineConfig, model: ModelConfig) -> int:
     asked = config.model.max_model_len
     if asked is not None and asked > model.max_position_embeddings:
         raise ConfigError(
-            f"max_model_len {asked} is more than this model was made for; the most is {model.max_position_embeddings}"
+            f"max_model_len {asked} is more than this model supports; the largest is {model.max_position_embeddings}"
         )
     return asked or model.max_position_embeddings
 
@@ -384,7 +394,7 @@ def _longest(config: EngineConfig, model: ModelConfig) -> int:
 def _num_blocks(
     config: EngineConfig, memory: Memory, groups: list[KVGroupSpec], longest: int, budget: int, max_num_seqs: int,
     reasons: dict[str, str],
-) -> int:  # fmt: skip
+) -> int:
     cache = config.cache
     if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None:
         raise ConfigError("num_gpu_blocks_override and kv_cache_memory_bytes exclude each other; give one")
@@ -399,7 +409,7 @@ def _num_blocks(
         given = int(left * CPU_KV_SHARE) if memory.kind == "cpu" else left
         reasons["kv_cache_memory_bytes"] = (
             f"{CPU_KV_SHARE:.0%} of the {left / GIB:.2f} GiB left" if memory.kind == "cpu"
-            else f"what {cache.gpu_memory_utilization:.0%} leaves"
+            else f"what is left of {cache.gpu_memory_utilization:.0%} of the GPU's memory"
         )
     # More than every row at its longest can never be used.
     most = blocks_for(groups, longest, budget) * max_num_seqs + 1
@@ -411,7 +421,7 @@ def _num_blocks(
 def _max_model_len(
     config: EngineConfig, groups: list[KVGroupSpec], num_blocks: int, page: int, longest: int, budget: int,
     reasons: dict[str, str],
-) -> int:  # fmt: skip
+) -> int:
     """One sequence of the greatest length must fit, or it could never finish."""
     contiguous = config.cache.kv_layout == "contiguous"
 
@@ -428,7 +438,7 @@ def _max_model_len(
         fits = f"the largest max_model_len that fits is {low}" if low >= 2 else "no request fits"
         raise ConfigError(
             f"max_model_len {longest} needs {needed(longest) + 1} KV blocks "
-            f"({(needed(longest) + 1) * page / GIB:.3f} GiB), there are {num_blocks}; {fits}"
+            f"({(needed(longest) + 1) * page / GIB:.3f} GiB), but there are only {num_blocks}; {fits}"
         )
     reasons["max_model_len"] = f"{low}: what the KV cache holds; the model allows {longest}"
     return low
@@ -441,5 +451,5 @@ def _budget(config: EngineConfig, budget: int, max_model_len: int, reasons: dict
         raise ConfigError(
             f"without chunked prefill max_num_batched_tokens ({budget}) must be at least max_model_len, {max_model_len}"
         )
-    reasons["max_num_batched_tokens"] = "max_model_len: without chunks a prompt is one step"
+    reasons["max_num_batched_tokens"] = "max_model_len: without chunked prefill a whole prompt is one step"
     return max_model_len

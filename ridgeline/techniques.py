@@ -33,11 +33,11 @@ class Technique:
 TECHNIQUES = (
     Technique(
         "paged KV", {"kv_layout": "paged"}, {"kv_layout": "contiguous"}, "capacity", True,
-        "as many more rows as max_model_len is longer than the average request", "cache/block_pool.py",
+        "more rows: max_model_len divided by the average length of a request", "cache/block_pool.py",
     ),
     Technique(
         "continuous batching", {"batching": "continuous"}, {"batching": "static"}, "capacity", True,
-        "rows that would idle until the longest answer of their batch is done", "scheduler/policy.py",
+        "rows that would stay empty until the longest answer of their batch ends", "scheduler/policy.py",
     ),
     Technique(
         "chunked prefill", {"enable_chunked_prefill": True}, {"enable_chunked_prefill": False}, "overhead", True,
@@ -53,8 +53,8 @@ TECHNIQUES = (
         "planning and collecting, hidden behind the device's work", "engine/core/core.py",
     ),
     Technique(
-        "recorded graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
-        "a decode step's launches, hundreds of them, in one", "runner/cuda_graphs.py",
+        "CUDA graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
+        "a decode step is one launch instead of hundreds", "runner/cuda_graphs.py",
         excludes=("tensor parallelism",), device="cuda",
     ),
     Technique(
@@ -68,14 +68,14 @@ TECHNIQUES = (
     ),
     Technique(
         "fp8 KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,
-        "half the bytes of the KV cache: twice the tokens in it, and attention reads half", "runner/kv_buffers.py",
+        "half the bytes per token: the KV cache holds twice as many, and attention reads half", "runner/kv_buffers.py",
         device="cuda",
     ),
     Technique(
         "tensor parallelism", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}, "bytes", False,
         "weights and KV divided by the ranks, for two all-reduces a layer", "distributed/comm.py",
     ),
-)  # fmt: skip
+)
 
 
 def turned_off(
@@ -83,7 +83,7 @@ def turned_off(
 ) -> dict[str, str]:
     """Techniques that are on and cannot work on this device or beside the others, and why.
 
-    Of two that exclude each other, the one that says so.
+    Of two that exclude each other, the one whose `excludes` names the other is turned off.
     """
     on = {technique.name: technique for technique in techniques if technique.is_on(options)}
     off: dict[str, str] = {}

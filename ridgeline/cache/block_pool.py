@@ -1,7 +1,7 @@
-"""The pool of KV blocks: who holds which block, and in what order unheld ones may be reused.
+"""The pool of KV blocks: reference counts, and the order in which unheld blocks are reused.
 
 A block is *free* (nothing in it), *held* (reference count > 0) or *cached* (count 0, but its contents are still indexed
-by the prefix cache; the least recently released is reused first). Block 0 is null: padding writes there, nobody owns it.
+by the prefix cache; the least recently released is reused first). Block 0 is null: padding writes there, no sequence owns it.
 
 A block that a step in flight may still touch must not be reused. So a release is dated with the last step submitted,
 and takes effect when that step is retired; with nothing in flight that is at once.
@@ -48,7 +48,7 @@ class BlockPool:
         return self._references[block]
 
     def num_unheld(self, blocks: list[int]) -> int:
-        """How many of these nobody holds: they are allocatable until somebody does."""
+        """How many of these have no reference: they are allocatable."""
         references = self._references
         return [references[block] for block in blocks].count(0)
 
@@ -125,6 +125,11 @@ class BlockPool:
                     self._free.append(block)
 
     # -- steps in flight -----------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        """Is there a step that was submitted and has not retired?"""
+        return self._retired < self._submitted
 
     def submitted(self, step: int) -> None:
         self._submitted = step

@@ -44,7 +44,7 @@ class SequenceBlocks:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What sequences found when they started; a lookup for somebody who has to wait is not counted."""
+    """What sequences found when they started; a lookup for a sequence that has to wait is not counted."""
 
     lookups: int = 0
     hit_tokens: int = 0
@@ -218,7 +218,7 @@ class KVManager:
     def publish(self, blocks: SequenceBlocks, tokens: array[int], num_computed: int) -> None:
         """Make full blocks findable as soon as a step that computes their tokens is planned.
 
-        Whoever finds them computes in that step or a later one, and every layer writes the keys and values of a whole
+        A sequence that finds them computes in that step or a later one, and every layer writes the keys and values of a whole
         step before it attends: so requests that arrive together share a prefix which none of them has computed yet. Steps
         in which every row computes one token are the exception: blocks that those fill are committed when they have run.
         """
@@ -261,15 +261,14 @@ class KVManager:
             table.clear()
 
     def distrust(self, blocks: SequenceBlocks, first: int = 0) -> None:
-        """What is in these blocks, from the first-th on, is in doubt: nobody may find it again. Whoever shares them
-        keeps them."""
+        """The contents of these blocks, from the first-th on, are in doubt: un-index them. Sequences that share them go on."""
         for table in blocks.tables:
             for block in table[first:]:
                 if self.pool.unindex(block):
                     self.cache.evict(block)
 
     def forget_prefixes(self) -> bool:
-        """Nobody finds anything that was computed before. False, and nothing is forgotten, while a sequence has blocks."""
+        """Drop everything from the prefix cache. False, and nothing is dropped, while a sequence has blocks."""
         return self.pool.forget_cached()
 
     def exclusive_blocks(self, blocks: SequenceBlocks) -> int:

@@ -6,7 +6,7 @@
 
 The salt is in the root's key, so requests with different salts share nothing. The key is a BLAKE2b hash keyed by a
 secret of this process, and the token ids are compared on every hit: a collision is a miss, never a wrong answer.
-Whether a block stays is the pool's business; it tells us when it reuses one.
+Eviction is the pool's business: it calls evict() when it reuses a block.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class PrefixCache:
     def walk(self, root: Node, tokens: array[int], limit: int, size: int) -> list[Node]:
         """The nodes of the longest known prefix of at most `limit` tokens, in blocks of `size`.
 
-        Most who share a prefix share it with the one before them. So every first block remembers the path that was last
-        walked from it: comparing all its tokens at once takes a tenth of the time of hashing block by block.
+        Most requests with a common prefix share it with the request before them. So every first block remembers the path that
+        was last walked from it: comparing all its tokens at once takes a tenth of the time of hashing block by block.
         """
         first = self.find(root, tokens[:size].tobytes()) if limit >= size else None
         if first is None:

@@ -1,7 +1,7 @@
 """Typed messages between processes: msgpack over ZeroMQ on private ipc sockets, never pickle.
 
 A frame is decoded against the type that is expected there; anything else is a DecodeError. Sockets live in a directory
-only this user can enter, under a name nobody can guess. No torch, and no knowledge of what the messages mean.
+only this user can enter, under a random name. No torch, and no knowledge of what the messages mean.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Switch(msgspec.Struct, tag=True):
 
 
 class Profile(msgspec.Struct, tag=True):
-    """Profile so many of the next steps; answered by Profiled."""
+    """Profile the next `steps` steps; answered by Profiled."""
 
     steps: int
 
@@ -157,7 +157,7 @@ class Switched(msgspec.Struct, tag=True):
 
 
 class Profiled(msgspec.Struct, tag=True):
-    trace: str                       # the file, in a folder of its own that only this user can read; whoever asked removes it
+    trace: str                       # the file, in a folder that only this user can read; the receiver removes it
     costs: dict[str, dict[str, float]]                   # by part, what the cost model says of these steps
     overhead: float = 0.0            # how much longer a step took than without
     refused: str = ""
@@ -168,7 +168,7 @@ class Deltas(msgspec.Struct, tag=True):
 
     deltas: list[TokenDelta]
     running: int                     # sequences that have a row
-    free_blocks: int                 # KV blocks that nobody holds; the prefix cache may still know their contents
+    free_blocks: int                 # KV blocks that no sequence holds; the prefix cache may still index them
     began: float = 0.0               # the step, by the clock that all processes of a machine share …
     ended: float = 0.0
     started: list[str] = []          # … and the requests of which it is the first
@@ -181,7 +181,7 @@ class Stats(msgspec.Struct, tag=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """Nothing else is to be told, but the loop turns: it is idle, or its steps bring no tokens yet."""
+    """No news, but the loop runs: it is idle, or its steps bring no tokens yet."""
 
     steps: int                       # so far
     busy: bool                       # has work: then only more steps are progress
@@ -192,7 +192,7 @@ FromEngine = Ready | Loading | Failed | Refused | PrefixesForgotten | Switched |
 TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
 FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)
 
-# -- what is said between ranks ----------------------------------------------------------------------------------------
+# -- messages between ranks ---------------------------------------------------------------------------------------------
 
 PLAN: Codec[StepPlan] = Codec(StepPlan)
 

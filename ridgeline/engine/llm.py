@@ -28,10 +28,10 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, *, use_tqdm_on_load: bool = True, **options: Any) -> None:
         """`use_tqdm_on_load` shows a bar while weights load, on a terminal."""
-        # Nobody watches tokens arrive: prompts may take whole steps.
+        # Offline, no client waits for the next token: prompts may take whole steps.
         config = EngineConfig.of(model=model, **{"step_time_ms": 0.0} | options)
         path = model_path(config)
-        load_model_config(path)                          # a wrong model is told by its own error, not by the tokenizer's
+        load_model_config(path)                          # fails with the model's own error, before the tokenizer's
         self._frontend = Frontend.load(config.model, path)
         with progress_bar("loading weights", in_bytes=True, wanted=use_tqdm_on_load) as tick:
             self.core = EngineCore.start(config, progress=tick)

@@ -138,7 +138,7 @@ class Setup:
     def graphs(self) -> bool:
         """Do decode steps use CUDA graphs? The engine's own list of techniques says with what they work."""
         options = _ENGINE_DEFAULTS | {"tensor_parallel_size": self.ranks}
-        return self.device.kind == "cuda" and "recorded graphs" not in turned_off(options, self.device.kind)
+        return self.device.kind == "cuda" and "CUDA graphs" not in turned_off(options, self.device.kind)
 
     @property
     def lossy(self) -> list[str]:

@@ -1,7 +1,7 @@
 """How this program starts processes of its own: with its own modules, and without its secrets.
 
-A child finds modules where this process does, but never in the current directory, where anybody may have left a file
-called torch.py. It is told only the settings that libraries below us read; API keys and tokens stay here. It has a
+A child finds modules where this process does, but never in the current directory, where another user may have left a file
+called torch.py. Its environment holds only the settings that libraries read; API keys and tokens stay here. It has a
 session of its own: Ctrl-C in the terminal reaches this process alone, which then ends its children in order.
 """
 
@@ -31,13 +31,13 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 def start_child(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None, **popen: Any
 ) -> subprocess.Popen[bytes]:
-    """`python -m module arguments…`; `environment` replaces what a child is told by default."""
-    told = child_environment() if environment is None else environment
-    if "PYTHONPYCACHEPREFIX" not in told:
-        told = {**told, **byte_code_environment()}
+    """`python -m module arguments…`; `environment` replaces the default environment of a child."""
+    variables = child_environment() if environment is None else environment
+    if "PYTHONPYCACHEPREFIX" not in variables:
+        variables = {**variables, **byte_code_environment()}
     command = [sys.executable, "-P", "-m", module, *arguments]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} | popen
-    return subprocess.Popen(command, env={**told, "PYTHONPATH": os.pathsep.join(module_path())}, **options)
+    return subprocess.Popen(command, env={**variables, "PYTHONPATH": os.pathsep.join(module_path())}, **options)
 
 
 def child_environment() -> dict[str, str]:

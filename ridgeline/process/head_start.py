@@ -1,10 +1,10 @@
-"""What a process of the engine does in its first lines, so that the imports behind them take less time.
+"""Shortens the imports of an engine process: called in its first lines.
 
     head_start.begin(gpu=True)       # before anything else imports torch
     import ...
     head_start.imported()
 
-Importing is one thread of Python, so what it need not do is taken from it:
+Imports run in one thread of Python, so everything else is taken off that thread:
 
     compiling torch's sources        which every start does where their byte code is not kept: in images that were made
                                      without it and tell Python not to write it, or where this user may not write. There
@@ -15,7 +15,7 @@ Importing is one thread of Python, so what it need not do is taken from it:
     looking for other backends       in what every installed package says of itself
     collecting garbage               imports make none; what they made is not looked at again (gc.freeze)
 
-For processes of our own: in somebody else's, modules are imported as they like. No torch here.
+For our own processes only: a user's program imports modules as it likes. No torch here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def begin(gpu: bool) -> None:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     sys.setdlopenflags(os.RTLD_LAZY)
     if gpu and has_driver():
-        # The driver has the loader's lock while it starts, and whoever loads a library waits: so torch's come first.
+        # The driver holds the loader's lock while it starts, and other loads wait: so torch's libraries come first.
         importlib.import_module("torch")
         threading.Thread(target=_open_device_early, name="open-device", daemon=True).start()
         if importlib.util.find_spec("triton") is not None:
@@ -62,7 +62,7 @@ def has_driver() -> bool:
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:
-        return False                                     # whoever needs a GPU will say so
+        return False                                     # an error comes later, if a GPU is needed
     return True
 
 
@@ -79,7 +79,7 @@ def open_device() -> int:
 
 
 def _open_device_early() -> None:
-    """Whatever comes of it, torch does it again later and says itself what is wrong: here it only took no time off the start."""
+    """A failure here costs only the time saved: torch opens the device again later and reports what is wrong."""
     try:
         code = open_device()
         problem = f"the driver's code is {code}" if code else ""
@@ -88,12 +88,12 @@ def _open_device_early() -> None:
     if problem:
         from ridgeline.process.log import get_logger  # with what it imports, nothing that a start should wait for
 
-        get_logger("start").info("the first GPU was not opened beside the imports: %s", problem)
+        get_logger("start").info("could not open the first GPU while importing (start-up is slower): %s", problem)
 
 
 @functools.cache
 def hash_triton() -> threading.Thread:
-    """Begun once, by whoever comes first. To be waited for before the first look into Triton's cache, or it is made twice."""
+    """Starts once. Must be waited for before the first look into Triton's cache, or the hash is computed twice."""
     cache = importlib.import_module("triton.runtime.cache")
     thread = threading.Thread(target=getattr(cache, "triton_key", bool), name="hash-triton", daemon=True)
     thread.start()
@@ -102,8 +102,8 @@ def hash_triton() -> threading.Thread:
 
 @functools.cache
 def byte_code_folder() -> Path | None:
-    """Where our processes keep the byte code of what they import; None where Python does well without us: it lies beside
-    the sources, or will, or somebody has chosen another place."""
+    """Where our processes keep the byte code of what they import; None where Python needs no help: it lies beside
+    the sources, or can be written there, or the user has chosen another place."""
     spec = importlib.util.find_spec("torch")
     if sys.pycache_prefix is not None or spec is None or spec.origin is None:
         return None
@@ -118,13 +118,13 @@ def byte_code_folder() -> Path | None:
 
 
 def keep_byte_code() -> None:
-    """In this process, for what it imports from now on. Children are told when they are started (process/children.py)."""
+    """In this process, for what it imports from now on. Children get it in their environment (process/children.py)."""
     folder = byte_code_folder()
     if folder is not None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
 
 def byte_code_environment() -> dict[str, str]:
-    """What a child of ours is told. An empty PYTHONDONTWRITEBYTECODE is none."""
+    """Environment for child processes. An empty PYTHONDONTWRITEBYTECODE counts as unset."""
     folder = byte_code_folder()
     return {} if folder is None else {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}

@@ -1,4 +1,4 @@
-"""What this machine can do: devices, memory, and which dtypes are fast on its CPU. No torch."""
+"""Facts about this machine and settings of this process: CPU, memory, caches, threads. No torch."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
+def quiet_torch() -> None:
+    """torch's C++ half logs warnings, some with stack traces, straight to stderr; leave only its errors. Works only before torch
+    is imported. Set TORCH_CPP_LOG_LEVEL=WARNING to see them."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def keep_freed_memory() -> None:
     """Have malloc keep what was freed. Giving large buffers back makes the next step fault every page in again."""
     libc = ctypes.CDLL(None)
@@ -57,7 +63,7 @@ def keep_freed_memory() -> None:
 
 
 def cache_dir() -> Path:
-    """Where Ridgeline keeps files: RIDGELINE_CACHE, or the user's cache directory. Nobody else may write there."""
+    """Where Ridgeline keeps files: RIDGELINE_CACHE, or the user's cache directory. Other users may not write there."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ridgeline"
     path = Path(os.environ.get("RIDGELINE_CACHE") or default)
     try:

@@ -23,13 +23,13 @@ from ridgeline.sizes.op_costs import (
     Cost,
     Rows,
     gated_activation_cost,
-    greedy_cost,
     kv_bytes,
     linear_cost,
     paged_attention_cost,
     rms_norm_cost,
     rotary_write_cost,
 )
+from ridgeline.sizes.sampling_costs import greedy_cost
 
 LINEARS = ("qkv", "output", "gate_up", "down")
 OPS = ("embedding", "norms", *LINEARS, "rotary_write", "attention", "activation", "head", "sample")

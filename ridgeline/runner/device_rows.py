@@ -1,4 +1,4 @@
-"""What the device half remembers of each row, and how a plan becomes a Batch.
+"""The device half's state of each row, and how a plan becomes a Batch.
 
 A row owns its known tokens, its length, its block tables and its newest token. A plan is applied in the order removed,
 added, appended; then its tokens are packed without a loop over rows, but for rows that join or are in prefill. The newest
@@ -74,7 +74,7 @@ class DeviceRows:
     def __init__(
         self, groups: list[KVGroupSpec], max_rows: int, max_model_len: int, max_step_tokens: int, depth: int,
         device: torch.device, heads: int = 1, shared_prefixes: bool = False, deterministic: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.block_size = groups[0].block_size
         self.depth = depth                               # steps that may be in flight when another is packed
         self.max_rows = max_rows                         # also the number of the row for padding
@@ -96,10 +96,10 @@ class DeviceRows:
                 max_rows, heads, kv_heads, groups[0].head_dim, multiprocessors=multiprocessors(device),
                 prefix_tiles=-(-max_rows // tile_rows) + SPARE_TILES if shared_prefixes else 0,
                 deterministic=deterministic,
-            )  # fmt: skip
+            )
             self._workspace = make_workspace(floats, max_rows, kv_heads, device)
         self._prompts: dict[Shape, Batch] = {}           # of single prompts: by shape, all tensors are the same
-        self._steady: _Steady | None = None              # the newest step, if it was such a one
+        self._steady: _Steady | None = None              # the newest step, if every row decoded in it
         self._deterministic = deterministic
         # Query heads per KV head, where prompts are attended to tile by tile of a list; None: there is no list.
         self._tile_group: int | None = None
@@ -107,7 +107,7 @@ class DeviceRows:
         if not deterministic and kernel_prefill_hopper.wants_tiles(device, *shape):
             self._tile_group = heads // kv_heads
         self._windows = [group.window for group in groups]
-        self._programs = programs_at_once(multiprocessors(device), kv_heads)     # that attend at once, per KV head
+        self._programs = programs_at_once(multiprocessors(device), kv_heads)     # CTAs that attend at once, per KV head
         # Tokens by which rows may grow before their keys are shared out anew; deterministic, shares follow from lengths alone.
         self._growth = 0 if deterministic else SHARE_UNIT
         max_blocks = -(-max_model_len // self.block_size)
@@ -160,7 +160,7 @@ class DeviceRows:
             self._changed.clear()
 
     def _changes(self) -> np.ndarray:
-        """What the next copy has to tell of the tables; more than fits into one goes ahead of it."""
+        """The changes of the tables for the next copy; what does not fit is sent ahead of it."""
         if not self._changed:
             return self._arange[:0]
         places = np.concatenate(self._changed)
@@ -193,7 +193,7 @@ class DeviceRows:
         query_start = np.zeros(len(rows) + 1, np.int32)
         query_start[1:] = counts.cumsum()
         total = int(query_start[-1])
-        # Tokens of nobody are at the end, in block 0.
+        # Padding tokens are at the end, in block 0.
         tokens, positions = np.zeros((2, layout.num_tokens), np.int64)
         slots = np.zeros((len(self._tables), layout.num_tokens), np.int64)
         if layout.num_decodes == len(rows):              # one token each: nothing to repeat
@@ -271,7 +271,7 @@ class DeviceRows:
 
     def _pack_prompt(self, plan: StepPlan, shape: Shape) -> Batch:
         """pack() for a single prompt that fits into a shape which the device has seen: the same numbers, at the same places, in
-        a third of the time. Nothing else is on the way to a first token while nobody decodes."""
+        a third of the time. It is on the way to the first token of a lone request."""
         row, count, padded = int(plan.rows[0]), int(plan.num_tokens[0]), shape.prompt_tokens
         start = int(self.length[row])
         end = start + count
@@ -364,9 +364,9 @@ class DeviceRows:
     def _launched(
         self, rows: np.ndarray, counts: np.ndarray, wanted: np.ndarray, num_decodes: int, longest: int, alone: bool
     ) -> _Layout:
-        """A step that no graph has. Where wanted rows go through the last layer's products `alone`, beside prompts, they are
-        filled up, with a row without tokens, to a number that decodes are recorded with. Other numbers have kernels of the
-        library that nobody has launched before, and loading those stalls the device."""
+        """A step without a graph. Where wanted rows go through the last layer's GEMMs `alone`, beside prompts, they are padded,
+        with a row without tokens, to a number for which decodes are captured. Other numbers may need cuBLAS kernels that were
+        not launched before, and loading those stalls the device."""
         num_rows, num_tokens = len(rows), int(counts.sum())
         live, picks = slice(0, num_rows), self._arange[: len(wanted)]
         missing = self._sizes[bisect.bisect_left(self._sizes, len(wanted))] - len(wanted) if len(wanted) else 0
@@ -424,7 +424,7 @@ class DeviceRows:
     def _put_decodes(
         self, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int
     ) -> list[tuple[SharedPrefix | None, DeviceShares | None]]:
-        """What the leading rows, with one token each, have in common in each group, and who reads the rest."""
+        """What the leading rows, with one token each, have in common in each group, and which CTAs read the rest."""
         if not num_decodes or self.device.type == "cpu":
             return [(None, None)] * len(self._tables)
         decodes = rows[:num_decodes]

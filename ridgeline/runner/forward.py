@@ -1,6 +1,6 @@
-"""How a step is launched: the forward pass up to the logits, and the greedy tokens where nobody wants more than those.
+"""How a step is launched: the forward pass up to the logits, and the tokens too if all rows are greedy.
 
-Eager is the off version. `cuda_graphs.py` is the other one: decode steps as recorded CUDA graphs.
+This is the eager way, kernel by kernel. `cuda_graphs.py` is the other one: steps as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Computed:
     """What a step's forward pass leaves on the device. S rows of the batch sample."""
 
     hidden: Tensor | None            # [T, hidden], where all of it was computed and no graph did it
-    logits: Tensor | None            # [S, vocabulary]; None where `tokens` is all that is wanted, or nobody samples
+    logits: Tensor | None            # [S, vocabulary]; None if the greedy tokens suffice, or no row samples
     # uint8: first int64 [S], the best token of every row, in `last_token` already; last bool [S], no finite logits.
     greedy: Tensor | None = None
 
 
 class Forward(Protocol):
-    replays: int                     # steps that were a recorded graph
+    replays: int                     # steps that were a CUDA graph
 
     def shape(self, plan: StepPlan) -> Shape | None:
         """What this plan's batch is to be filled up to; None: as it is."""

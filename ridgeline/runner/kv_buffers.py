@@ -1,8 +1,8 @@
 """The memory of the KV cache. This file alone decides how pages lie in it.
 
 One buffer holds a fixed number of layer *slots*; a group's i-th layer uses slot i, whatever group it is in. A block id
-therefore means the same pages in every group, and one pool of ids serves them all. Buffers start as zeros: nobody's old
-data is ever visible.
+therefore means the same pages in every group, and one pool of ids serves them all. Buffers start as zeros, so that
+old data of other processes is never visible.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 _WORDS = (
     "DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-)  # fmt: skip
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, send_beside
 from ridgeline.sizes.graph_shapes import Shape
-from ridgeline.sizes.op_costs import PROMPT_LOGPROB_ROWS
+from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)
@@ -43,7 +43,7 @@ class _Work:
     rows: np.ndarray                 # … and their rows
     num_new: np.ndarray              # int32: one for each of these places, none for the others
     of_prompts: bool                 # is more wanted than tokens and their log-probabilities?
-    greedy: bool                     # is the best token all that anybody wants?
+    greedy: bool                     # do all rows want the best token, and nothing else?
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Runner:
         self._buffers = buffers
         self._comm = comm
         self.memory: dict[str, int] = {}                 # measured bytes on a GPU, by part of the ledger
-        self.rehearse: Callable[[], bool] = lambda: False    # a step that nobody asked for; False: none is left (graph_warmup.py)
+        self.rehearse: Callable[[], bool] = lambda: False    # captures one more graph; False: none is left (graph_warmup.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
         self._landings: list[Landing] = []               # that no step uses
@@ -137,7 +137,7 @@ class Runner:
 
     def start_over(self) -> bool:
         """Forget every row, and the step that could not be launched; those before it have been collected. Rows that go on are
-        added again. Memory that is kept for nobody goes back to the device."""
+        added again. Unused memory goes back to the device."""
         self._steps.clear()
         self._work = None
         self.remove(np.arange(self.rows.max_rows))
@@ -157,7 +157,7 @@ class Runner:
         self._buffers.run(plan.block_ops)
 
     def _is_greedy(self, plan: StepPlan, work: _Work) -> bool:
-        """Is the best token all that anybody wants of this step? Then it is chosen where the logits are made."""
+        """Do all rows want the best token, and nothing else? Then the forward pass chooses it."""
         if self._comm.size > 1 or (plan.want & _LOGPROBS).any():
             return False
         return self._sampler.all_greedy(work.rows)
@@ -197,7 +197,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, masks: np.ndarray | None = None) -> None:
-        """Sample the newest submitted step. Rank 0 decides; everybody learns the tokens.
+        """Sample the newest submitted step. Rank 0 decides, and all ranks get the tokens.
 
         `masks` are what grammars allow, for each row that samples; see Sampler.sample. A step with such rows is never a
         greedy one: the sampler counts them among those that change their logits.
@@ -209,7 +209,7 @@ class Runner:
             step.landing.fetch(computed.greedy)
         elif len(rows) and computed.logits is not None:
             logits, sample_rows = computed.logits, batch.sample_rows
-            if len(logits) > len(rows):                  # the others are padding, or nobody's wish
+            if len(logits) > len(rows):                  # the others are padding, or not wanted
                 logits = logits.index_select(0, batch.device_picks)
                 sample_rows = sample_rows.index_select(0, batch.device_picks)
             allowed = None if masks is None else send_beside(masks, logits.device)
@@ -223,7 +223,7 @@ class Runner:
         step.computed = _NOTHING                         # it may hold much memory
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
-        """For the rows that asked, all at once, with as many alternatives as the greediest of them wants."""
+        """For the rows that asked, all at once, with the largest number of alternatives that any of them wants."""
         wanted = self._num_logprobs
         asked = [index for index, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
         if asked:
@@ -244,7 +244,7 @@ class Runner:
         if len(places):
             if step.sampled is None:
                 values, broken = step.landing.greedy(len(step.batch.logits_index))
-                if len(values) > len(places):            # the others are padding, or nobody's wish
+                if len(values) > len(places):            # the others are padding, or not wanted
                     values, broken = values[step.batch.picks], broken[step.batch.picks]
             else:
                 values, broken = step.sampled.arrays()
@@ -279,7 +279,7 @@ def _as_logprobs(fetched: Fetched) -> Logprobs:
     return Logprobs(
         tokens.astype(np.int32), logprobs.astype(np.float32), ranks.astype(np.int32), top_ids.astype(np.int32),
         top_logprobs.astype(np.float32),
-    )  # fmt: skip
+    )
 
 
 def _one(whole: Logprobs, index: int, count: int) -> Logprobs:
@@ -287,4 +287,4 @@ def _one(whole: Logprobs, index: int, count: int) -> Logprobs:
     return Logprobs(
         whole.token_ids[here], whole.logprobs[here], whole.ranks[here], whole.top_ids[here, :count],
         whole.top_logprobs[here, :count],
-    )  # fmt: skip
+    )

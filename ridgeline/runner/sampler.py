@@ -2,12 +2,12 @@
 
 Parameters are numpy columns on the host, so which stages a batch needs is decided without asking the device; a stage
 that no row of the batch uses is not run, and a batch of plain greedy rows is one argmax. State that depends on sampled
-tokens (what a row has said so far) is on the device, and nothing here waits for it. A row's state follows from its
+tokens (the ids of a row's text) is on the device, and nothing here waits for it. A row's state follows from its
 RowAdded alone: the same row added again with more tokens goes on as if it had never left.
 
-Rows that change their logits are copied out and chosen from in parts, so that the copies have a bound.
+Logits that a row edits are copied, in parts of bounded size, and sampled from the copy.
 
-It knows rows and token ids. Stop strings, max_tokens and log-probabilities are others' work.
+It knows rows and token ids. Stop strings, max_tokens and log-probabilities are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from ridgeline.ops.sampling.sample import (
     sample,
     send_choices,
     takes_masks,
-)  # fmt: skip
-from ridgeline.sizes.op_costs import KNOWN_IDS, edited_rows
+)
+from ridgeline.sizes.sampling_costs import KNOWN_IDS, edited_rows
 
-GREEDY_BELOW = 1e-5                  # a temperature this low chooses the best id, but for overflow
+GREEDY_BELOW = 1e-5                  # a lower temperature is greedy: dividing by it would overflow
 
 # What a row does to its logits before a token is chosen.
 _EDIT = np.dtype([
-    ("edited", np.bool_),            # any of the next four, or a grammar
+    ("edited", np.bool_),            # any of the next five
+    ("constrained", np.bool_),       # it has a grammar
     ("allowed", np.bool_), ("bad_words", np.bool_), ("biased", np.bool_), ("penalized", np.bool_),
     ("min_tokens", np.int64),
     ("repetition", np.float64), ("presence", np.float64), ("frequency", np.float64),
@@ -114,11 +115,10 @@ class Sampler:
         self._choice = np.zeros(max_rows, CHOICE)
         self._edit = np.zeros(max_rows, _EDIT)
         self._plain = np.zeros(max_rows, np.bool_)           # rows that have taken their best id from the first on
-        self._constrained = np.zeros(max_rows, np.bool_)     # rows with a grammar
         self._place = np.full(max_rows, -1)                  # row -> place in the batch, while one is sampled
         self._allowed, self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(4))
-        # For rows that look back, the prompt's distinct ids and then the answer, and how often each is in the answer. A
-        # row's unused columns repeat its first id, which is harmless where each occurrence of an id says the same.
+        # For rows with penalties or bad words: the prompt's distinct ids and then the answer, and how often each is in the
+        # answer. A row's unused columns repeat its first id, which is harmless where each occurrence of an id says the same.
         self._known = torch.zeros((max_rows, KNOWN_IDS), dtype=torch.int64, device=self._device)
         self._counts = torch.zeros((max_rows, KNOWN_IDS), dtype=torch.int32, device=self._device)
         wide = torch.promote_types(logits_dtype, torch.float32)
@@ -160,10 +160,10 @@ class Sampler:
         remembers = flags[3] or any(len(word) > 1 for word in added.bad_words_token_ids)
         num_known = self._remember(row, added, penalized=flags[3]) if remembers else 0
         # With a grammar, masks also keep an answer from ending early: they alone know whether it can go on.
-        constrained = self._constrained[row] = params.structured_outputs is not None
+        constrained = params.structured_outputs is not None
         min_tokens = 0 if constrained else params.min_tokens
         edited = constrained or any(flags)
-        self._edit[row] = (edited, *flags, min_tokens, *penalties, remembers, num_known)
+        self._edit[row] = (edited, constrained, *flags, min_tokens, *penalties, remembers, num_known)
         self._plain[row] = not edited and params.temperature < GREEDY_BELOW and index >= min_tokens
 
     def remove_row(self, row: int) -> None:
@@ -202,7 +202,7 @@ class Sampler:
     def prepare(self, rows: np.ndarray) -> Prepared | None:
         """For (distinct) rows that will be sampled next. With a grammar among them this is worth doing before their masks are
         there, while the device computes: else None, and `sample` does it."""
-        return self._prepare(rows) if self._constrained[rows].any() else None
+        return self._prepare(rows) if self._edit["constrained"][rows].any() else None
 
     def _prepare(self, rows: np.ndarray) -> Prepared:
         rows = rows.astype(np.int64)
@@ -258,14 +258,14 @@ class Sampler:
         return Sampled(tokens, failed)
 
     def all_greedy(self, rows: np.ndarray) -> bool:
-        """Does each of the rows take its best id, whatever it has said? Then others may choose it, and tell."""
+        """Does each of the rows take its best id? Then the forward pass may choose it, and calls `said_greedily`."""
         if self._plain[rows].all():
             return True
         how, edit = self._choice[rows], self._edit[rows]
         return not ((how["temperature"] > 0) | edit["edited"] | (how["index"] < edit["min_tokens"])).any()
 
     def said_greedily(self, rows: np.ndarray) -> None:
-        """Somebody else has chosen the best id for each of the rows, for which `all_greedy` holds."""
+        """The forward pass has chosen the best id for each of the rows, for which `all_greedy` holds."""
         self._choice["index"][rows] += 1
 
     def _edit_logits(
@@ -313,7 +313,7 @@ class Sampler:
         apply_penalties(logits, place, known, counts, repetition, presence, frequency)
 
     def _say(self, rows: np.ndarray, edit: np.ndarray, tokens: Tensor) -> None:
-        """Remember what the rows that look back have just said."""
+        """Remember the sampled ids of rows with penalties or bad words."""
         who = np.flatnonzero(edit["remembers"])
         num_known = edit["num_known"][who]
         if num_known.max() == self._known.shape[1]:

@@ -1,9 +1,9 @@
-"""Which decoding rows begin with the same blocks, so that attention can read those once for all of them.
+"""Finds decoding rows that begin with the same KV blocks, so that attention can read those once for all of them.
 
-The prefix cache gives requests that begin alike the same blocks; here they are found again in the block tables. That is
-done when the rows of the batch change, not every step: rows only grow, and what they grow by is their own.
+The prefix cache gives requests with a common prefix the same blocks; here they are found again in the block tables. The search
+runs when the rows of the batch change, not every step: rows only grow, and what they grow by is their own.
 
-Off, or where too little would be saved, nothing is found. The block tables are complete either way.
+Switched off, or where too little would be saved, nothing is found. The block tables are complete either way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FEWEST_SAVED = 32_768
 # 0.94, of 8 1.16, of 16 1.47.
 FEWEST_ROWS = 6
 MOST_LEVELS = 16                     # of prefixes that go on in different ways behind another one
-SPARE_TILES = 8                      # beyond what one large group would fill: so many groups may end in a half-full tile
+SPARE_TILES = 8                      # more than one large group needs: each of several groups may end in a half-full tile
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class SharedPrefixes:
         self._seen = (b"", 0)
 
     def find(self, table: np.ndarray, rows: np.ndarray, length: np.ndarray, padded: int) -> Tiles | None:
-        """Of rows [n] with tables [max_rows, blocks] and so many tokens in the cache; room for `padded` places."""
+        """Of rows [n] with tables [max_rows, blocks] and `length` tokens in the cache; room for `padded` places."""
         asked = (rows.tobytes(), padded)
         if asked != self._seen:
             self._seen, self._found = asked, self._search(table, rows, length, padded)
@@ -78,7 +78,7 @@ class SharedPrefixes:
             if saved > most:
                 found, most = tiles, saved
             if all(each.all() for each in read):
-                break                                        # nobody was left out
+                break                                        # no row was left out
         return found
 
     def _split(
@@ -86,8 +86,8 @@ class SharedPrefixes:
     ) -> tuple[int, list[tuple[np.ndarray, int]]]:
         """(blocks that are not read again, [(places, blocks they share)]) of rows that share `known` blocks at least.
 
-        As one group, or as one for each way in which they go on behind what all of them share, and one for those who go on
-        alone or as too few: whichever saves more. A chat template's first lines are the same for everybody, documents are not.
+        As one group, or as one for each way in which they go on behind what all of them share, and one for rows that go on
+        alone or as too few: the one that saves more. All requests share a chat template's first lines, few share a document.
         """
         shared = self._common(table, rows, full, places, known)
         whole = (len(places) - 1) * shared if len(places) >= FEWEST_ROWS else 0
@@ -116,7 +116,7 @@ class SharedPrefixes:
 
     @staticmethod
     def _checked(table: np.ndarray, rows: np.ndarray, places: np.ndarray, shared: int) -> np.ndarray:
-        """That is so of blocks that the prefix cache has given out. Whoever it was: who is not like the first is left out."""
+        """The places whose first blocks are those of the first row: all, if the prefix cache gave these blocks out."""
         own = rows[places].tolist()
         first = table[own[0], :shared].tobytes()
         return places[[table[row, :shared].tobytes() == first for row in own]]

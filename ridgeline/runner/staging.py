@@ -1,9 +1,9 @@
 """The integers of a step, in one buffer: written on the host, sent to the device in one copy.
 
-There are as many host buffers as there may be steps between submit and collect: when it is a buffer's turn again, its step
-has been collected, and so read by the device. On the device there is one: steps run one after the other there, and equal
-sequences of `put` have equal addresses, which is what a recorded graph needs. What is not sent stays there as it was. On the
-CPU host and device are the same memory, and nothing is copied.
+There are as many host buffers as steps that may be between submit and collect: when a buffer is used again, its step has been
+collected, so the device has read it. On the device there is one: steps run one after the other there, and equal sequences of
+`put` have equal addresses, which a CUDA graph needs. What is not sent stays there as it was. On the CPU host and device are the
+same memory, and nothing is copied.
 """
 
 from __future__ import annotations

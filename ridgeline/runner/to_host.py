@@ -1,5 +1,6 @@
-"""Results on their way from the device to the host, masks on theirs to it, and the time a step took there. Nothing here
-waits until it is asked."""
+"""Copies of results from the device to the host and of masks to the device, and the time of a step. Only wait() waits for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.sizes.op_costs import mask_bytes
+from ridgeline.sizes.sampling_costs import mask_bytes
 
 
 class Fetched:
@@ -30,8 +31,8 @@ class Fetched:
 
 
 class Landing:
-    """Where a step arrives on the host: its greedy tokens, and the device's times. Used again and again, since to make pinned
-    memory and events takes longer than to fill them."""
+    """A step's buffer on the host: its greedy tokens, and the device's times. It is reused, since allocating pinned memory and
+    events takes longer than filling them."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -105,12 +106,12 @@ class _Beside:
 def send_beside(array: np.ndarray, device: torch.device) -> Tensor:
     """The int32 array on the device, sent while the device computes what was launched before: what is launched from now on
     waits for it. The array must stay as it is until the step that was launched last has been read, and what was sent before
-    is gone: whoever read it must have been collected."""
+    is gone: the step that read it must have been collected."""
     return torch.from_numpy(array) if device.type != "cuda" else _beside(device).send(array)
 
 
 def reserve_masks(rows: int, vocab: int, device: torch.device) -> None:
-    """Room on the device for what `send_beside` sends: which of `vocab` ids a grammar allows, for so many rows."""
+    """Room on the device for what `send_beside` sends: which of `vocab` ids a grammar allows, for `rows` rows."""
     if device.type == "cuda":
         _beside(device).reserve(mask_bytes(rows=rows, vocab=vocab) // 4)
 

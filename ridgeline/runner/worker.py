@@ -48,7 +48,7 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
     if kind == "cpu":
         return DeviceFacts("cpu", platform.available_memory(), platform.cpu_fast_dtypes())
     if not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no GPU here; use device=cpu")
+        raise ConfigError("device is cuda, but torch sees no GPU here; use device=cpu")
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
     return DeviceFacts("cuda", total, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free, name)
@@ -87,8 +87,8 @@ def make_runner(
         with phase("weights"), meter.part(ledger.WEIGHTS):
             load_weights(model, config.model_path, model_config, options.model.load_format, progress, options.model.seed)
             if device.type == "cuda":
-                torch.cuda.synchronize()                 # kernels may fetch weights before they wait for anything
-                torch.cuda.empty_cache()                 # of what filling them took: what stays would be put into it
+                torch.cuda.synchronize()                 # kernels may prefetch weights before they wait for anything (PDL)
+                torch.cuda.empty_cache()                 # of what loading took: later tensors would be put into it
         with phase("KV cache"), meter.part(ledger.KV):
             buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
         with phase("kernels"):
@@ -100,26 +100,27 @@ def make_runner(
             forward = GraphForward(
                 eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
                 torch.float32 if capped else dtype, device, config.graph_bytes,
-            )  # fmt: skip
+            )
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
-            memory_pools.take(device, config.step_bytes)
-            warm_up(
-                runner, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
-            )
-            if isinstance(forward, GraphForward):
-                runner.rehearse = Rehearsal(
-                    runner, forward, len(config.groups), config.max_num_seqs, config.max_num_batched_tokens,
-                    config.max_model_len,
-                ).go_on  # fmt: skip
+            _first_steps(config, runner)
         runner.memory = meter.measured()
         logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
 
 
+def _first_steps(config: ResolvedConfig, runner: Runner) -> None:
+    """Reserve the memory that steps need, and run and capture what the first requests will launch."""
+    memory_pools.take(runner.rows.device, config.step_bytes)
+    sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+    warm_up(runner, *sizes)
+    if isinstance(runner.forward, GraphForward):
+        runner.rehearse = Rehearsal(runner, runner.forward, *sizes).go_on
+
+
 class MemoryMeter:
-    """What each part of the ledger took of a GPU's memory."""
+    """Measures how much of a GPU's memory each part of the ledger takes."""
 
     def __init__(self, device: torch.device) -> None:
         self._on = device.type == "cuda"
@@ -134,7 +135,7 @@ class MemoryMeter:
         self._parts[name] = self._parts.get(name, 0) + took
 
     def measured(self) -> dict[str, int]:
-        """Whatever else torch has reserved is what steps need; whatever else is gone, the runtime has."""
+        """The rest of what torch has reserved belongs to steps; the rest of what is used belongs to the runtime."""
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()

@@ -1,4 +1,4 @@
-"""The scheduler's exchangeable choices: who is next, and when newcomers may join."""
+"""The scheduler's exchangeable choices: the order of waiting requests, and when they may join the batch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Protocol
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.batch_levelling import Level
 
-AGED_PRIORITY = -(2**63)             # what a request that waited too long counts as: ahead of everybody
+AGED_PRIORITY = -(2**63)             # of a request that waited too long: ahead of all others
 
 
 class Admission(Protocol):
     def places(self, num_running: int, num_waiting: int) -> int:
-        """How many of those who wait may join the running ones in this step."""
+        """How many waiting sequences may join in this step."""
 
     def use_level(self, rows: int | None) -> int | None:
-        """Those who wait now are all there will be: so many of them at once, None for as many as can. What will be done."""
+        """All requests are there: run at most that many rows at once, None: no limit. Returns the limit that will hold."""
 
     def admitted(self, num_running: int, full: bool) -> None:
-        """So many run now. `full`: whoever still waits finds no row or block, or nobody waits."""
+        """How many run after this step's admissions. `full`: no row or block is left, or the queue is empty."""
 
 
 class ContinuousBatching:
-    """It is never too late to join, but where there is a level."""
+    """A sequence may join in any step, unless a level limits the batch."""
 
     def __init__(self) -> None:
         self._level: Level | None = None
@@ -36,7 +36,7 @@ class ContinuousBatching:
             return num_waiting
         places = self._level.places(num_running, num_waiting)
         if places == num_waiting:
-            self._level = None                           # all of them are in; whoever comes later is none of them
+            self._level = None                           # all of them have joined; later requests have no limit
         return places
 
     def admitted(self, num_running: int, full: bool) -> None:
@@ -47,7 +47,7 @@ class ContinuousBatching:
 class StaticBatching:
     """The off version of continuous batching: a new batch starts only when the last one has finished whole.
 
-    It may take several steps to fill, as long as prompts take, but nobody takes the place of one who has left.
+    A batch may take several steps to fill, while prompts are computed. The row of a finished sequence stays empty.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StaticBatching:
         return num_waiting if num_running == 0 or (num_running == self._size and not self._full) else 0
 
     def use_level(self, rows: int | None) -> int | None:
-        return None                                      # nobody joins a batch
+        return None                                      # a running batch takes no new sequences
 
     def admitted(self, num_running: int, full: bool) -> None:
         self._size, self._full = num_running, full
@@ -66,5 +66,5 @@ class StaticBatching:
 
 def rank(sequence: Sequence) -> tuple[int, int]:
     """Smaller goes first: by priority, then by arrival."""
-    return (sequence.priority, sequence.order)
+    return (sequence.turn.priority, sequence.turn.order)
 

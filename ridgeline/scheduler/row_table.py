@@ -1,7 +1,7 @@
 """The running sequences as arrays: one row each, so that planning a step is arithmetic and not a loop.
 
 A row keeps its number while its sequence runs. `known` counts tokens whose value exists or is in flight, `computed` those
-whose KV is planned; the difference is what the row still wants.
+whose KV is planned; the difference is what the row still has to compute.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rows:
         self.sequences[row] = self._running[row] = sequence
         self.num_prompt[row] = sequence.num_prompt
         self.limit[row] = sequence.limit
-        self.lost[row] = sequence.lost_tokens
+        self.lost[row] = sequence.prefill.lost_tokens
         self.want[row] = want
         self._stale = True
         return row

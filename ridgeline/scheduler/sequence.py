@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,8 +11,36 @@ import numpy as np
 from ridgeline.cache.manager import SequenceBlocks
 from ridgeline.messages import Logprobs, Request
 
-if TYPE_CHECKING:                    # the library behind it is imported only where there are grammars
+if TYPE_CHECKING:                    # its grammar library is imported only when a request has a grammar
     from ridgeline.grammar.matcher import Matcher
+
+
+@dataclass(slots=True)
+class Turn:
+    """When a sequence's turn comes. Smaller priorities go first, then smaller orders."""
+
+    priority: int
+    order: int                       # arrival number
+    arrived_at: int                  # the step it arrived after; a preemption does not change it
+    admitted_at: int = 0             # the step it took its row after; later steps belong to this stay in the row
+
+
+@dataclass(slots=True)
+class Prefill:
+    """What has been computed of a sequence's known tokens, and what the prompt's outputs are so far."""
+
+    done: bool = False               # all known tokens have been computed, or a step that computes them is in flight
+    lost_tokens: int = 0             # tokens that were computed before a preemption
+    logprobs: tuple[Logprobs, ...] = ()                          # of the prompt: chunks that have arrived
+    logprobs_sent: bool = False
+    hidden: np.ndarray | None = None                             # pooled so far
+
+    def restart(self, num_computed: int) -> None:
+        """A preemption: everything is computed again."""
+        self.lost_tokens = max(self.lost_tokens, num_computed)
+        self.done = False
+        self.logprobs = ()
+        self.hidden = None
 
 
 class Sequence:
@@ -22,43 +51,42 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_at", "arrived_at", "blocks", "finished", "hidden", "index", "leader", "limit", "lost_tokens", "matcher",
-        "num_cached", "num_promised", "num_prompt", "order", "priority", "prompt_done", "prompt_logprobs", "prompt_logprobs_sent",
-        "request", "row", "seed", "stop_ids", "tokens",
-    )  # fmt: skip
+        "blocks", "finished", "index", "leader", "limit", "matcher", "num_cached", "num_promised", "prefill", "request", "row",
+        "seed", "stop_ids", "tokens", "turn",
+    )
 
-    def __init__(
-        self, request: Request, index: int, order: int, limit: int, seed: int, stop_ids: frozenset[int]
-    ) -> None:
+    def __init__(self, request: Request, index: int, turn: Turn, limit: int, seed: int, stop_ids: frozenset[int]) -> None:
         self.request = request
         self.index = index                               # which of the request's n answers
-        self.order = order                               # arrival number
-        self.priority = request.priority
+        self.turn = turn
         # Python converts unsigned numbers three times as fast, and they have been checked to be small enough for either.
         self.tokens = array("i", array("I", request.prompt_token_ids).tobytes())
-        self.num_prompt = len(request.prompt_token_ids)
         self.limit = limit                               # most tokens it may come to, prompt included
         self.seed = seed
         self.stop_ids = stop_ids
         self.row = -1                                    # -1 = waiting
         self.blocks: SequenceBlocks | None = None
         self.leader: Sequence | None = None              # the first of n answers, whose prompt blocks are shared
-        self.prompt_done = False
+        self.prefill = Prefill()
         self.finished = False
         self.num_promised = 0                            # tokens sampled by steps in flight
         self.num_cached = 0                              # prompt tokens that the prefix cache saved at first; a fork saves none
-        self.lost_tokens = 0                             # tokens that were computed before a preemption
-        self.arrived_at = 0                              # the step it arrived after; preemption makes nobody younger
-        self.admitted_at = 0                             # the step it took its row after; later steps belong to this stay
         self.matcher: Matcher | None = None              # of a request with a grammar, once that is compiled
-        self.prompt_logprobs: list[Logprobs] = []        # chunks that have arrived
-        self.prompt_logprobs_sent = False
-        self.hidden: np.ndarray | None = None            # pooled so far
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
 
     @property
     def ready(self) -> bool:
-        """May it be admitted? Not while a token is in flight, before its grammar is there, or before the prompt it shares is
+        """May it be admitted? Not while a token is in flight, before its grammar is compiled, or before the prompt it shares is
         computed."""
         if self.matcher is None and self.request.params.structured_outputs is not None:
             return False
-        return self.num_promised == 0 and (self.leader is None or self.leader.prompt_done or self.leader.finished)
+        return self.num_promised == 0 and (self.leader is None or self.leader.prefill.done or self.leader.finished)
+
+    @property
+    def length_is_known(self) -> bool:
+        """Will it answer with all the tokens it may?"""
+        params = self.request.params
+        return not (self.stop_ids or params.stop or params.structured_outputs)

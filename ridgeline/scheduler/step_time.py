@@ -1,12 +1,12 @@
-"""How long a step takes, learned from the steps that were: what prompts may take of a step for whose end others wait.
+"""Learns step times, and limits prompt tokens per step so that decoding requests are not held up.
 
-A step's time is close to a line: what the decodes alone take, and so much more for each prompt token beside them. Both
-numbers are medians of the last steps, so they follow the model, the machine and the load, and no single step that was
-held up (a kernel compiled, a graph recorded) counts.
+A step's time is close to a line: the time of the decodes alone, plus a constant for each prompt token beside them. Both
+numbers are medians of the last steps, so they follow the model, the machine and the load, and a single slow step
+(a kernel compiled, a CUDA graph captured) does not count.
 
-A prompt token is its products, which are always the same, and its attention, which grows with the keys before it: a token in the
-middle of a long prompt costs several at the beginning of a short one. So tokens are counted by what they weigh: `alike` keys
-are another token.
+A prompt token costs its GEMMs, which are always the same, and its attention, which grows with the keys before it: a token in
+the middle of a long prompt costs several at the beginning of a short one. So tokens are counted by weight: `alike` keys
+weigh as much as one more token.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections import deque
 from typing import Protocol
 
 _REMEMBERED = 15                     # steps of each kind
-_SHARE = 0.25                        # of a step's time that prompts get at least, however long the decodes take
-_FEWEST = 256                        # prompt tokens: fewer say little about the time of one, and are always allowed
-_ROUND = 64                          # matrix products like whole tiles
+_SHARE = 0.25                        # of the target time that prompts get at least, even if decodes take longer
+_FEWEST = 256                        # prompt tokens: fewer are too noisy to learn from, and are always allowed
+_ROUND = 64                          # GEMMs are fastest with whole tiles
 
 
-# Attention multiplies at about this share of the rate of the model's other products (measured on a GPU, prompts of 2k to 16k).
+# FLOP rate of attention relative to that of the model's GEMMs (measured on a GPU, prompts of 2k to 16k).
 _ATTENTION_RATE = 0.67
 
 
 class StepTimeModel(Protocol):
     def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
-        """Most prompt tokens that a step with that many decodes may compute, while so many prompts are not through and the
-        first of them goes on at that position."""
+        """Most prompt tokens of a step with that many decodes. `num_prompts` prompts are unfinished; the first of them goes on at
+        `position`."""
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
-        """A step that took so long; its prompt tokens attended to so many keys, all together."""
+        """The time of a step. `num_pairs`: (query, key) pairs of its prompt tokens."""
 
 
 class NoTimeModel:
@@ -47,13 +47,13 @@ class NoTimeModel:
 class MeasuredStepTime:
     def __init__(self, target_seconds: float, alike: float = math.inf) -> None:
         self._target = target_seconds
-        self._alike = alike                                          # keys whose attention costs a token's products
+        self._alike = alike                                          # keys whose attention costs as much as a token's GEMMs
         self._decode: deque[float] = deque(maxlen=_REMEMBERED)       # seconds of the last steps without prompts
         self._per_weight: deque[float] = deque(maxlen=_REMEMBERED)   # seconds that a prompt token without keys adds
 
     def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
-        """One prompt and nobody else, or nothing known yet: nobody waits, or it will be known after this step. Of several
-        prompts those that are through wait for the end of the step as decodes do."""
+        """No limit for a single prompt without decodes, or before anything is known. Of several prompts those that finish first
+        wait for the end of the step, as decodes do."""
         if (num_decodes == 0 and num_prompts <= 1) or not self._per_weight:
             return budget
         rest = max(self._target - (_median(self._decode) if num_decodes else 0.0), _SHARE * self._target)
@@ -61,7 +61,7 @@ class MeasuredStepTime:
         return max(_FEWEST, fit - fit % _ROUND)
 
     def _tokens(self, weight: float, position: int) -> int:
-        """So many tokens from a position on weigh that much: n + (n position + n²/2) / alike."""
+        """The number n of tokens from a position on with this weight: n + (n position + n²/2) / alike."""
         if self._alike == math.inf:
             return int(weight)
         first = self._alike + position
@@ -76,7 +76,7 @@ class MeasuredStepTime:
 
 
 def keys_like_a_token(matrices: list[tuple[int, int, int]], num_layers: int, num_heads: int, head_dim: int) -> float:
-    """Keys whose attention takes as long as one token's products. `matrices`: (how many, outputs, inputs), the last the head's,
+    """Keys whose attention takes as long as one token's GEMMs. `matrices`: (how many, outputs, inputs), the last the head's,
     which few tokens need; layers with a window attend to a bounded number of keys and are not among `num_layers`."""
     products = sum(count * 2 * outputs * inputs for count, outputs, inputs in matrices[:-1])
     pairs = 4 * num_layers * num_heads * head_dim

@@ -1,8 +1,8 @@
-"""How many run at once, of requests that are all there from the start. No torch.
+"""Limits the batch of an offline run so that short answers finish beside the longest one instead of before it. No torch.
 
-A run ends with its longest answer. If all begin together, the last hundreds of its steps have few rows and take nearly as long as
-full ones; and with hundreds of rows products compute all the time, so that more of them make none cheaper. So short answers are
-kept to run beside the longest:
+A run ends with its longest answer. If all requests start together, its last hundreds of steps have few rows and take nearly as
+long as full ones; and with hundreds of rows GEMMs are compute-bound, so that more rows make none cheaper. So short answers are
+held back to run beside the longest:
 
     rows     all at once      levelled
     1000  │▇▅
@@ -10,8 +10,8 @@ kept to run beside the longest:
      250  │▇▇▇▇▃              ▇▇▇▇▇▇▇▇▇▆
        0  └──────────── steps ───────────
 
-Whoever ends leaves a place, and places are filled several at a time: a token of many prompts in one step costs less than of one
-prompt beside decodes. All of this needs lengths that are known: with bounds alone, the longest answer may be one that was kept.
+Places of finished sequences are filled several at a time: a token costs less in a step with many prompts than in one with a
+single prompt beside decodes. All of this needs known lengths: with bounds alone, the longest answer may be one held back.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _AS_MANY = 1.02                      # steps, of those that the longest answer t
 
 
 def level_rows(answers: list[int], enough_rows: int | None, max_rows: int) -> int | None:
-    """The fewest rows at once with which answers of these lengths, the longest begun first, take no more steps than the longest
-    of them; None: all at once.
+    """The smallest batch with which answers of these lengths, the longest first, take no more steps than the longest of them;
+    None: all at once.
 
-    Not below `enough_rows`, which make each of them as cheap as can be (None: nobody knows how many those are), and a number that
-    steps are recorded for.
+    Not below `enough_rows`, beyond which a row gets no cheaper (None: unknown), and a size for which CUDA graphs are captured.
     """
     if enough_rows is None or not answers:
         return None
@@ -40,7 +39,7 @@ def level_rows(answers: list[int], enough_rows: int | None, max_rows: int) -> in
 
 
 def _num_steps(longest_first: list[int], rows: int) -> int:
-    """Whoever is next begins where somebody has ended first."""
+    """Each further answer takes the row that is free first."""
     ends = sorted(longest_first[:rows])                  # a heap
     for answer in longest_first[rows:]:
         heapq.heapreplace(ends, ends[0] + answer)
@@ -48,7 +47,7 @@ def _num_steps(longest_first: list[int], rows: int) -> int:
 
 
 class Level:
-    """So many rows, for as long as more than that want to run."""
+    """A limit on the batch, for as long as more sequences want to run."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -63,5 +62,5 @@ class Level:
         return max(0, free) if self._filling else 0
 
     def begun(self, num_running: int, full: bool) -> None:
-        """Somebody has begun, and so many run now. `full`: no other found room."""
+        """Sequences were admitted, and `num_running` run now. `full`: no further one found room."""
         self._filling = num_running < self.rows and not full

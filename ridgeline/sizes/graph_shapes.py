@@ -1,4 +1,4 @@
-"""Which steps are recorded as graphs: numbers of rows and tokens to which others are filled up. No torch."""
+"""The shapes for which CUDA graphs are captured: numbers of rows and tokens to which smaller steps are padded. No torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PROMPT_TOKENS = [*range(64, 513, 64), *range(640, 1281, 128)]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a step is filled up to, so that a recorded graph fits it."""
+    """What a step is padded to, so that a CUDA graph fits it."""
 
     decodes: int                     # rows with one token
-    prompts: int = 0                 # rows after them, with up to
-    prompt_tokens: int = 0           # so many together
+    prompts: int = 0                 # rows after them …
+    prompt_tokens: int = 0           # … and their tokens, all together
 
 
 class GraphShapes:
@@ -29,7 +29,7 @@ class GraphShapes:
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 
     def fit(self, decodes: int, prompts: int, prompt_tokens: int) -> Shape | None:
-        """The smallest shape for so many decodes, and prompts with so many tokens together; None: it is not recorded."""
+        """The smallest shape that holds a step; None: it is not captured."""
         sizes = self._mixed if prompts else self.decodes
         shape = Shape(
             _enough(sizes, decodes), _enough(PROMPT_ROWS, prompts), _enough(self.prompt_tokens, prompt_tokens)
@@ -39,13 +39,13 @@ class GraphShapes:
         return shape if fits and shape.decodes + shape.prompts <= self._max_rows else None
 
 
-# Beyond 128 rows the time of the library's products jumps up and down with their number: 448 rows of an 8B model take 48 %
+# Beyond 128 rows the time of cuBLAS GEMMs jumps up and down with their number: 448 rows of an 8B model take 48 %
 # longer than 432, and 512 are faster than 464. These are the sizes that no larger one undercuts, as measured on an H200.
 LARGE_SIZES = [144, 160, 176, 208, 256, 304, 320, 368, 384, 432, 512, 544, 608, 640, 672, 736, 800, 864, 896, 992]
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Numbers of decodes that are recorded. Beyond 32 rows padding adds a fifth at most."""
+    """Batch sizes of captured decodes. Beyond 32 rows padding adds a fifth at most."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, *range(40, 129, 8), *LARGE_SIZES, *range(1056, max_rows + 64, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 

@@ -1,7 +1,7 @@
 """What chips promise: memory, bandwidth, matrix rates by number format, links. Data sheets, dense rates, no sparsity.
 
 A format that is not listed for a chip is not native to its matrix units: weights can still be stored in it (fewer bytes),
-but products run in the format in `Device.wide`. The CPU is not in the table: it is measured.
+but GEMMs run in the format in `Device.wide`. The CPU is not in the table: it is measured.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Device:
 
     @property
     def wide(self) -> str:
-        """The format that products run in where nothing narrower is native."""
+        """The format that GEMMs run in where nothing narrower is native."""
         return "bfloat16" if "bfloat16" in self.flops else "float16" if "float16" in self.flops else "float32"
 
     def rate(self, format: str) -> float:
-        """FLOP/s of products whose operands are in this format; in the wide one where it is not native."""
+        """FLOP/s of GEMMs whose operands are in this format; in the wide one where it is not native."""
         return self.flops.get(format, self.flops[self.wide])
 
     def ridge(self, format: str) -> float:
@@ -117,7 +117,7 @@ DEVICES: dict[str, Device] = {
         Device("M4", 32 * GB, 120 * GB, _rates(bfloat16=4.3, float16=4.3, float32=4.3), NO_LINK, kind="apple"),
         Device("M4Max", 128 * GB, 546 * GB, _rates(bfloat16=18.4, float16=18.4, float32=18.4), NO_LINK, kind="apple"),
     )
-}  # fmt: skip
+}
 
 
 def find_device(name: str) -> Device:
@@ -127,7 +127,7 @@ def find_device(name: str) -> Device:
         return measure_cpu()
     found = {_plain(each): device for each, device in DEVICES.items()}.get(wanted) or data_sheet(name)
     if found is None:
-        raise ConfigError(f"there is no GPU {name!r} in the table; there are {', '.join(DEVICES)}, and cpu")
+        raise ConfigError(f"unknown GPU {name!r}; known are {', '.join(DEVICES)}, and cpu")
     return found
 
 
@@ -165,7 +165,7 @@ def measure_cpu() -> Device:
     bandwidth = cores * _READ_BYTES / _best(read)
     rate = 2 * _SIDE**3 / _best(lambda: matrix @ matrix)
     return Device("CPU", platform.available_memory(), bandwidth, {"float32": rate}, NO_LINK, kind="cpu",
-                  torch_names=(f"{os.uname().machine}, {cores} cores",))  # fmt: skip
+                  torch_names=(f"{os.uname().machine}, {cores} cores",))
 
 
 def _best(action: Callable[[], object], times: int = 3) -> float:

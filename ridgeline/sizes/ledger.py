@@ -1,6 +1,6 @@
 """Memory as a ledger: each part predicted from config.json before anything loads, and measured once everything has.
 
-Knows sizes and no tensors. What a part holds is said where it is counted, in resolve.py; what it took, by the worker.
+Knows sizes and no tensors. resolve.py counts what each part holds; the worker measures what it took.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What every op has to compute and to move, counted exactly from shapes, in plain Python.
+"""FLOPs and bytes of every op, counted exactly from shapes, in plain Python.
 
 Plan, CLI, scheduler and benchmarks read these numbers without torch; the op files import the same cases and costs, so
-that the correctness test, the micro-benchmark and the roofline speak of the same thing. Nothing here knows how fast a
-machine is, or which kernel runs.
+that the correctness test, the micro-benchmark and the roofline agree. Ops on logits are in sampling_costs.py. Nothing here
+knows how fast a machine is, or which kernel runs.
 
 Conventions: a multiply-add is two FLOPs; an exponential, a hyperbolic tangent, a root, a division and a comparison are
 one each. Bytes are the traffic of a perfect kernel: every input is read once, every output written once, and nothing
@@ -131,7 +131,7 @@ KV_WRITE_CASES = (
 def rotary_write_cost(
     *, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
     element_bytes: int, kv_element_bytes: float | None = None,
-) -> Cost:  # fmt: skip
+) -> Cost:
     """Norm of q and k, rotation and the write of K and V, each value read and written once."""
     turned = tokens * (heads + kv_heads)
     flops = turned * (3 * rotary_dim + (4 * head_dim + 3 if norm else 0))
@@ -195,7 +195,7 @@ class Attended:
                 for keys, (query_len, kv_len) in zip(seen, rows, strict=True)
                 if query_len and kv_len
             ),
-        )  # fmt: skip
+        )
 
 
 def paged_attention_cost(
@@ -259,7 +259,7 @@ PAGED_ATTENTION_CASES = (
     # Wide heads have narrow tiles of keys: a whole tile may lie behind the window of the tile's last query.
     Case("wide-window", _attention([(70, 75)], heads=1, kv_heads=1, head_dim=144, window=3)),
     Case("one-kv-head", _attention([(1, 5), (3, 7)], heads=6, kv_heads=1)),
-    # Heads and blocks as the copy engine wants them (more of it in test_kernel_prefill_hopper.py).
+    # Heads and blocks as TMA wants them (more of it in test_kernel_prefill_hopper.py).
     Case("tiles", _attention([(1, 9), (5, 21), (2, 35)], head_dim=64, block_size=16)),
     Case("no-groups", _attention([(1, 5), (1, 4), (3, 7)], heads=3, kv_heads=3)),
     Case("odd", _attention([(1, 11), (3, 8), (1, 2)], heads=3, kv_heads=1, head_dim=20, block_size=3)),
@@ -296,17 +296,17 @@ PAGED_ATTENTION_CASES = (
 def decode_attention_cost(
     *, rows: Rows, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, norm: bool,
     element_bytes: int, **attention: Any,
-) -> Cost:  # fmt: skip
+) -> Cost:
     """Rotation, write and attention together: queries stay on the chip in between, and so do the newest K and V."""
     tokens = len(rows)
     write = rotary_write_cost(
         tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, block_size=block_size,
         norm=norm, element_bytes=element_bytes,
-    )  # fmt: skip
+    )
     read = paged_attention_cost(
         rows=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, element_bytes=element_bytes,
         **attention,
-    )  # fmt: skip
+    )
     newest = kv_bytes(tokens=tokens, layers=1, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes)
     between = 2 * tokens * heads * head_dim * element_bytes + newest
     return Cost(write.flops + read.flops, write.bytes + read.bytes - between)
@@ -334,95 +334,6 @@ DECODE_ATTENTION_CASES = (
 )
 
 
-# ── logits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-def logprobs_cost(*, rows: int, vocab: int, top_k: int, element_bytes: int) -> Cost:
-    """Softmax statistics (maximum, subtraction, exponential, sum), the rank and the k best, in one reading."""
-    flops = rows * vocab * 6
-    outputs = rows * (element_bytes + INDEX_BYTES) * (1 + top_k)
-    return Cost(flops, rows * vocab * element_bytes + rows * INDEX_BYTES + outputs)
-
-
-LOGPROBS_CASES = (
-    Case("chosen-only", {"rows": 2, "vocab": 16, "top_k": 0}, dtypes=("float64", "float32")),
-    Case("odd", {"rows": 3, "vocab": 37, "top_k": 5}, dtypes=("float64", "float32")),
-    Case("decode-32", {"rows": 32, "vocab": 49152, "top_k": 5}, dtypes=("float32",), timed=True),
-)
-
-
-def sample_cost(*, rows: int, vocab: int, kind: str, element_bytes: int) -> Cost:
-    """Greedy: a comparison per id. Random: subtraction, division, exponential, logarithm, division, comparison. The
-    integer work of the noise and the sorting of the filters are not FLOPs."""
-    flops = rows * vocab * (1 if kind == "greedy" else 6)
-    return Cost(flops, rows * vocab * element_bytes + rows * (INDEX_BYTES + 1))
-
-
-EDITED_BYTES = 1 << 27               # of logits that are being changed before a token is chosen; more go in parts
-PROMPT_LOGPROB_ROWS = 256            # prompt positions whose logits exist at once
-KNOWN_IDS = 256                      # per row: room for the ids it has said, for penalties; grows for longer texts
-
-
-def edited_rows(*, rows: int, vocab: int, element_bytes: int) -> int:
-    return min(rows, max(1, EDITED_BYTES // (vocab * element_bytes)))
-
-
-def sampling_bytes(*, rows: int, vocab: int, element_bytes: int, on_gpu: bool) -> int:
-    """What the sampler keeps for so many rows: logits that are changed, ids that rows have said, and, on a GPU, what
-    its kernels hand to each other."""
-    wide = max(element_bytes, 4)
-    per_row = KNOWN_IDS * (8 + 4)
-    if on_gpu:
-        tiles, race_tiles = -(-vocab // SAMPLE_TILE), 1 << (-(-vocab // SAMPLE_RACE_TILE) - 1).bit_length()
-        groups = tiles * (SAMPLE_TILE // SAMPLE_GROUP)
-        per_row += 4 * groups + 8 * tiles + 12 * SAMPLE_CANDIDATES + 12 * race_tiles + 28
-    return rows * per_row + edited_rows(rows=rows, vocab=vocab, element_bytes=wide) * vocab * wide
-
-
-def mask_bytes(*, rows: int, vocab: int) -> int:
-    """What a grammar allows, a bit for each id, in words of 32."""
-    return rows * -(-vocab // 32) * 4
-
-
-# How the kernels of ops/sampling/sample_kernels.py divide a vocabulary.
-SAMPLE_TILE = 8192                   # ids per program that looks for the best
-SAMPLE_RACE_TILE = 1024              # ids per program that races
-SAMPLE_GROUP = 64                    # ids whose maximum is kept for the filters
-SAMPLE_CANDIDATES = 1024             # ids that one program can cut in registers
-
-
-def greedy_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
-    return Cost(rows * vocab, rows * vocab * element_bytes + rows * (3 * INDEX_BYTES + 1))
-
-
-GREEDY_CASES = (
-    Case("one", {"rows": 1, "vocab": 64}, dtypes=("float64", "float32", "bfloat16", "float16")),
-    Case("odd", {"rows": 5, "vocab": 77}, dtypes=("float64", "float32", "bfloat16", "float16")),
-    Case("decode-32", {"rows": 32, "vocab": 49152}, timed=True),
-)
-
-
-def mask_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
-    """Read, and written to another place."""
-    return Cost(0, mask_bytes(rows=rows, vocab=vocab) + rows * 2 * vocab * element_bytes)
-
-
-MASK_CASES = (
-    Case("one", {"rows": 1, "vocab": 64}, dtypes=("float64", "float32")),
-    Case("odd", {"rows": 3, "vocab": 77}, dtypes=("float64", "float32")),
-    Case("decode-32", {"rows": 32, "vocab": 49152}, dtypes=("float32",), timed=True),
-)
-
-
-SAMPLE_CASES = tuple(
-    Case(f"{kind}{suffix}", {"rows": rows, "vocab": vocab, "kind": kind}, dtypes=("float64", *dtypes), timed=timed)
-    for kind in ("greedy", "random", "filtered", "mixed")
-    for suffix, rows, vocab, dtypes, timed in (
-        ("", 6, 37, ("float32", "bfloat16"), False),
-        ("-32", 32, 49152, ("float32",), True),
-    )
-)
-
-
 # ── linears ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def linear_cost(
@@ -447,7 +358,7 @@ LINEAR_CASES = (
 def normed_linear_cost(
     *, tokens: int, inputs: int, outputs: int, residual: bool, bias: bool, gate: str | None, element_bytes: int
 ) -> Cost:
-    """What lies between norm, product and activation is not moved. With a gate, `outputs` counts the pairs."""
+    """Values between norm, GEMM and activation are not moved. With a gate, `outputs` counts the pairs."""
     rows = outputs if gate is None else 2 * outputs
     norm = rms_norm_cost(tokens=tokens, width=inputs, residual=residual, element_bytes=element_bytes)
     product = linear_cost(
@@ -473,7 +384,7 @@ NORMED_LINEAR_CASES = tuple(
         ("few-gate", 5, 80, 70, True, True, "gelu", False),
         ("decode-32", 32, 576, 1536, True, False, "silu", True),
     )
-)  # fmt: skip
+)
 
 
 def block_linear_cost(
@@ -482,7 +393,7 @@ def block_linear_cost(
     return linear_cost(
         tokens=tokens, inputs=inputs, outputs=outputs, weight_bytes={"Q4_1": 20, "Q8_0": 34}[kind] / 32,
         element_bytes=element_bytes,
-    )  # fmt: skip
+    )
 
 
 BLOCK_LINEAR_CASES = tuple(
@@ -494,4 +405,4 @@ BLOCK_LINEAR_CASES = tuple(
         ("one", 1, 32, 1), ("one-odd", 1, 96, 7), ("odd", 7, 64, 9), ("eight", 8, 64, 4), ("many-odd", 15, 96, 7),
         ("decode-1", 1, 576, 3072),
     )
-)  # fmt: skip
+)

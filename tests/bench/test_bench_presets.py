@@ -362,7 +362,7 @@ def test_what_was_reached_is_what_happened_since() -> None:
     runner = SimpleNamespace(forward=SimpleNamespace(replays=7), rows=SimpleNamespace(prefixes=[SimpleNamespace(steps=3)]))
     engine: Any = SimpleNamespace(config=config, runner=runner)
     heard = [quality.Heard(PARTS[0], [1] * 64, cached=0)]
-    assert quality.reached(engine, (6, 2), heard) == ["overlap", "recorded graphs", "shared-prefix attention"]
+    assert quality.reached(engine, (6, 2), heard) == ["overlap", "CUDA graphs", "shared-prefix attention"]
     assert quality.reached(engine, (7, 3), [quality.Heard(PARTS[0], [1] * 65, cached=0)]) == ["chunked prefill", "overlap"]
 
 

@@ -79,7 +79,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert block, f"position {position} was freed too early"
                 assert self.memory[block * SIZE + position % SIZE] == (
                     group, live.salt, tuple(live.tokens[: position + 1])
-                ), f"position {position} of group {group} is somebody else's"  # fmt: skip
+                ), f"position {position} of group {group} is somebody else's"
 
     def _forget_overwritten(self, blocks: list[int]) -> None:
         """Blocks that were handed out hold nothing any more."""

@@ -82,7 +82,7 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"trust_remote_code": True}, "trust_remote_code=True .* runs no code from model directories"),
+        ({"trust_remote_code": True}, "trust_remote_code=True .* runs code from model directories"),
         ({"quantization": "awq"}, "quantization must be one of none, fp8"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be one of auto, fp8"),
         ({"revision": "main"}, "revision='main' .* local directory"),

@@ -119,7 +119,7 @@ def test_seventy_billion_weights_start_with_defaults() -> None:
 
 
 def test_weights_that_do_not_fit(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the weights need .* GiB in float32, .* a smaller dtype or more tensor_parallel"):
+    with pytest.raises(ConfigError, match=r"the weights need .* GiB in float32, .* a smaller dtype or a larger tensor_parallel"):
         resolved(model, memory=100_000)
 
 
@@ -131,9 +131,9 @@ def test_memory_that_others_have_is_named(model: Path) -> None:
         return str(caught.value)
 
     weights = weight_bytes(load_model_config(model), "bfloat16", "cuda")
-    assert re.search(r"^the weights need .* \(other processes have 2\.00 GiB of what it may use\);", refused(weights // 2))
+    assert re.search(r"^the weights need .* \(other processes use 2\.00 GiB of its share\);", refused(weights // 2))
     none_fits = refused(weights + MIB)
-    assert re.search(r"^max_num_seqs \d+ needs .* \(other processes have 2\.00 GiB .*\); none fits$", none_fits)
+    assert re.search(r"^max_num_seqs \d+ needs .* \(other processes use 2\.00 GiB .*\); none fits$", none_fits)
     with pytest.raises(ConfigError, match=r"^max_num_seqs \d+ needs .* are left for it; none fits$"):
         resolved(model, memory=int((weights + MIB) / 0.9), kind="cuda", dtype="bfloat16")
 

@@ -76,7 +76,7 @@ def test_young_garbage_is_looked_for_while_a_long_step_runs_and_nowhere_else(tmp
     options = EngineConfig.of(
         model=str(directory(tmp_path, config=LLAMA | {"max_position_embeddings": 4096})), num_gpu_blocks_override=300,
         max_num_seqs=2, max_model_len=4096, max_num_batched_tokens=2048,
-    )  # fmt: skip
+    )
     config = resolve(options, DeviceFacts("cpu", 2**28, ("float32",)))
     events: list[str] = []
 

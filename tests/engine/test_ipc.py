@@ -26,7 +26,7 @@ def logprobs() -> Logprobs:
     return Logprobs(
         np.array([5], np.int32), np.array([-0.5], np.float32), np.array([1], np.int32),
         np.array([[5, 7]], np.int32), np.array([[-0.5, -2.0]], np.float32),
-    )  # fmt: skip
+    )
 
 
 def plan() -> StepPlan:
@@ -35,7 +35,7 @@ def plan() -> StepPlan:
     return StepPlan(
         7, np.array([1], np.int32), [added], np.zeros((0, 4), np.int32), np.array([2], np.int32), np.array([4], np.int32),
         np.array([1], np.int8), [],
-    )  # fmt: skip
+    )
 
 
 def messages() -> list[tuple[str, object]]:

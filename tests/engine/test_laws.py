@@ -42,7 +42,7 @@ OFF: dict[str, Any] = {name: value for technique in ALL for name, value in techn
 PLAIN = OFF | {
     "max_num_seqs": 1, "block_size": 4, "num_gpu_blocks_override": 400, "device": DEVICE,
     "dtype": "float64" if DEVICE == "cpu" else "float32",
-}  # fmt: skip
+}
 CROWD = {"max_num_seqs": 6}          # several rows at once, where a technique needs company
 STOPS = list(range(5, VOCAB, 17))
 
@@ -131,7 +131,7 @@ ACTIVE: dict[str, Callable[[EngineCore], bool]] = {
     "chunked prefill": lambda core: core.scheduler.counters.chunks > 0,
     "prefix caching": lambda core: core.scheduler.manager.counters.hit_tokens > 0,
     "overlap": lambda core: core.scheduler.counters.late_tokens > 0,
-    "recorded graphs": lambda core: core.executor.runner.forward.replays > 0,
+    "CUDA graphs": lambda core: core.executor.runner.forward.replays > 0,
     # Layers with a window forget a prefix, so that a model of such layers alone must not share one.
     "shared-prefix attention": lambda core: any(each.steps for each in core.executor.runner.rows.prefixes)
     != all(group.window is not None for group in core.config.groups),
@@ -144,7 +144,7 @@ OCCASION: dict[str, dict[str, Any]] = {
     "continuous batching": CROWD,
     "chunked prefill": {"max_num_batched_tokens": 8},
     "overlap": CROWD,
-    "recorded graphs": CROWD,
+    "CUDA graphs": CROWD,
     "shared-prefix attention": CROWD,
 }
 
@@ -244,7 +244,7 @@ def test_preemption(name: str, caching: bool, overlap: bool, models: dict[str, P
     options = USUAL | {
         "num_gpu_blocks_override": blocks, "max_model_len": 60, "enable_prefix_caching": caching,
         "async_scheduling": overlap, "max_num_batched_tokens": 16,
-    }  # fmt: skip
+    }
     outcome = run(models[name], options, requests(long=True))
     assert outcome.answers == long_reference[name]
     assert outcome.core.scheduler.counters.preemptions > 0
@@ -274,7 +274,7 @@ def test_n_answers(caching: bool, models: dict[str, Path], reference: dict[str, 
 def test_sampled_rows_beside_prompts_are_filled_up(
     name: str, temperature: float, graphs: bool, models: dict[str, Path], reference: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Not where everybody's hidden states are wanted: some ask for the log-probabilities of their prompts."""
     made, launched, filled = DeviceRows.__init__, DeviceRows._launched, 0
 

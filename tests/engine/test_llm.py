@@ -70,7 +70,7 @@ def test_every_way_to_write_the_same_prompt(llm: LLM) -> None:
         text, [text], {"prompt": text}, TextPrompt(prompt=text), TokensPrompt(prompt_token_ids=tokens), [tokens], tokens,
         np.array(tokens), np.array([tokens]), {"prompt": text, "prompt_token_ids": tokens, "multi_modal_data": None},
         tuple(tokens), (each for each in [text]),
-    ]  # fmt: skip
+    ]
     answers = [ids(*llm.generate(way, GREEDY)) for way in ways]
     assert all(answer == answers[0] for answer in answers)
 
@@ -262,7 +262,7 @@ def test_options_of_vllm(model: Path) -> None:
     llm = LLM(
         model=str(model), tokenizer=None, dtype="float", enforce_eager=True, trust_remote_code=False, swap_space=4,
         quantization=None, revision=None, tensor_parallel_size=1, seed=None, use_tqdm_on_load=False, **OPTIONS,
-    )  # fmt: skip
+    )
     assert llm.core.config.dtype == "float32"
 
 

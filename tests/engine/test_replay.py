@@ -67,7 +67,7 @@ def record(
             prompt_logprobs=1 if number == 4 else None, repetition_penalty=1.2 if number % 5 == 0 else 1.0,
             logit_bias={7: 1.5} if number == 2 else None, n=1 + (number == 3),
             structured_outputs=StructuredOutputs(regex="(abc|defg|xyz)*") if grammar and number % 3 == 0 else None,
-        )  # fmt: skip
+        )
         core.add(request)
     core.grammars.begin()
     wait_until(lambda: core.grammars.num_pending == core.grammars._outcomes.qsize(), 60)     # or the others are done by then
@@ -149,7 +149,7 @@ def recomputing_plan(snapshot: Snapshot, num_blocks: int) -> StepPlan:
     return StepPlan(
         snapshot.step, none, added, none.reshape(0, 4), np.array([row.row for row in rows], np.int32),
         np.array([row.num_computed for row in rows], np.int32), np.zeros(len(rows), np.int8),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("name", "moment"), [

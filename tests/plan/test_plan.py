@@ -387,7 +387,7 @@ def test_ranks_share_the_weights_and_pay_for_talking() -> None:
 
 
 def test_steps_that_are_not_recorded_take_as_long_as_their_launches() -> None:
-    sharded = setup("llama-3.2-1b", ranks=2)             # recorded graphs do not work with tensor parallelism yet
+    sharded = setup("llama-3.2-1b", ranks=2)             # CUDA graphs do not work with tensor parallelism yet
     if sharded.graphs:
         pytest.skip("they do now")
     slow = replace(sharded, constants=replace(sharded.used, launch_s=1e-3))

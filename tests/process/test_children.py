@@ -56,7 +56,7 @@ def test_nothing_is_imported_from_the_current_directory(tmp_path: Path, parallel
     traps(folder)
     program = PROGRAM.format(model=str(model), parallel=parallel)
     run = subprocess.run([sys.executable, "-c", program], cwd=folder, env=one_thread(), capture_output=True, text=True,
-                         timeout=120)  # fmt: skip
+                         timeout=120)
     assert caught(folder) == [] and run.returncode == 0, run.stderr[-2000:]
 
 
@@ -71,7 +71,7 @@ def test_the_package_is_found_in_the_current_directory(monkeypatch: pytest.Monke
 def test_a_child_is_told_settings_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"OMP_NUM_THREADS": "3", "RIDGELINE_LOG": "WARNING", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C"}
     kept = {"HF_TOKEN": "a", "RIDGELINE_API_KEY": "b", "AWS_SECRET_ACCESS_KEY": "c", "OPENAI_API_KEY": "d", "PYTHONPATH": "/e",
-            "PYTHONSTARTUP": "/f"}  # fmt: skip
+            "PYTHONSTARTUP": "/f"}
     for name, value in (told | kept).items():
         monkeypatch.setenv(name, value)
     environment = child_environment()

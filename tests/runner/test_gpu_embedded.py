@@ -36,7 +36,7 @@ def said(model: Path, device: str, dtype: str, **options: Any) -> tuple[list[lis
     likely = [
         next(iter(each.values())).logprob
         for output in outputs for each in output.prompt_logprobs or () if each
-    ]  # fmt: skip
+    ]
     return [list(output.outputs[0].token_ids) for output in outputs], torch.tensor(likely)
 
 

@@ -37,7 +37,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(
         "llama", tmp_path_factory.mktemp("wide"), tie_word_embeddings=False, hidden_size=512, intermediate_size=1024,
         num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-    )  # fmt: skip
+    )
 
 
 def start(model: Path, **options: Any) -> EngineCore:
@@ -107,7 +107,7 @@ def test_quiet_moments_record_what_will_come(model: Path) -> None:
     assert isinstance(core.executor, LocalExecutor)
     forward = core.executor.runner.forward
     assert isinstance(forward, GraphForward)
-    recorded = {key[:2] for key in forward._recorded}
+    recorded = {key[:2] for key in forward._captured}
     sizes = GraphShapes(16, core.config.max_num_batched_tokens).decodes
     assert {(Shape(size), greedy) for size in sizes for greedy in (False, True)} <= recorded
     assert answer(core, asked) == expected and core.scheduler.manager.counters.hit_tokens > 0

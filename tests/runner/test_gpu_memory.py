@@ -29,7 +29,7 @@ def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     core = EngineCore.start(EngineConfig.of(
         model=str(write_shape("llama-3.2-1b")), load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
         gpu_memory_utilization=0.9, **SETTINGS[request.param],
-    ))  # fmt: skip
+    ))
     yield core
     core.close()
 

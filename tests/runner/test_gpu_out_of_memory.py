@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(
         "qwen3", tmp_path_factory.mktemp("ballast"), tie_word_embeddings=False, hidden_size=512, intermediate_size=1024,
         num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=9000,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def core(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     core = EngineCore.start(EngineConfig.of(
         model=str(model), device="cuda", dtype="float32", max_num_seqs=16, max_num_batched_tokens=8192, max_model_len=8192,
         num_gpu_blocks_override=1600, **getattr(request, "param", {}),
-    ))  # fmt: skip
+    ))
     yield core
     core.close()
 

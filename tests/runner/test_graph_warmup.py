@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Seen:
-    """In the place of recorded graphs: what ran, and with what."""
+    """In the place of CUDA graphs: what ran, and with what."""
 
     def __init__(self, runner: Runner, known: set[tuple[Shape, bool]]) -> None:
         self.known, self.plans = known, list[StepPlan]()
@@ -43,7 +43,7 @@ def start(model: Path, known: set[tuple[Shape, bool]] | None = None) -> tuple[En
     core = EngineCore.start(EngineConfig.of(
         model=str(model), device="cpu", dtype="float32", max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
         max_model_len=LONGEST, num_gpu_blocks_override=200,
-    ))  # fmt: skip
+    ))
     assert isinstance(core.executor, LocalExecutor)
     runner = core.executor.runner
     seen = Seen(runner, known or set())
@@ -85,7 +85,7 @@ def test_what_has_come_by_itself_is_left_out(model: Path) -> None:
     rehearsal.go_on()
     assert [(plan.num_tokens.tolist(), plan.added[0].params.temperature) for plan in seen.plans] == [
         ([1], 0.0), ([64], 1.0), ([192], 1.0),
-    ]  # fmt: skip
+    ]
     core.close()
 
 

@@ -55,7 +55,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path) -> None:
     ("llama-3.1-8b", {"deterministic": True}),
     ("llama-3.1-8b", {"max_num_seqs": 700, "max_num_batched_tokens": 2048}),
     ("llama-3.1-8b", {"dtype": "float32", "max_num_seqs": 64}),
-])  # fmt: skip
+])
 def test_nor_with_other_models_and_options(tmp_path: Path, shape: str, options: dict[str, Any]) -> None:
     found = served(tmp_path, shape, 3, num_gpu_blocks_override=4000, **options)
     assert found["ready"]["ahead"] > 20 and found["ready"]["late"] == 0
@@ -166,7 +166,7 @@ def test_launches_are_collected_and_compiled_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("max_rows", "budget", "max_model_len"), [
     (1024, 8192, 131072), (1, 2, 4), (4, 8192, 1000), (64, 48, 4096), (8192, 8192, 100), (7, 512, 2), (300, 64, 40000),
-])  # fmt: skip
+])
 def test_the_steps_are_ones_that_can_be(max_rows: int, budget: int, max_model_len: int) -> None:
     steps = list(kernel_steps(max_rows, budget, max_model_len))
     for step in steps:

@@ -215,7 +215,7 @@ def test_where_ranks_share_a_step_the_engine_ends(tmp_path: Path) -> None:
     (RuntimeError("Triton Error [CUDA]: out of memory"), True),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
     (ValueError("CUDA error: out of memory"), False),
-])  # fmt: skip
+])
 def test_which_errors_are_of_memory(error: BaseException, is_memory: bool) -> None:
     assert is_out_of_memory(error) == is_memory
 

@@ -150,11 +150,11 @@ BUGS = [
         decode_position_ahead, first_group_for_all, last_slot_repeated, tokens_of_neighbours, lost_token,
         logits_of_first_token, last_layer_goes_on_with_others,
     )),
-]  # fmt: skip
+]
 NAMES = [
     *(bug.__name__ for bug in BUGS[:7]), "decode_position_ahead", "first_group_for_all", "last_slot_repeated",
     "tokens_of_neighbours", "lost_token", "logits_of_first_token", "last_layer_goes_on_with_others",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

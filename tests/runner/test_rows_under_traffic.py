@@ -65,7 +65,7 @@ class Rows(DeviceRows):
         super().__init__(
             groups, setup.max_rows, setup.max_model_len, setup.max_step_tokens, setup.depth, torch.device("meta"), 4, True,
             deterministic,
-        )  # fmt: skip
+        )
         self.last_token = torch.zeros_like(self.last_token, device="cpu")
         self._device_tables = torch.zeros_like(self._device_tables, device="cpu")
         self._flat_tables, self._group_tables = self._device_tables.view(-1), list(self._device_tables)
@@ -134,7 +134,7 @@ class StampForward:
         last_token[batch.sample_rows] = tokens
         return Computed(chosen, None, torch.cat([
             tokens.view(torch.uint8), torch.zeros(-8 * len(tokens) % 16 + len(tokens), dtype=torch.uint8)
-        ]))  # fmt: skip
+        ]))
 
     def _slot(self, group: int, row: int, position: int) -> int:
         size = self._setup.block_size

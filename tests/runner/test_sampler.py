@@ -24,7 +24,8 @@ from ridgeline.ops.sampling import sample_kernels
 from ridgeline.runner import sampler as sampler_module
 from ridgeline.runner.sampler import Sampler
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.sizes.op_costs import GREEDY_CASES, SAMPLE_CASES, Case, sampling_bytes
+from ridgeline.sizes.op_costs import Case
+from ridgeline.sizes.sampling_costs import GREEDY_CASES, SAMPLE_CASES, sampling_bytes
 
 EOS = {2, 3}
 
@@ -211,7 +212,7 @@ ROWS = {
     "min_tokens-longer": Row(params(temperature=0, allowed_token_ids=[2, 3, 4], min_tokens=8)),
     "seed-negative": Row(params(), seed=-(2**63)),
     "seed-big": Row(params(), seed=2**63 - 1),
-}  # fmt: skip
+}
 VOCAB = 150                          # not whole blocks, not whole groups of four
 STEPS = 12
 
@@ -280,7 +281,7 @@ def test_a_row_that_comes_back_with_more_tokens_goes_on_as_before() -> None:
     for stopped in (1, 5, STEPS - 1):
         restarted = Sampler(len(rows), VOCAB, EOS, "cpu", torch.float64)
         crowd = Row(params(top_k=3, presence_penalty=1.0, logit_bias={1: 2.0}), bad_words=[[4, 4, 4], [1]],
-                    prompt=list(range(100, 150)), output=list(range(100)))  # fmt: skip
+                    prompt=list(range(100, 150)), output=list(range(100)))
         for place, row in enumerate(rows):
             restarted.add_row(place, crowd.added(place))     # somebody else had the row before
             again = Row(row.params, row.seed, row.prompt, [tokens[place] for tokens in expected[:stopped]], row.bad_words)
@@ -353,7 +354,7 @@ def test_greedy_rows_may_be_chosen_for_by_others() -> None:
     {"top_k": 1}, {"top_k": 30}, {"top_k": 94}, {"top_k": 95}, {"top_k": 3000}, {"top_p": 0.3}, {"top_p": 0.97},
     {"top_p": 0.97, "temperature": 5.0}, {"top_k": 200, "top_p": 0.6}, {"min_p": 0.02}, {"min_p": 0.3, "top_p": 0.9},
     {"typical_p": 0.5}, {"typical_p": 0.95, "temperature": 4.0}, {"top_k": 50, "typical_p": 0.5},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_filters_on_a_large_vocabulary(options: dict[str, Any], quantised: bool) -> None:
     """6,016 ids are 94 blocks."""
     chosen = params(**options)
@@ -365,7 +366,7 @@ def check_filters(logits: Tensor, chosen: SamplingParams) -> None:
     weight = plain_survivors(logits[0].tolist(), chosen)
     draws = 64
     how = choices(draws, seed=np.arange(draws), temperature=chosen.temperature, top_k=chosen.top_k,
-                  top_p=chosen.top_p, min_p=chosen.min_p, typical_p=chosen.typical_p)  # fmt: skip
+                  top_p=chosen.top_p, min_p=chosen.min_p, typical_p=chosen.typical_p)
     scaled = ops._scale(logits.clone(), logits.amax(-1, keepdim=True), how["temperature"][:1])
     _, ids = ops.survivors(scaled, how[:1])
     assert ids.tolist() == sorted(weight)
@@ -379,7 +380,7 @@ def check_filters(logits: Tensor, chosen: SamplingParams) -> None:
 @pytest.mark.parametrize(("groups", "typical_p", "kept"), [
     ([(0.3, 1), (0.0003, 2000), (0.000025, 4000)], 0.65001, 4001),       # entropy 6.3: the most likely id comes last
     ([(0.9, 1), (0.1 / 6000, 6000)], 0.95001, 3002),                     # entropy 1.2: it comes first, far from the rest
-])  # fmt: skip
+])
 def test_typical_ids_may_be_very_unlikely(groups: list[tuple[float, int]], typical_p: float, kept: int) -> None:
     logits = torch.tensor([math.log(share) for share, count in groups for _ in range(count)], dtype=torch.float64)
     chosen = params(typical_p=typical_p)
@@ -403,7 +404,7 @@ def test_the_bounded_race_has_the_winners_of_the_full_one(dtype: torch.dtype, sp
 @pytest.mark.parametrize("options", [
     {"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 1.7}, {"top_k": 7}, {"top_p": 0.85}, {"min_p": 0.08},
     {"typical_p": 0.7}, {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
     check_distribution(params(**options), lambda logits, how: ops.sample_reference(logits, how)[0])
 
@@ -627,7 +628,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "BEST_TILE": 64, "RACE_TILE": 32, "GROUP": 8, "GROUPS_AT_ONCE": 4, "FINISH_TILE": 64, "CANDIDATES": 32,
         "FEW": 8, "PAIRS": 128, "RACE_SPAN": 2, "RACE_ALONE": 5, "SCAN_TILE": 64,
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(sample_kernels, name, value)
     monkeypatch.setattr(sample_kernels, "_workspaces", {})
 
@@ -641,7 +642,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     {"temperature": 1.5, "top_k": [8, 40], "top_p": [0.5, 0.9, 0.95, 0.99]},
     {"temperature": 1.5, "min_p": 0.02, "top_k": [0, 2, 30, 0], "top_p": [0.9, 0.9, 0.99, 0.5]},
     {"temperature": [0.0, 1.0], "top_k": [0, 0, 0, 5], "typical_p": [1.0, 0.8, 1.0, 1.0]},
-], ids=str)  # fmt: skip
+], ids=str)
 @pytest.mark.parametrize("quantised", [pytest.param(False, marks=slow, id="distinct"), pytest.param(True, id="many-equal")])
 @pytest.mark.usefixtures("tiny_tiles")
 def test_triton_tokens_are_the_definitions(options: dict[str, Any], quantised: bool) -> None:

@@ -109,7 +109,7 @@ def largest_steps(max_rows: int, budget: int) -> list[list[int]]:
     longest = [1] * (max_rows - 1) + [budget - max_rows + 1] if budget > max_rows else []
     return [counts for counts in (
         [1] * min(max_rows, budget), [each] * min(max_rows, budget // each), [1] * some + [each] * prompts, longest,
-    ) if counts]  # fmt: skip
+    ) if counts]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -119,7 +119,7 @@ def largest_steps(max_rows: int, budget: int) -> list[list[int]]:
 def test_the_largest_steps_fit(
     monkeypatch: pytest.MonkeyPatch, max_rows: int, budget: int, heads: int, kv_heads: int,
     windows: tuple[int | None, ...], deterministic: bool,
-) -> None:  # fmt: skip
+) -> None:
     device = Device(
         monkeypatch, max_rows, budget, heads=heads, kv_heads=kv_heads, windows=windows, deterministic=deterministic
     )
@@ -176,7 +176,7 @@ class Copied(DeviceRows):
         names = (
             "positions", "query_start", "kv_len", "logits_index", "sample_rows", "device_picks", "last_rows", "table_rows",
             "query_tiles",
-        )  # fmt: skip
+        )
         found: dict[str, Any] = {name: getattr(batch, name) for name in names}
         for number, group in enumerate(batch.groups):
             found[f"slots {number}"] = group.slots
@@ -308,7 +308,7 @@ def test_the_workspace_suffices_for_every_number_of_rows(
     (2, 1024, 600, [1024, 639, 2, 2, 512, 512, 2, 2]),        # every number of decodes is recorded
     (1, 1024, 2000, [1024, 639, 1, 1, 1024, 1024, 1, 1]),
     (256, 300, 2000, [300, 256, 256, 256, 256, 255, 255]),
-])  # fmt: skip
+])
 def test_what_is_run_before_the_first_request(max_rows: int, budget: int, max_model_len: int, expected: list[int]) -> None:
     plans: list[StepPlan] = []
     masked: list[int] = []

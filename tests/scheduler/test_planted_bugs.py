@@ -29,11 +29,15 @@ from ridgeline.cache import prefix_cache
 from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
 from ridgeline.cache.prefix_cache import PrefixCache
+from ridgeline.scheduler import running as running_module
 from ridgeline.scheduler import scheduler as scheduler_module
+from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.row_table import Rows
+from ridgeline.scheduler.running import Running
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.scheduler.sequence import Sequence
+from ridgeline.scheduler.sequence import Prefill, Sequence
+from ridgeline.scheduler.waiting_queue import WaitingQueue
 from ridgeline.sizes import batch_levelling
 from ridgeline.sizes.batch_levelling import Level
 
@@ -157,16 +161,16 @@ PLANTS = [
           "if sequence.finished or sequence.row < 0:"),
     Plant("a sequence is back before its promised token", Sequence, "ready", "self.num_promised == 0 and ", "",
           one(test_scheduler.test_a_preempted_sequence_waits_for_its_promised_token)),
-    Plant("an answer shares a prompt that is not computed", Sequence, "ready", "self.leader.prompt_done or ", "True or ",
+    Plant("an answer shares a prompt that is not computed", Sequence, "ready", "self.leader.prefill.done or ", "True or ",
           one(test_scheduler.test_answers_wait_until_their_prompt_is_computed)),
-    Plant("a preempted leader still counts as done", Scheduler, "_preempt", "sequence.prompt_done = False", "pass",
+    Plant("a preempted leader still counts as done", Prefill, "restart", "self.done = False", "pass",
           one(test_scheduler.test_answers_wait_for_a_preempted_leader)),
-    Plant("appended entries are lost", Scheduler, "_leave_row", "if entry[1] != row", "if False"),
-    Plant("entries are appended to rows that are gone", Scheduler, "_leave_row", "if entry[1] != row", "if True"),
-    Plant("the device is not told of removed rows", Scheduler, "_leave_row", "self._delta.removed.append(row)", "pass"),
-    Plant("the blocks of an ended sequence are kept", Scheduler, "_leave_row", "self.manager.free(sequence.blocks)", "pass"),
+    Plant("appended entries are lost", Running, "leave", "if entry[1] != row", "if False"),
+    Plant("entries are appended to rows that are gone", Running, "leave", "if entry[1] != row", "if True"),
+    Plant("the device is not told of removed rows", Running, "leave", "self.delta.removed.append(row)", "pass"),
+    Plant("the blocks of an ended sequence are kept", Running, "leave", "self._manager.free(sequence.blocks)", "pass"),
     Plant("an ended sequence keeps its row", Scheduler, "_end", "if sequence.row >= 0:", "if False:"),
-    Plant("those who have ended stay in the queue", Scheduler, "_tidy_queue", "2 * self._num_gone > len(self._waiting)", "False"),
+    Plant("those who have ended stay in the queue", WaitingQueue, "tidy", "2 * self._num_ended > len(self.heap)", "False"),
     Plant("recomputed tokens count as new", Scheduler, "_plan", "np.minimum(ends, table.lost[rows]) - starts",
           "np.minimum(ends, table.lost[rows]) - ends", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
     Plant("a level holds nobody back", Level, "places", "self.rows - num_running", "num_waiting",
@@ -179,37 +183,37 @@ PLANTS = [
           lambda _: test_batch_levelling.test_so_many_rows_that_all_end_together([40] + [4] * 30, 8, 8)),
     Plant("a static batch goes on filling", StaticBatching, "places", "num_running == self._size and ", "",
           one(test_scheduler.test_a_static_batch_fills_while_prompts_take_several_steps)),
-    Plant("every answer tells of the prompt", Scheduler, "_want", "sequence.leader is None and ", ""),
-    Plant("a finished request stays", Scheduler, "_end", "live.remove(sequence)", "pass"),
+    Plant("every answer tells of the prompt", running_module, "wanted", "sequence.leader is None and ", ""),
+    Plant("a finished request stays", LiveRequests, "remove", "live.remove(sequence)", "pass"),
     Plant("newcomers get the whole budget", Scheduler, "_give_to_running", "budget - int(tokens.sum())", "budget"),
     Plant("the budget of a step is not shared", Scheduler, "_give_to_running", "budget - before",
           "self.limits.max_step_tokens"),
-    Plant("a hit covers the last token", Scheduler, "_hit", "len(sequence.tokens) - 1", "len(sequence.tokens)"),
-    Plant("the victim is the oldest", Scheduler, "_victim", "running[1:]", "running[:1]"),
-    Plant("the only sequence preempts itself", Scheduler, "_victim", "else None", "else asking",
+    Plant("a hit covers the last token", Running, "hit", "len(sequence.tokens) - 1", "len(sequence.tokens)"),
+    Plant("the victim is the oldest", Running, "victim", "running()[1:]", "running()[:1]"),
+    Plant("the only sequence preempts itself", Running, "victim", "else None", "else asking",
           one(test_scheduler.test_the_smallest_pool_that_fits_is_enough, 1)),
-    Plant("the victim is the dearest", Scheduler, "_victim", "int(self._rows.computed[each.row])",
-          "-int(self._rows.computed[each.row])", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
-    Plant("a victim may be more important", Scheduler, "_victim", "sequence.priority >= asking.priority", "True",
+    Plant("the victim is the dearest", Running, "victim", "int(table.computed[each.row])",
+          "-int(table.computed[each.row])", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
+    Plant("a victim may be more important", Running, "victim", "sequence.turn.priority >= asking.turn.priority", "True",
           one(test_scheduler.test_a_victim_that_frees_nothing_is_passed_over)),
     Plant("admission forgets those who run", Scheduler, "_has_room", " + promised", "",
           one(test_scheduler.test_admission_leaves_room_for_those_who_run)),
     Plant("a hit pays for blocks it does not have", KVManager, "blocks_beyond", "- len(shared))", "- len(table))",
           one(test_kv_manager.test_blocks_beyond_a_hit)),
-    Plant("preemption makes a request young again", Scheduler, "_preempt", "sequence.prompt_done = False",
-          "sequence.prompt_done = False; sequence.arrived_at = self._step",
+    Plant("preemption makes a request young again", Scheduler, "_preempt", "self._waiting.push(sequence)",
+          "sequence.turn.arrived_at = self._step; self._waiting.push(sequence)",
           one(test_scheduler.test_preemption_makes_nobody_younger)),
-    Plant("age is ignored", Scheduler, "_promote_aged", "if aged:", "if False:",
+    Plant("age is ignored", WaitingQueue, "promote_aged", "if aged:", "if False:",
           one(test_scheduler.test_a_stream_of_important_requests_starves_nobody, 0)),
     Plant("an old chunk commits blocks of the next stay", scheduler_module, "_still_there",
-          " and sequence.admitted_at < flight.step", "",
+          " and sequence.turn.admitted_at < flight.step", "",
           one(test_scheduler.test_a_step_of_an_earlier_stay_commits_nothing)),
-    Plant("prompt log-probabilities come twice", Scheduler, "_preempt", "sequence.prompt_logprobs = []", "pass",
+    Plant("prompt log-probabilities come twice", Prefill, "restart", "self.logprobs = ()", "pass",
           one(test_scheduler.test_prompt_logprobs_survive_a_preemption_in_the_prompt, 0)),
     Plant("a failed row's blocks stay in the cache", Scheduler, "_fail", "self.manager.distrust(sequence.blocks)", "pass",
           one(test_scheduler.test_a_failed_row_fails_alone, 0)),
     Plant("rows keep a stale order", Rows, "remove", "self._stale = True", "pass"),
-]  # fmt: skip
+]
 
 
 def planted(owner: type | ModuleType, name: str, old: str, new: str) -> object:

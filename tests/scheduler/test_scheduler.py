@@ -38,12 +38,12 @@ def numbers(plan: StepPlan) -> list[int]:
 
 
 def sequence_of(simulation: Simulation, name: str, index: int = 0) -> Sequence:
-    return next(each for each in simulation.scheduler._live[name] if each.index == index)
+    return next(each for each in simulation.scheduler._live.of(name) if each.index == index)
 
 
 def running(simulation: Simulation) -> list[str]:
     """Who runs, the most important first."""
-    return [sequence.request.request_id for sequence in simulation.scheduler._rows.running()]
+    return [sequence.request.request_id for sequence in simulation.scheduler._running.rows.running()]
 
 
 class Chunks:
@@ -442,7 +442,7 @@ def test_noise_keys() -> None:
     simulation.ask("b", prompt(4), n=2, seed=5)
     simulation.ask("c", prompt(3), n=2)
     simulation.ask("d", prompt(3))
-    keys = {name: [each.seed for each in simulation.scheduler._live[name]] for name in "abcd"}
+    keys = {name: [each.seed for each in simulation.scheduler._live.of(name)] for name in "abcd"}
     assert keys["a"] == keys["b"], "a seed is a seed, whatever else was asked before"
     every = keys["a"] + keys["c"] + keys["d"]
     assert len(set(every)) == 5 and all(0 <= key < 2**64 for key in every)
@@ -519,7 +519,7 @@ def test_the_cheapest_running_sequence_is_preempted() -> None:
         simulation.step()
     assert running(simulation) == ["a", "b"]
     victim = sequence_of(simulation, "c")
-    assert victim.blocks is None and victim.lost_tokens == len(victim.tokens) - 1
+    assert victim.blocks is None and victim.prefill.lost_tokens == len(victim.tokens) - 1
     assert simulation.scheduler.counters.wasted_tokens == 0, "it is counted when it is computed again"
     simulation.drain()
     counters = simulation.scheduler.counters
@@ -536,7 +536,7 @@ def test_what_is_still_cached_is_not_wasted() -> None:
     while not simulation.scheduler.counters.preemptions:
         simulation.step()
     simulation.abort("a")
-    lost = sequence_of(simulation, "b").lost_tokens
+    lost = sequence_of(simulation, "b").prefill.lost_tokens
     plan = simulation.step()
     kept = plan.added[0].num_computed
     assert kept >= 8 and simulation.scheduler.counters.wasted_tokens == lost - kept
@@ -553,13 +553,13 @@ def test_a_victim_that_frees_nothing_is_passed_over() -> None:
         simulation.step()
     scheduler = simulation.scheduler
     asking, cheap = sequence_of(simulation, "a"), sequence_of(simulation, "c")
-    assert scheduler._victim(asking) is cheap
+    assert scheduler._running.victim(asking) is cheap
     for table in cheap.blocks.tables:                    # type: ignore[union-attr]
         for block in table:
             simulation.manager.pool.hold([block])
-    assert scheduler._victim(asking) is sequence_of(simulation, "b")
-    cheap.priority = 5                                   # the least important asks, and only the more important could give
-    assert scheduler._victim(cheap) is cheap
+    assert scheduler._running.victim(asking) is sequence_of(simulation, "b")
+    cheap.turn.priority = 5                              # the least important asks, and only the more important could give
+    assert scheduler._running.victim(cheap) is cheap
 
 
 def test_nobody_is_preempted_for_somebody_less_important() -> None:
@@ -704,7 +704,7 @@ def test_an_aged_request_is_ahead_of_every_priority() -> None:
     old = sequence_of(simulation, "old")
     simulation.step()
     simulation.step()
-    assert running(simulation) == ["old"] and old.priority == AGED_PRIORITY
+    assert running(simulation) == ["old"] and old.turn.priority == AGED_PRIORITY
     simulation.drain()
 
 
@@ -737,12 +737,12 @@ def test_aborted_requests_leave_the_queue() -> None:
     for number in range(200):
         simulation.ask(f"gone{number}", prompt(5, 20), 2)
         simulation.abort(f"gone{number}")
-        assert len(simulation.scheduler._waiting) <= 2 and simulation.scheduler.num_waiting == 1
+        assert len(simulation.scheduler._waiting.heap) <= 2 and simulation.scheduler.num_waiting == 1
     for number in range(50):
         simulation.ask(f"later{number}", prompt(5, 20), 2)
     for number in range(50):
         simulation.abort(f"later{number}")
-    assert len(simulation.scheduler._waiting) <= 2
+    assert len(simulation.scheduler._waiting.heap) <= 2
     simulation.drain()
     assert simulation.ends["waits", 0] == "length"
 
@@ -897,7 +897,7 @@ def test_a_step_of_an_earlier_stay_commits_nothing() -> None:
     simulation.check_index()
     again = sequence_of(simulation, "a")
     assert again.row >= 0 and again.blocks is not None
-    scheduler._publish_all()                             # as the next plan would begin
+    scheduler._running.publish()                         # as the next plan would begin
     assert again.blocks.committed == 4 // simulation.setup.block_size
     simulation.drain()                                   # and its prompt log-probabilities come whole, once
     assert scheduler.counters.preemptions == 1 and scheduler.counters.wasted_tokens == 16
@@ -909,7 +909,7 @@ def test_blocks_of_a_step_that_may_have_failed_are_not_found(leave: str) -> None
     simulation = Simulation(replace(ROOMY, max_step_tokens=32, depth=1))
     simulation.ask("a", prompt(20, 1), 3)
     plan = simulation.scheduler.schedule()
-    simulation.scheduler._publish_all()                  # as somebody else's arrival would make it
+    simulation.scheduler._running.publish()              # as somebody else's arrival would make it
     assert len(simulation.manager.cache) == 5
     if leave == "abort":
         simulation.scheduler.abort("a")

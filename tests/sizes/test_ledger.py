@@ -25,7 +25,7 @@ from ridgeline.runner.start import memory_pools
 from ridgeline.runner.worker import MemoryMeter
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import Shape
-from ridgeline.sizes.op_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
+from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 
 GPU = torch.device("cuda", 0)
 RESERVE = ledger.SMALL_BLOCK * ledger.SMALL_BLOCKS + ledger.LIBRARY_BYTES       # of each pool
@@ -41,7 +41,7 @@ class Device:
         for name, answer in {
             "memory_allocated": lambda: self.allocated, "memory_reserved": lambda: self.reserved, "synchronize": lambda: None,
             "mem_get_info": lambda: (self.total - self.others - self.reserved, self.total),
-        }.items():  # fmt: skip
+        }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
 
     def take(self, allocated: int, reserved: int) -> None:
@@ -171,7 +171,7 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda_graphs.GraphForward, 
     for name, answer in {
         "CUDAGraph": recording, "Stream": lambda device: stream, "graph_pool_handle": lambda: 0, "current_stream": lambda: stream,
         "stream": lambda stream: torch.no_grad(),
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(memory_pools, "take", lambda device, size: taken.append(size if recordings[-1].open else -1))
     eager = Forward()
@@ -193,7 +193,7 @@ def test_the_first_graph_takes_the_reserve_of_its_pool(forward: tuple[cuda_graph
 
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory"),      # torch's, and the driver's
-])  # fmt: skip
+])
 def test_a_step_for_whose_graph_there_is_no_memory_is_launched(
     error: Exception, forward: tuple[cuda_graphs.GraphForward, Forward, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +261,7 @@ def served(folder: Path, reserved: str, shape: str, options: dict[str, Any], cha
     pytest.param("qwen3-8b", FEW | {"kv_cache_dtype": "fp8"}, {}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW | {"deterministic": True}, {}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW | {"enforce_eager": True}, {}, marks=pytest.mark.slow),
-])  # fmt: skip
+])
 def test_nothing_is_allocated_after_ready(
     tmp_path: Path, shape: str, options: dict[str, Any], changes: dict[str, Any]
 ) -> None:

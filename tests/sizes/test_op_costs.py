@@ -14,7 +14,6 @@ from ridgeline.sizes.op_costs import (
     gated_activation_cost,
     kv_bytes,
     kv_write_cost,
-    logprobs_cost,
     paged_attention_cost,
     rms_norm_cost,
     rotary_cost,
@@ -22,10 +21,11 @@ from ridgeline.sizes.op_costs import (
     visible_keys,
     visible_pairs,
 )
+from ridgeline.sizes.sampling_costs import logprobs_cost
 
 
 def test_costs_need_no_torch() -> None:
-    code = "import sys, ridgeline.sizes.op_costs; sys.exit('torch' in sys.modules)"
+    code = "import sys, ridgeline.sizes.sampling_costs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

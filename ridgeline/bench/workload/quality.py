@@ -178,7 +178,7 @@ def reached(engine: Engine, before: tuple[int, int], heard: Sequence[Heard]) -> 
         "chunked prefill": any(len(each.prompt) - each.cached > config.max_num_batched_tokens for each in heard),
         "prefix caching": any(each.cached for each in heard),
         "overlap": config.depth > 0,
-        "recorded graphs": replays > 0,
+        "CUDA graphs": replays > 0,
         "shared-prefix attention": sharing > 0,
         "fp8 KV": config.kv_dtype != config.dtype,
         "deterministic mode": config.options.execution.deterministic,

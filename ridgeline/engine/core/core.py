@@ -43,7 +43,7 @@ _GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a 
 _LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
 _BEYOND_RIDGE = 1.2                  # see _enough_rows; an 8B model on an H200: 208, 256 and 304 rows at once are within 3 %
 _STEP_SECONDS = 1e-3                 # of any step: launches, kernels' own times, sampling, the host
-_TOLD = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")      # nobody asked for so little: they should know
+_LOGGED = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")      # their reasons are logged: they were made smaller
 _NO_MEMORY = "the device has no memory for this request, not even in the smallest steps"
 
 
@@ -55,16 +55,16 @@ class EngineCore:
         self.grammars = make_grammars(config)
         self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
-        self._launching = False                          # the device is being told what to do
-        self._collects = True                            # garbage: unless this process wants none collected
-        self._thrift: Thrift | None = None               # while steps are smaller than they may be, for want of memory
+        self._launching = False                          # a step is being launched
+        self._collects = True                            # is Python's garbage collector on in this process?
+        self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
 
     @classmethod
     def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
         """Resolve, load, and be ready."""
         config = resolve(options, device_facts(options))
         for name, reason in config.reasons.items():
-            logger.log(logging.INFO if name in _TOLD else logging.DEBUG, "%s: %s", name, reason)
+            logger.log(logging.INFO if name in _LOGGED else logging.DEBUG, "%s: %s", name, reason)
         return cls(config, make_executor(config, progress))
 
     def add(self, request: Request) -> None:
@@ -142,8 +142,8 @@ class EngineCore:
         deltas += self._take_in()
 
     def _start_over(self, reason: str, deltas: list[TokenDelta]) -> None:
-        """The newest step did not fit into memory. Whoever runs begins again, with what is computed and cached already, in
-        smaller steps; answers are the same. Whoever does not fit into the smallest, twice, fails."""
+        """The newest step did not fit into memory. Running requests start again, from what the prefix cache holds, in smaller
+        steps; answers are the same. Requests that do not fit into the smallest step, twice, fail."""
         self._launching = False
         while self.scheduler.num_in_flight > 1:
             deltas += self._take_in()
@@ -157,7 +157,7 @@ class EngineCore:
         if self._thrift.ran_out(plan.total_tokens, least):
             deltas += [self.scheduler.fail(each, _NO_MEMORY) for each in sequences]
         self.scheduler.step_tokens = most = self._thrift.tokens
-        logger.warning("a step of %d tokens did not fit into memory; next, at most %d: %s", plan.total_tokens, most, reason)
+        logger.warning("out of memory in a step of %d tokens; trying steps of at most %d: %s", plan.total_tokens, most, reason)
 
     def _spend(self, thrift: Thrift) -> None:
         """Steps may grow again."""
@@ -176,7 +176,7 @@ class EngineCore:
         return deltas
 
     def _sample_constrained(self, deltas: list[TokenDelta]) -> None:
-        """Sample the newest step, some of whose rows have a grammar: what they may say depends on what they said last.
+        """Sample the newest step, some of whose rows have a grammar: the allowed tokens depend on the last one.
 
         So the steps before it are taken in first, and masks are filled while its forward pass runs.
         """
@@ -190,7 +190,7 @@ class EngineCore:
         deltas += self.scheduler.fail_constrained()
 
     def _take_grammars(self, deltas: list[TokenDelta], wait_seconds: float = 0.0) -> None:
-        """Requests whose grammar is compiled may run from now on; those whose is none end here."""
+        """Requests whose grammar is compiled may run from now on; those whose grammar is invalid end here."""
         for request, matchers, error in self.grammars.take(wait_seconds):
             if error:
                 deltas += self.scheduler.fail_request(request, error)
@@ -238,8 +238,8 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
 
 
 def _enough_rows(config: ResolvedConfig) -> int | None:
-    """Rows from which on more of them make none cheaper: products compute for longer than they read their weights, a little
-    beyond the ridge, where the two still take turns; and for longer than what every step costs, which counts in small models."""
+    """Batch size beyond which a row gets no cheaper: GEMMs are compute-bound (1.2 × the ridge point) and longer than a step's
+    fixed cost, which counts in small models."""
     sheet = data_sheet(config.device_name)
     if sheet is None or config.dtype not in sheet.flops:
         return None
@@ -259,8 +259,8 @@ def _time_model(config: ResolvedConfig) -> StepTimeModel:
 
 
 def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
-    """Counts what one rank computes and moves. What products read of a weight, a model in this process alone knows; where ranks
-    share it, or nothing is computed, it is what its numbers take."""
+    """Counts what one rank computes and moves. Only a model in this process knows how many bytes its GEMMs read of a weight; with
+    several ranks, or without a device, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
     shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
     reads = executor.runner.model.weight_reads if isinstance(executor, LocalExecutor) else None
@@ -285,7 +285,7 @@ def grammar_vocabulary(config: ResolvedConfig) -> GrammarVocabulary:
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Every id that enters the model is checked: on the device a wrong one reads somebody else's memory."""
+    """Every id that enters the model is checked: on the device a wrong one reads memory out of bounds."""
     params = request.params
     lists = {
         "prompt_token_ids": request.prompt_token_ids,

@@ -1,8 +1,7 @@
 """The engine core in a process of its own: `python -m ridgeline.engine.core.engine_process SETTINGS`.
 
-What it does first is ahead of its imports (ridgeline/process/head_start.py); the rest is engine/core/loop. When the
-front end is gone
-this process ends too, and takes the directory of their sockets with it.
+It begins before its imports (ridgeline/process/head_start.py); the rest is engine/core/loop.py. When the front end is gone,
+this process ends too, and removes the directory of their sockets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Executors: where plans are carried out. In this process, or in this one and others that share every layer.
+"""Executors carry out plans: in this process, or in this one and others that share every layer.
 
 submit() launches a plan's forward pass, sample() its sampling, collect() brings the oldest result. Rank 0 is always
-here; with tensor parallelism each plan is sent to the other ranks first, and they obey it in step.
+here; with tensor parallelism each plan is sent to the other ranks first, and they run it in step.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Ranks:
                 "options": config.pinned().flat(), "rank": rank, "size": self.size, "store": str(self.store),
                 "address": self._sockets.address(f"rank-{rank}"), "reports": self._sockets.address("reports"),
                 "parent": os.getpid(),
-            }  # fmt: skip
+            }
             self._children.append(start_child("ridgeline.engine.core.rank", json.dumps(settings), environment=environment))
 
     def check(self) -> None:
@@ -169,7 +169,7 @@ class TensorParallelExecutor:
     def __init__(self, config: ResolvedConfig, progress: Progress | None = None) -> None:
         self._ranks = ranks = Ranks(config)
         self._comm: ProcessGroup | None = None
-        self._end = weakref.finalize(self, ranks.end)    # also when nobody calls close(): at the latest at exit
+        self._end = weakref.finalize(self, ranks.end)    # also without close(): at exit at the latest
 
         def watched(done: int, total: int) -> None:
             ranks.check()
@@ -177,7 +177,7 @@ class TensorParallelExecutor:
                 progress(done, total)
 
         try:
-            ranks.wait("started")                        # whoever is not there would be waited for without end
+            ranks.wait("started")                        # a missing rank would be waited for without end
             with ranks.named():
                 backend = "gloo" if config.device == "cpu" else "nccl"
                 self._comm = ProcessGroup(0, ranks.size, ranks.store, backend)

@@ -1,6 +1,6 @@
-"""The engine's end of the sockets to its front end, and the knowledge whether that one lives.
+"""The engine's end of the sockets to its front end, and a check that the front end is alive.
 
-Knows frames and one process id; what the messages mean is engine/core/loop's. No torch.
+Knows frames and one process id; what the messages mean is the business of engine/core/loop.py. No torch.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class FrontEndLink:
         return messages
 
     def close(self) -> None:
-        self._context.destroy(linger=2000)               # a last word still leaves
+        self._context.destroy(linger=2000)               # the last message is still sent
 
     def abandon(self) -> None:
-        """There is nobody to talk to, and nobody else to clean up."""
+        """The front end is gone: close the sockets and remove their folder in its place."""
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)

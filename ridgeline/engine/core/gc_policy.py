@@ -1,27 +1,26 @@
-"""When a process that is the engine's own looks for garbage.
+"""When the engine's process runs Python's garbage collector.
 
-Python's collector looks at the young often and at the old seldom, but then at all of them, and cached blocks are old: with
-125,000, which two million tokens make, it took 74 ms in the middle of a run (docs/h200.md). Hardly any of that is garbage, for
-what a request leaves behind goes when nobody refers to it any more. So the old are looked at while there is nothing to do, and
-otherwise two hundred times more rarely than usual.
+A full (generation 2) collection scans every cached block: 74 ms with 125,000 of them, the blocks of two million tokens
+(docs/h200.md). Hardly any of that is garbage: reference counts free what a request leaves behind. So it runs while the engine
+is idle, and 200 times more rarely under load.
 """
 
 from __future__ import annotations
 
 import gc
 
-_RARELY = 2000                       # looks at the middle-aged, before the old get one under load
-_ENOUGH = 10                         # … and in a quiet moment; Python's own number
+_RARELY = 2000                       # generation 1 collections before a full one, under load …
+_ENOUGH = 10                         # … and while idle; Python's own number
 
 
 def spare_the_old() -> None:
-    """What lives now lives for ever: it is never looked at again."""
+    """Never scan the objects that exist now: they live as long as the process."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], _RARELY)
 
 
 def look_at_the_old() -> None:
-    """For a quiet moment, after work."""
+    """A full collection, if one is due: for idle moments."""
     if gc.get_count()[2] >= _ENOUGH:
         gc.collect()

@@ -1,7 +1,7 @@
-"""Techniques left out, and taken in again, while the engine runs: so that one live server can be compared with itself.
+"""Switches techniques off and on while the engine runs, so that a live server can be compared with itself.
 
-Only exact ones, whose answers are the same on and off, and only those the engine was started with: their memory is there.
-Which techniques exist is ridgeline/techniques'; who may switch is the front end's to know.
+Only exact ones, whose answers are the same on and off, and only those the engine was started with: their memory is reserved.
+The list of techniques is in ridgeline/techniques.py; the front end decides who may switch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Switches:
         return [name for name in self._started_with if name not in self._off]
 
     def set(self, name: str, on: bool) -> list[TokenDelta]:
-        """Switch one; what steps in flight brought, where they had to be taken in first. BadRequest: it cannot be."""
+        """Switch one. Returns the deltas of steps in flight that had to end first. BadRequest: it cannot be switched."""
         if name not in self._setters:
             raise BadRequest(f"{name!r} cannot be switched on a running engine; {', '.join(self._setters)} can")
         if name not in self._started_with:
@@ -45,12 +45,12 @@ class Switches:
         return self._setters[name](on)
 
     def _set_prefix_caching(self, on: bool) -> list[TokenDelta]:
-        """Off, nobody finds anything; what is computed meanwhile is found again when it is back on."""
+        """Off, lookups find nothing. Blocks that are computed meanwhile are found again once it is back on."""
         self._core.scheduler.finds_prefixes = on
         return []
 
     def _set_continuous_batching(self, on: bool) -> list[TokenDelta]:
-        """Off, those that run are the batch that has to end before the next one starts."""
+        """Off, the running requests are the batch that has to end before the next one starts."""
         self._core.scheduler.admission = ContinuousBatching() if on else StaticBatching()
         return []
 

@@ -39,7 +39,7 @@ from ridgeline.process.log import get_logger
 
 logger = get_logger("engine")
 
-_ALIVE_SECONDS = 0.4                 # with nothing else to tell, at least so often the front end hears that the loop turns
+_ALIVE_SECONDS = 0.4                 # longest silence: then the front end is sent Alive
 _LOADING_SECONDS = 0.1               # between two reports of progress
 
 
@@ -47,10 +47,10 @@ class EngineLoop:
     def __init__(self, core: EngineCore, link: FrontEndLink) -> None:
         self._core = core
         self._link = link
-        self._told = self._fullness()                    # what the front end knows of how full we are
+        self._told = self._fullness()                    # running rows and free blocks, as last sent to the front end
         self._spoke = time.monotonic()
         self._stats = StatsKeeper(core)
-        self._switches: Switches | None = None           # nobody has switched anything yet
+        self._switches: Switches | None = None           # made by the first Switch
         self._profile: LiveProfile | None = None         # under way
 
     def run(self) -> None:

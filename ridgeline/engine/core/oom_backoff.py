@@ -1,14 +1,14 @@
 """How large steps may be after one of them did not fit into memory.
 
-All memory of an engine is accounted for before its first request, so this is for what nobody could foresee: another process
-takes memory of the same device, or fragments of it add up to no whole. Half the tokens are tried then, and half of those, until
-it works; with steps that go well the size comes back. Knows numbers of tokens; who is in a step is the scheduler's to know.
+All memory of an engine is planned before its first request, so this is for the unforeseeable: another process takes memory of
+the same device, or memory is fragmented. The next step has half the tokens, then half of those, until it fits; after steps
+that fit, the size grows again. Knows numbers of tokens; which requests are in a step is the scheduler's business.
 """
 
 from __future__ import annotations
 
 CALM_STEPS = 16                      # that went well, before twice the tokens are tried
-MOST_FAILURES = 32                   # without so much calm between them: what is computed is lost before it is of use
+MOST_FAILURES = 32                   # without CALM_STEPS between them: work is lost before it is of use
 
 
 class Thrift:
@@ -21,8 +21,7 @@ class Thrift:
         self._failures = 0                               # since there was calm
 
     def ran_out(self, tokens: int, least: int = 1) -> bool:
-        """A step of so many tokens did not fit. True: nor did it when it was tried again, and there is no smaller one; or this
-        goes on for too long.
+        """A step of `tokens` tokens did not fit. True: give up; the smallest step failed twice, or there were too many failures.
 
         `least`: tokens of it that cannot be computed in parts.
         """

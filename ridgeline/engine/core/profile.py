@@ -1,8 +1,8 @@
 """torch's profiler around an engine's steps: marks steps, what the loop does in them, and every op.
 
-The marks are there only while it runs. Offline, whoever drives the core calls `step` instead of the core's own and gets the
-trace; a running engine (`LiveProfile`) does the same for some steps when its operator asks, and leaves the trace in a
-private folder. What profiling costs is measured by whoever knows the same steps without it.
+The marks are there only while it runs. Offline, the caller uses `step` instead of the core's own and gets the trace. A running
+engine (`LiveProfile`) does the same for some steps when its operator asks, and leaves the trace in a private folder. The caller
+measures what profiling costs, by timing the same steps without it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COMPARED = 128                      # steps before it, with which its own are c
 _PHASES = (
     ("scheduler", "schedule", "schedule"), ("executor", "submit", "launch"), ("executor", "sample", "sample"),
     ("executor", "collect", "collect"), ("scheduler", "update", "update"),
-)  # fmt: skip
+)
 
 
 def _marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""The process of a rank above 0: obeys the plans that rank 0 sends, until it is told to stop or rank 0 is gone.
+"""The process of a rank above 0: runs the plans that rank 0 sends, until rank 0 sends a stop or is gone.
 
 It reports when it has started, when it has loaded, and why it failed. Everything was decided by rank 0: this process
-resolves pinned options, without a look at the memory that its siblings are taking meanwhile.
+resolves pinned options, and does not measure memory, which other ranks are taking meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RankZeroGone(Exception):
 
 
 class Link:
-    """The sockets to rank 0, and the knowledge whether it lives."""
+    """The sockets to rank 0, and a check that it is alive."""
 
     def __init__(self, given: dict[str, Any], context: zmq.Context[Any]) -> None:
         self._rank, self._parent = given["rank"], given["parent"]

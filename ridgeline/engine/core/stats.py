@@ -1,8 +1,8 @@
-"""The engine's side of metrics: watches each step, and writes down now and then what the counters say.
+"""The engine's side of metrics: watches each step, and reports the counters now and then.
 
 After each step it reads a few integers and adds to two histograms, some microseconds in all. Slow steps are logged with
 their cause, once a second at most; what the steps come to against the machine's roofline, every ten seconds while there
-is work. The machine's peaks are measured in moments without work, if nobody has measured them before. Reads the core,
+is work. The machine's peaks are measured in moments without work, unless they were measured before. Reads the core,
 never changes it.
 """
 
@@ -77,7 +77,7 @@ class StatsKeeper:
         self._seen = self._marks()
         self._collected = 0.0
         self._reported = 0.0
-        self._news = True                                # what the machine is can be told before the first step
+        self._news = True                                # facts about the machine can be reported before the first step
         self._waiting = 0                                # as last reported
         self._logged = 0.0
         self._unlogged = 0                               # slow steps since the last line
@@ -109,7 +109,7 @@ class StatsKeeper:
         step = Step(
             ended - before, began - before, self._collected - collected, tokens, prompts - seen[0],
             preemptions - seen[1], compiled - seen[2], recorded - seen[3],
-        )  # fmt: skip
+        )
         cause = self.watch.observe(step)
         if cause:
             self._log(step, cause, ended)
@@ -146,7 +146,7 @@ class StatsKeeper:
         return EngineStats(
             scheduler.num_running, self._waiting, scheduler.manager.num_free, numbers, watch.slow,
             watch.seconds.counts, watch.seconds.sum, watch.tokens.counts, watch.tokens.sum, self.roofline.report(now),
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         self._clock.close()
@@ -161,7 +161,7 @@ class StatsKeeper:
         return counters.prompt_tokens, counters.preemptions, HAPPENED["kernel_compile"], HAPPENED["graph_recording"]
 
     def _replays(self) -> int:
-        """Only a forward pass with recorded graphs counts them."""
+        """Steps that were a CUDA graph, if there are any."""
         runner = getattr(self._core.executor, "runner", None)
         return int(getattr(getattr(runner, "forward", None), "replays", 0))
 
@@ -174,7 +174,7 @@ class StatsKeeper:
             "recorded=%d gc_ms=%.1f between_ms=%.1f unlogged=%d",
             cause, step.seconds * 1e3, self.watch.median * 1e3, step.tokens, step.prompt_tokens, step.preemptions,
             step.compiled, step.recorded, step.collecting * 1e3, step.between * 1e3, self._unlogged,
-        )  # fmt: skip
+        )
         self._logged, self._unlogged = now, 0
 
 
@@ -253,7 +253,7 @@ class RooflineReporter:
             weight_bytes=self._recorder.weight_bytes, kv_bytes=self._recorder.shape.kv_bytes, graphs=config.graphs,
             overlap=config.depth > 0, prefix_caching=config.prefix_caching,
             ranks=config.options.parallel.tensor_parallel_size,
-        )  # fmt: skip
+        )
 
 
 def _sheet_peaks(kind: str, name: str) -> MachinePeaks | None:

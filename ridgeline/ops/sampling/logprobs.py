@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
 from ridgeline.ops.sampling.sample_kernels import ordered_key, ordered_value
-from ridgeline.sizes.op_costs import LOGPROBS_CASES, logprobs_cost
+from ridgeline.sizes.sampling_costs import LOGPROBS_CASES, logprobs_cost
 
 CHUNK_ELEMENTS = 1 << 21             # logits per chunk: bounds the scratch memory of a long prompt
 

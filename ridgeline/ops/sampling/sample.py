@@ -29,7 +29,7 @@ from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tole
 from ridgeline.ops.sampling import sample_kernels
 from ridgeline.ops.sampling.noise import exponential, exponential_noise, exponential_noise_all, noise_words, to_device
 from ridgeline.ops.sampling.sample_kernels import Choices
-from ridgeline.sizes.op_costs import GREEDY_CASES, MASK_CASES, SAMPLE_CASES, greedy_cost, mask_cost, sample_cost
+from ridgeline.sizes.sampling_costs import GREEDY_CASES, MASK_CASES, SAMPLE_CASES, greedy_cost, mask_cost, sample_cost
 
 # How each row of a batch chooses. 0 turns temperature (greedy), top_k and min_p off, 1 turns top_p and typical_p off.
 CHOICE = np.dtype([

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.registry import tl, triton, triton_kernel
-from ridgeline.sizes.op_costs import SAMPLE_CANDIDATES, SAMPLE_GROUP, SAMPLE_RACE_TILE, SAMPLE_TILE
+from ridgeline.sizes.sampling_costs import SAMPLE_CANDIDATES, SAMPLE_GROUP, SAMPLE_RACE_TILE, SAMPLE_TILE
 
 BEST_TILE, BEST_WARPS = SAMPLE_TILE, 4
 RACE_TILE, RACE_WARPS = SAMPLE_RACE_TILE, 2

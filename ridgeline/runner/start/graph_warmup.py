@@ -1,12 +1,11 @@
-"""Steps that nobody has asked for yet, run while there is nothing to do: so they are recorded before somebody waits for them.
+"""Captures CUDA graphs for common batch shapes while idle, so that no request waits for a capture.
 
-Graphs are recorded when a shape comes for the second time (cuda_graphs.py), and a server's first busy minute brings
-all of them: of
-1,000 requests that arrived at once on an H200, the first time took 20.2 s and the second 18.6.
+A graph is captured when its shape comes for the second time (cuda_graphs.py), and a server's first busy minute brings all of
+them: of 1,000 requests that arrived at once on an H200, the first run took 20.2 s and the second 18.6.
 
-Decodes of every size and single prompts, drawn and greedy, the smallest first: whoever comes meanwhile is probably alone. What
-has come by itself is left out. The scheduler has no rows when there is nothing to do, so the runner's are free. They write to
-block 0, which belongs to nobody: the blocks of those who had these rows before may be in the prefix cache.
+Decodes of every size and single prompts, sampled and greedy, the smallest first: a request that comes meanwhile is probably
+alone. Shapes that have been used are left out. An idle scheduler has no rows, so the runner's rows are free. They write to
+block 0, which no sequence owns: the blocks of the sequences that had these rows before may be in the prefix cache.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ class Rehearsal:
         self._steps = self._unknown([decodes[0], *prompts, *decodes[1:]])
 
     def go_on(self) -> bool:
-        """One step; the forward pass will record it in the next quiet moment. False: nothing is left."""
+        """One step; the forward pass will capture it in the next idle moment. False: nothing is left."""
         step = next(self._steps, None)
         if step is None:
             return False
         rows = np.arange(len(step.counts))
-        self._runner.remove(rows)                        # whoever had them has ended, which the next plan would say
+        self._runner.remove(rows)                        # their sequences have ended, as the next plan will say
         try:
             run_step(self._runner, self._num_groups, step)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("no memory to try steps of %d rows before they come", len(rows))
+            logger.warning("no memory to capture CUDA graphs of %d rows ahead of requests", len(rows))
             self._runner.start_over()
             self._steps = iter(())
             return False

@@ -1,17 +1,17 @@
-"""The steps whose kernels are compiled before the first request: one of every kind that there can be.
+"""The steps whose kernels are compiled before the first request: one of every kind.
 
-Kernels come in variants, and which one a step launches follows from few of its numbers. `kernel_steps` has them all:
+Kernels have variants, and a few numbers of a step decide which one it launches. `kernel_steps` covers them all:
 
-    linears, norms               by tokens: sizes that decodes are recorded in, prompts, the largest steps
+    linears, norms               by tokens: sizes of captured decodes, prompts, the largest steps
     decode attention             by rows: decodes alone, beside a prompt, after a shared prefix
-    prompt attention             by the tokens of the longest prompt, where there is no kernel for all
+    prefill attention            by the tokens of the longest prompt, where no one kernel serves all
     greedy tokens                with every step
-    sampling                     drawn, filtered, or the best; one row or many; of the model's logits or of edited ones
+    sampling                     sampled, filtered, or greedy; one row or many; of the model's logits or of edited ones
     masks, log-probabilities     of sampled tokens and of prompts
 
 The steps go through the runner while launches are only collected (ops/compile_ahead.py), with few layers, with KV pages that
-are too few to run them, and before the weights are there. Kinds that do not come (a kernel for prompts that the model does
-not use, prefixes that are never long enough) are not compiled, since nobody launches them.
+are too few to run them, and before the weights are loaded. Kinds that cannot occur (a prefill kernel that the model does
+not use, prefixes that are never long enough) are not compiled, since no step launches them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import GraphShapes, decode_sizes
 
 _NONE = np.zeros(0, np.int32)
-FINE_SIZES = 256                     # up to here every recorded number of decodes; beyond it linears are the library's
+FINE_SIZES = 256                     # up to here every captured number of decodes; beyond it cuBLAS computes the linears
 COARSE_SIZES = {*(2**power for power in range(8)), *(2**power for power in range(9, 20, 2))}     # one in each class of attention
-SAMPLING_ROWS = (1, 16)              # as few as draw alone, and more
-# How tokens are chosen, and from what: the model's logits, those that a row has changed, those that a grammar allows.
+SAMPLING_ROWS = (1, 16)              # few enough for the one-row sampling kernel, and more
+# How tokens are sampled, and from what: the model's logits, edited ones, those that a grammar allows.
 CHOSEN: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "logprobs": 5},
     {"temperature": 1.0},
@@ -60,7 +60,7 @@ class KernelStep:
     want: Want = Want.TOKEN
     masked: bool = False
     added: bool = True               # False: its rows, decodes, go on from a step before
-    used: bool = False               # others may have had its rows: their tables are pointed at block 0, which is nobody's
+    used: bool = False               # others may have had its rows: their tables are pointed at block 0, which no sequence owns
 
 
 def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Iterator[KernelStep]:
@@ -71,6 +71,21 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
         whole, rest = divmod(tokens, longest)
         yield KernelStep([rest] * (rest == 1) + [longest] * whole + [rest] * (rest > 1))
     shapes = GraphShapes(max_rows, max_step_tokens)
+    yield from _decodes(shapes, num_rows, max_step_tokens, longest)
+    beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
+    longest_chunk = min(longest, max_step_tokens)
+    for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
+        if tokens <= longest_chunk and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
+            yield KernelStep([tokens])
+    yield from _sampling(num_rows)
+    scored = SamplingParams(temperature=0, prompt_logprobs=1)
+    for rows in (15, *beyond):                           # rows of logits that the head computes
+        if rows < longest_chunk:
+            yield KernelStep([rows + 1], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
+
+
+def _decodes(shapes: GraphShapes, num_rows: int, max_step_tokens: int, longest: int) -> Iterator[KernelStep]:
+    """Decodes alone, beside a prompt, and after a shared prefix."""
     sizes = sorted({size for size in shapes.decodes if size <= num_rows} | {num_rows}, reverse=True)
     coarse = [size for size in sizes if size in COARSE_SIZES or size == num_rows]
     for size in sizes:
@@ -83,20 +98,15 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
         past = -(-FEWEST_SAVED // (size - 1)) + 64                           # the last block is not shared
         if past < longest:
             yield KernelStep([1] * size, past)
-    beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
-    for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
-        if tokens <= min(longest, max_step_tokens) and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
-            yield KernelStep([tokens])
+
+
+def _sampling(num_rows: int) -> Iterator[KernelStep]:
     for size in SAMPLING_ROWS:
         if size <= num_rows:
             for edits, chosen in itertools.product(EDITED, CHOSEN):
                 want = Want.TOKEN | Want.LOGPROBS if "logprobs" in chosen else Want.TOKEN
                 masked = "structured_outputs" in edits
                 yield KernelStep([1] * size, params=SamplingParams(**edits, **chosen), want=want, masked=masked)
-    scored = SamplingParams(temperature=0, prompt_logprobs=1)
-    for rows in (15, *beyond):                           # of which the head makes logits
-        if rows < min(longest, max_step_tokens):
-            yield KernelStep([rows + 1], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
 
 
 def collect_kernels(
@@ -142,7 +152,7 @@ def run_step(runner: Runner, num_groups: int, step: KernelStep) -> None:
                 [tokens[: (step.past + count + size - 1) // size] if step.used else _NONE] * num_groups, step.params, 0,
             )
             for row, count in enumerate(step.counts)
-        ]  # fmt: skip
+        ]
     want = np.full(len(rows), step.want, np.int8)
     runner.submit(StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32), want))
     words = -(-runner.model.config.vocab_size // 32)

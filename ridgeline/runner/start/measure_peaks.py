@@ -1,6 +1,6 @@
-"""Measures what this machine does at best: read bandwidth, matrix rate by dtype, and what launching costs.
+"""Measures this machine's peaks: read bandwidth, GEMM rate by dtype, and the cost of a launch.
 
-Read bandwidth is a sum over a buffer larger than any cache; the matrix rate a large square product of random data. Each
+Read bandwidth is a sum over a buffer larger than any cache; the GEMM rate a large square product of random data. Each
 figure is a piece of a few hundredths of a second, so that an engine can measure in moments without work (PeakMeter). On a
 GPU the buffers come from a pool of their own, which is given back: what the engine has reserved stays as it is.
 """
@@ -82,7 +82,7 @@ class PeakMeter:
             return False
         if self._device == "cuda" and torch.cuda.mem_get_info()[0] < 2 * _SPARE:
             # The allocator would give back what steps have reserved before it gave up.
-            logger.info("the GPU has no memory left to measure its peaks with; those of its data sheet are used")
+            logger.info("no GPU memory is left to measure peaks; the data sheet's are used")
             self._pieces = iter(())
             return False
         name, measure = piece
@@ -110,18 +110,18 @@ class PeakMeter:
         new = MachinePeaks(
             self._key.device, self._found["read"], rates, self._found["launch"], when,
             self._found.get("host launch", self._found["launch"]), self._key.driver, self._key.torch,
-        )  # fmt: skip
+        )
         self.peaks = new if self._known is None else self._known.best(new)
         self._settled = self._known is not None and not self._is_better(new)
         try:
             remember(self._key, self.peaks)
         except (OSError, ConfigError) as error:          # the next engine measures again, and this one goes on
-            logger.info("the measured peaks are not remembered: %s", error)
+            logger.info("the measured peaks could not be saved: %s", error)
         logger.info(
-            "measured: read %.1f GB/s, %s; launch %.1f µs", self.peaks.read_bytes_s / 1e9,
+            "measured peaks: read %.1f GB/s, %s; launch %.1f µs", self.peaks.read_bytes_s / 1e9,
             ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in self.peaks.flops_s.items()),
             self.peaks.launch_s * 1e6,
-        )  # fmt: skip
+        )
 
     def _is_better(self, new: MachinePeaks) -> bool:
         """Noticeably, in anything. Else a model lives in the caches, and no measurement of memory explains it."""
@@ -166,7 +166,7 @@ def _buffer_bytes(device: str) -> int:
 
 
 def _launch_time(device: str, calls: int = 100) -> float:
-    """Of the smallest operation; on a GPU as part of a recorded graph, without the host's share."""
+    """Of the smallest operation; on a GPU as part of a CUDA graph, without the host's share."""
     tiny = torch.zeros(16, device=device)
     if device != "cuda":
         return min(_times(lambda: tiny.add_(1), device, 20, calls))

@@ -1,14 +1,12 @@
-"""The largest steps there can be, run once before the first request: afterwards nothing is allocated.
+"""Runs the largest steps once before the first request: afterwards nothing is allocated.
 
-Rows without blocks write to block 0, which belongs to nobody, so this needs no room in the KV cache. First the largest
-step of all, with every row sampling in the way that takes most memory and with one prompt's log-probabilities, and the
-largest whose MLP writes gate and up, which take more than all else. Then the largest decode and the largest prompt that
-are recorded as graphs, each twice, because the second time they are. Last, decodes that are one fewer than a graph has
-places for: their logits are copied out of its, and those that log-probabilities are wanted of are copied once more.
+Rows without blocks write to block 0, which no sequence owns, so this needs no room in the KV cache. First the largest step of
+all, with every row sampling in the way that takes most memory and with one prompt's log-probabilities, and the largest whose
+MLP writes gate and up, which take more than all else. Then the largest decode and the largest prompt that are captured as
+graphs, each twice, because the second run captures. Last, decodes that are one fewer than a graph has places for: their logits
+are copied out of the graph's, and copied once more for rows that want log-probabilities.
 
-Later steps fit into the memory of these (memory_pools.py).
-
-What this is for is memory: kernels have been compiled before, those of all other steps with them (kernel_steps.py).
+Later steps fit into the memory of these (memory_pools.py). Kernels have been compiled before (kernel_steps.py).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from ridgeline.ops.linear import gemm_gated
 from ridgeline.runner.runner import Runner
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.sizes.graph_shapes import GraphShapes
-from ridgeline.sizes.op_costs import PROMPT_LOGPROB_ROWS
+from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _NONE = np.zeros(0, np.int32)
 _GREEDY, _DRAWN = SamplingParams(temperature=0), SamplingParams(temperature=1.0)
@@ -28,7 +26,7 @@ _GREEDY, _DRAWN = SamplingParams(temperature=0), SamplingParams(temperature=1.0)
 _COSTLY = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.9, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
     structured_outputs=StructuredOutputs(regex="a"),
-)  # fmt: skip
+)
 
 
 def warm_up(runner: Runner, num_groups: int, max_rows: int, max_step_tokens: int, max_model_len: int) -> None:
@@ -49,7 +47,7 @@ def warm_up(runner: Runner, num_groups: int, max_rows: int, max_step_tokens: int
         (largest, _COSTLY),
         *((counts, _GREEDY) for counts in (*widest, ones, ones, longest, longest)),
         (padded, _COSTLY), (padded, _DRAWN),
-    ]:  # fmt: skip
+    ]:
         _run(runner, num_groups, counts, params)
     runner.remove(np.arange(num_rows))
 
@@ -61,7 +59,7 @@ def _spread(tokens: int, num_rows: int) -> np.ndarray:
 
 
 def _run(runner: Runner, num_groups: int, counts: np.ndarray, params: SamplingParams) -> None:
-    """A step of new rows with so many tokens each."""
+    """A step of new rows with `counts` tokens."""
     rows = np.arange(len(counts), dtype=np.int32)
     added = [
         RowAdded(row, np.zeros(tokens, np.int32), tokens, 0, [_NONE] * num_groups, params, 0)

@@ -37,7 +37,7 @@ def setting(llm: AsyncLLM) -> Setting:
     on = set(ready.techniques)
     return Setting(
         device=ready.device, max_rows=ready.max_num_seqs, kv_usage=1 - llm.free_blocks / max(1, ready.num_blocks),
-        weight_bytes=stats.weight_bytes, kv_bytes=stats.kv_bytes, graphs="recorded graphs" in on,
+        weight_bytes=stats.weight_bytes, kv_bytes=stats.kv_bytes, graphs="CUDA graphs" in on,
         overlap="overlap" in on, prefix_caching="prefix caching" in on,
         ranks=llm.config.parallel.tensor_parallel_size,
     )

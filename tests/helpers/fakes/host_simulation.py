@@ -107,7 +107,7 @@ class Simulation:
         """engine.core.EngineCore.step, with everything checked."""
         self.steps += 1
         scheduler = self.scheduler
-        before = scheduler._rows.running()
+        before = scheduler._running.rows.running()
         preemptions = scheduler.counters.preemptions
         plan = scheduler.schedule()
         if before:
@@ -139,14 +139,14 @@ class Simulation:
         assert len(plan.rows) <= limits.max_rows and self.scheduler.num_running <= limits.max_rows
         assert (plan.num_tokens > 0).all(), "a row was scheduled for nothing"
         for row in plan.rows.tolist():
-            sequence = self.scheduler._rows.sequences[row]
-            assert sequence is not None and self.scheduler._rows.computed[row] < sequence.limit, "computed past its limit"
+            sequence = self.scheduler._running.rows.sequences[row]
+            assert sequence is not None and self.scheduler._running.rows.computed[row] < sequence.limit, "computed past its limit"
         for _, row, _, block in plan.appended.tolist():
-            sequence = self.scheduler._rows.sequences[row]
+            sequence = self.scheduler._running.rows.sequences[row]
             assert sequence is not None
             self._salts[block] = sequence.request.cache_salt
         for added in plan.added:
-            sequence = self.scheduler._rows.sequences[added.row]
+            sequence = self.scheduler._running.rows.sequences[added.row]
             assert sequence is not None, "a row was added for nobody"
             salt, shared = sequence.request.cache_salt, added.num_computed // self.setup.block_size
             for table in added.block_ids:
@@ -179,15 +179,15 @@ class Simulation:
             check_index(self.manager, [sequence.blocks for sequence in self._running() if sequence.blocks])
 
     def _running(self) -> list[Sequence]:
-        return [sequence for sequence in self.scheduler._rows.sequences if sequence is not None]
+        return [sequence for sequence in self.scheduler._running.rows.sequences if sequence is not None]
 
     def _check_sequences(self) -> None:
         """Every answer that is owed is running or waiting, once; those that have ended do not pile up in the queue."""
-        ended = sum(sequence.finished for _, sequence in self.scheduler._waiting)
-        assert ended == len(self.scheduler._waiting) - self.scheduler.num_waiting
-        assert 2 * ended <= len(self.scheduler._waiting)
+        ended = sum(sequence.finished for _, sequence in self.scheduler._waiting.heap)
+        assert ended == len(self.scheduler._waiting.heap) - self.scheduler.num_waiting
+        assert 2 * ended <= len(self.scheduler._waiting.heap)
         places = Counter((sequence.request.request_id, sequence.index) for sequence in self._running())
-        for _, sequence in self.scheduler._waiting:
+        for _, sequence in self.scheduler._waiting.heap:
             if not sequence.finished:
                 assert sequence.row == -1 and sequence.blocks is None, "a waiting sequence holds something"
                 places[sequence.request.request_id, sequence.index] += 1

@@ -75,8 +75,9 @@ def test_a_mean_survives_preemption(tmp_path: Path) -> None:
         for delta in core.step():
             assert delta.hidden is not None
             found[delta.request_id] = delta.hidden
-        for sequence in core.scheduler._rows.running():
-            if sequence.hidden is not None and sequence.request.request_id not in preempted and sequence.num_promised == 0:
+        for sequence in core.scheduler._running.rows.running():
+            half_done = sequence.prefill.hidden is not None
+            if half_done and sequence.request.request_id not in preempted and sequence.num_promised == 0:
                 preempted.add(sequence.request.request_id)
                 core.scheduler._preempt(sequence)        # as if another request needed the blocks
                 break

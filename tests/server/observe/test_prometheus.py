@@ -520,7 +520,7 @@ def test_timings_come_when_asked_for(server: str) -> None:
     assert all(told[name] >= 0 for name in TIMES) and told["decode"] > 0
     assert told["total"] >= told["queue"] + told["prefill"] and told["total"] >= told["decode"]
     assert told["tokens_per_second"] == pytest.approx(19 / told["decode"], rel=0.01)
-    assert "prefix caching" in told["techniques"] and "recorded graphs" not in told["techniques"]
+    assert "prefix caching" in told["techniques"] and "CUDA graphs" not in told["techniques"]
     assert told["cached_tokens"] == 32                   # the first of these requests left them there
     headers = {"x-ridgeline-timings": "true"}
     body = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True, "stream": True}
