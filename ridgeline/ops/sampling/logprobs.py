@@ -15,6 +15,7 @@ from ridgeline.ops.sampling.sample_kernels import ordered_key, ordered_value
 from ridgeline.sizes.sampling_costs import LOGPROBS_CASES, logprobs_cost
 
 CHUNK_ELEMENTS = 1 << 21             # logits per chunk: bounds the scratch memory of a long prompt
+CACHED_ELEMENTS = 1 << 16            # logits whose exponentials are summed at once: their float64 copy stays in the CPU cache
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -35,9 +36,9 @@ def _chunk_logprobs(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor,
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     index = tokens.long().unsqueeze(1)
     chosen = logits.gather(1, index)
-    ids = torch.arange(logits.shape[1], device=logits.device)
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     # Ranks compare logits: two of them may round to the same log-probability.
-    before = (logits > chosen) | ((logits == chosen) & (ids < index))
+    before = (logits == chosen).logical_and_(ids < index.int()).logical_or_(logits > chosen)
     top_ids = _top_ids(logits, top_k)
     total = _log_sum_exp(logits)
     return (
@@ -51,8 +52,12 @@ def _chunk_logprobs(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor,
 def _log_sum_exp(logits: Tensor) -> Tensor:
     """float64 [S, 1]. Each exponential is in the logits' dtype, their sum is not: torch.log_softmax adds float32 in as many
     lanes as a vector register has, and with the four of NEON a vocabulary of 49,152 is off by 2e-5."""
-    best = logits.amax(dim=1, keepdim=True)
-    return (logits - best).exp_().double().sum(dim=1, keepdim=True).log_().add_(best)
+    size = max(1, (CACHED_ELEMENTS if logits.is_cpu else logits.numel()) // logits.shape[1])
+    parts = []
+    for part in logits.split(size):
+        best = part.amax(dim=1, keepdim=True)
+        parts.append((part - best).exp_().double().sum(dim=1, keepdim=True).log_().add_(best))
+    return torch.cat(parts)
 
 
 def _top_ids(logits: Tensor, top_k: int) -> Tensor:
