@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -469,9 +468,13 @@ def test_the_numbers_are_those_of_what_was_asked(server: str) -> None:
     assert after["ridgeline:engine_up"] == 1
 
 
-def leave_after(url: str, body: dict[str, Any], seconds: float) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json=body, timeout=seconds)
+def sent(url: str, body: dict[str, Any]) -> socket.socket:
+    """A request whose answer nobody has read yet."""
+    host, port = url.removeprefix("http://").split(":")
+    connection, content = socket.create_connection((host, int(port)), timeout=60), json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
 
 
 @pytest.mark.reliability("B-09")
@@ -483,14 +486,14 @@ def test_what_runs_and_waits_is_seen_and_who_leaves_is_counted(server: str) -> N
         lines = [each.__enter__().iter_lines() for each in streams]
         for each_line in lines:
             next(each_line)
-        third = threading.Thread(target=leave_after, args=(server, body | {"n": 3, "prompt": [6] * 50}, 2.5))
-        third.start()                                    # it gets no row, and so no first word
-        wait_until(lambda: scrape(server)["vllm:num_requests_waiting"] == 3)
-        busy, load = scrape(server), httpx.get(f"{server}/load").json()
-        assert busy["vllm:num_requests_running"] == 2 and busy["vllm:kv_cache_usage_perc"] > 0.02
-        assert busy["ridgeline:queued_prompt_tokens"] == load["queued_tokens"] == 50
-        assert (load["server_load"], load["running"], load["waiting"]) == (3, 2, 3)
-        third.join()
+        with sent(server, body | {"n": 3, "prompt": [6] * 50}):          # it gets no row, and so no first word
+            wait_until(lambda: scrape(server)["vllm:num_requests_waiting"] == 3)
+            wait_until(lambda: scrape(server)["vllm:kv_cache_usage_perc"] > 0.02)
+            busy, load = scrape(server), httpx.get(f"{server}/load").json()
+            assert busy["vllm:num_requests_running"] == 2
+            assert busy["ridgeline:queued_prompt_tokens"] == load["queued_tokens"] == 50
+            assert (load["server_load"], load["running"], load["waiting"]) == (3, 2, 3)
+        wait_until(lambda: scrape(server)["vllm:num_requests_waiting"] == 0)
         for each in streams:
             each.__exit__(None, None, None)
     wait_until(lambda: scrape(server)["vllm:num_requests_running"] == 0)
