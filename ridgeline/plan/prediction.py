@@ -47,6 +47,9 @@ STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
 # An assumption until this engine has such kernels: kernels that convert narrow weights read a fifth more slowly.
 NARROW_READ = 0.78
+# e4m3 weights, against bf16 ones: the share of the reading speed that gate and up keep at 4 rows, and the share of twice the
+# matrix rate that layers keep at 8,192 rows, quantisation included (benchmarks/studies/fp8_linears).
+FP8_READ, FP8_COMPUTE = 0.97, 0.73
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,10 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     rate = device.rate(format) * (2 if setup.sparse and device.sparse else 1)
     wide = device.rate(setup.dtype if setup.dtype in device.flops else device.wide)
     read = device.bandwidth * constants.linear_read
-    narrow = NARROW_READ if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda" else 1.0
+    narrow = 1.0
+    if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda":
+        narrow = FP8_READ if setup.weights == "fp8" else NARROW_READ
+    rate *= FP8_COMPUTE if format == "fp8" else 1.0
     # The head stays wide.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
     rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [wide]) * constants.linear_compute

@@ -116,7 +116,8 @@ def _setup(raw: dict[str, Any]) -> Setup:
         device = of_card(device, peaks["read_tb_s"], peaks["tflop_s"])
     return Setup(
         model=find_model(_model_name(workload["model"])), device=device, dtype=workload["dtype"],
-        weights=workload["dtype"], ranks=options.get("tensor_parallel_size", 1),
+        weights="fp8" if options.get("quantization") == "fp8" else workload["dtype"],
+        ranks=options.get("tensor_parallel_size", 1),
         kv="fp8" if options.get("kv_cache_dtype", "auto") == "fp8" else "auto",
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager, SequenceBlocks
 from ridgeline.messages import RowAdded, Want
-from ridgeline.scheduler.records import Delta
+from ridgeline.scheduler.bookkeeping import Delta
 from ridgeline.scheduler.row_table import Rows
 from ridgeline.scheduler.sequence import Sequence
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager
 from ridgeline.messages import Logprobs, Request, Snapshot, StepPlan, StepResult, TokenDelta
+from ridgeline.scheduler.bookkeeping import Delta, InFlight, SchedulerCounters, SchedulerLimits, Steady
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import Admission, ContinuousBatching
-from ridgeline.scheduler.records import Delta, InFlight, SchedulerCounters, SchedulerLimits, Steady
 from ridgeline.scheduler.running import ON_PROMPT, ON_SAMPLED, Running, row_added
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import NoTimeModel, StepTimeModel

@@ -57,7 +57,7 @@ SUITE: dict[str, Group] = {
     "llama-3.1-8b-fp8-kv": Group("llama-3.1-8b", ("latency_b1", "batch128", "decode_16x8k"), {"kv_cache_dtype": "fp8"}),
     "llama-3.1-8b-fp8": Group("llama-3.1-8b", ("latency_b1", "batch128", "throughput", "prefix"), {"quantization": "fp8"}),
     "llama-3.1-8b-fp8-all": Group(
-        "llama-3.1-8b", ("batch128", "throughput", "decode_16x8k"), {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+        "llama-3.1-8b", ("latency_b1", "batch128", "throughput", "decode_16x8k"), {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     ),
     "llama-3.1-70b-fp8": Group("llama-3.1-70b", ("latency_b1", "prefill_8k"), {"quantization": "fp8"}),
     "llama-3.1-8b-deterministic": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"deterministic": True}),

@@ -41,7 +41,7 @@ logger = get_logger("engine")
 
 _GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a grammar before others get a turn
 _LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
-_BEYOND_RIDGE = 1.2                  # see _enough_rows; an 8B model on an H200: 208, 256 and 304 rows at once are within 3 %
+_BEYOND_RIDGE = 1.2                  # see _enough_rows
 _STEP_SECONDS = 1e-3                 # of any step: launches, kernels' own times, sampling, the host
 _LOGGED = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")      # their reasons are logged: they were made smaller
 _NO_MEMORY = "the device has no memory for this request, not even in the smallest steps"

@@ -1,8 +1,7 @@
 """When the engine's process runs Python's garbage collector.
 
-A full (generation 2) collection scans every cached block: 74 ms with 125,000 of them, the blocks of two million tokens
-(docs/h200.md). Hardly any of that is garbage: reference counts free what a request leaves behind. So it runs while the engine
-is idle, and 200 times more rarely under load.
+A full (generation 2) collection scans every cached block, tens of milliseconds with a full GPU's. Hardly any of that is garbage:
+reference counts free what a request leaves behind. So it runs while the engine is idle, and 200 times more rarely under load.
 """
 
 from __future__ import annotations

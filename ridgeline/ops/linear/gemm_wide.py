@@ -7,7 +7,7 @@ every tile reads all of x again. Where there are too few tiles, the inputs are s
 part, waits for the others, and adds its share of the outputs, always in the same order.
 
 Written in Gluon, which the interpreter does not support; there, and on other devices, cuBLAS runs. What was measured, and what
-was slower: docs/kernels.md.
+was slower: docs/lab/kernels.md.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if HAS_GLUON:
         return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
 
 PROMOTED = 1                         # blocks of 128 e4m3 products that are summed before they are added in float32
-# Neighbouring blocks of the same weight rows are requested together. One at a time, gate_up takes 5 % longer; four at a time
-# 14 %, probably because too many stages of a ring of five wait for each other.
+# Neighbouring blocks of the same weight rows are requested together. One at a time is slower, and so are four: too many stages
+# of a ring of five then wait for each other.
 RUN = 2
 BOX = 32                             # weight rows of one TMA load; with a gate 16 pairs
 MOST_TILES = 128                     # with split-K: two arrival counters each, for every number of splits

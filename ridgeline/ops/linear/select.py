@@ -114,8 +114,7 @@ def _gemv_plan(inputs: int, gated: bool) -> GemvPlan:
 
 
 # By the inputs, rounded up to a power of two, and whether there is a gate. All use 192 KiB of an SM's shared memory, about the
-# most that fits. With two thirds of it a step of an 8B model took 12 % longer, with half 18 %; two CTAs of six stages instead of
-# three of four, 1.5 %. Not measured: 16384 with a gate.
+# most that fits: less is slower, and so are two CTAs of six stages instead of three of four. Not measured: 16384 with a gate.
 _RINGS = {
     (4096, False): RingPlan(2, 8, 3, 4), (4096, True): RingPlan(1, 4, 3, 4),
     (8192, False): RingPlan(1, 8, 2, 6), (8192, True): RingPlan(1, 8, 2, 3),
@@ -123,9 +122,8 @@ _RINGS = {
 }
 
 
-# Smaller matrices gain nothing: the largest of a 1B model (33 MB) is read in 8 us, and its step took 0.743 ms without rings and
-# 0.805 with them at one row, 0.888 and 0.905 at two, 1.117 and 1.159 at 32. With 2,560 inputs (a 4B model) rings gain 9 % at one
-# row, 5 % at four, 2 % at 64.
+# Smaller matrices gain nothing: the largest of a 1B model (33 MB) is read in 8 us, and its step was slower with rings than
+# without. With 2,560 inputs (a 4B model) rings gain.
 FEWEST_RING_INPUTS, FEWEST_RING_OUTPUTS = 2560, 2560
 
 
@@ -154,7 +152,7 @@ _RING_GEMMS = {
 }
 # With a gate, where those tiles would be less than three quarters full: the ring would hold empty rows.
 _NARROW_RING_GEMMS = {8: (64, 128, 4, 1, 6, 8), 16: (64, 128, 4, 1, 6, 6), 32: (64, 128, 4, 1, 5, 6)}
-# At 40 rows gemm_small.py is as fast or up to 3 % faster in five of six models; at 48 and 64 the ring is, by 0.3 to 3 %, in all.
+# At 40 rows gemm_small.py is as fast or faster in most models; at 48 and 64 the ring is in all.
 FEWEST_RING_ROWS_OF_64 = 48
 
 

@@ -1,11 +1,9 @@
 """Chooses the GEMMs of 81 to 128 rows (fp8: 65 to 128) that gemm_wide.py computes, and their tiles, in plain Python.
 
 The rules come from chains of layers of an 8B model on an H200, checked on 1B and 70B models. With a gate, tiles of nearly 128
-pairs read x half as often as tiles of 128 outputs: 4 to 6 % faster. Tiles of 256 outputs gain 1 to 4 % where there are several
-waves of them (the head), unless the last wave is half empty. Tiles of 128 outputs with split-K gain 1 to 2 % where
-inputs are many
-and every SM is busy (the down projection). cuBLAS computes the rest: q, k and v would be a fifth slower here. With 80 rows both
-take the same time; with more than 128 cuBLAS is faster.
+pairs read x half as often as tiles of 128 outputs. Tiles of 256 outputs gain where there are several waves of them (the head),
+unless the last wave is half empty. Tiles of 128 outputs with split-K gain where inputs are many and every SM is busy (the down
+projection). cuBLAS computes the rest: it is faster for q, k and v, and with more than 128 rows.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def test_the_line_in_the_log() -> None:
     line = live.look(111.0, RATES, Setting()).line()
     assert line == (
         "roofline: 40 tok/s, 0 prompt tok/s, 4.0 rows, 0.0 waiting; MFU 7.6%, MBU 77.6%; bound by weight_bandwidth (78%), "
-        "1.3x to the roof; next: weights of 4 bits"
+        "headroom 1.3x; next: 4-bit weights"
     )
 
 
