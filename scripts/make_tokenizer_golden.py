@@ -148,7 +148,7 @@ x y z t　u w᠎v q
 BLANKS = [
     "  ", " ", "   ", "\n", "\n\n", "\t", "\r\n", "\r", "\v", "\f", "\x85", "\u00a0", "\u2003", "\u3000", "\u2028",
     "\u200b", " \n", "\n ", "\t \t", " " * 7, " " * 16, " " * 31, "\n" * 5, "\t" * 6, "\r\n\r\n", "\n\t\n  ",
-]  # fmt: skip
+]
 SPECIALS = """
 <|im_start|> <|im_end|> <|endoftext|> <repo_name> <file_sep> <|begin_of_text|> <|eot_id|> <|start_header_id|>
 <|end_header_id|> <s> </s> <unk> <|user|> <|assistant|> <|end|> <|system|> <bos> <eos> <start_of_turn> <end_of_turn>
@@ -157,7 +157,7 @@ SPECIALS = """
 NEARLY_SPECIAL = [
     "<|im_start", "im_end|>", "<|im_start|", "<|IM_END|>", "<| im_end |>", "<|im_<|im_end|>end|>", "<|", "|>",
     "<|im_start|><|im_start|>", "<<|im_end|>>", "<|endoftext|", "＜|im_end|＞", "<s", "/s>", "< s>", "<0x0a>",
-]  # fmt: skip
+]
 
 
 def texts() -> list[str]:

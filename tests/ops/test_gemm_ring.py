@@ -97,7 +97,7 @@ def compiled(rows: int, gate: int) -> dict[str, Any]:
         "BLOCK_ROWS": plan.block_rows, "BLOCK_OUTPUTS": plan.block_outputs, "BLOCK_INPUTS": plan.block_inputs,
         "STAGES": plan.stages, "X_STAGES": plan.x_stages, "GATE": gate, "BIAS": gate == 3, "SCALED": False,
         "PAIRED": False, "WARPS": plan.warps, "DEPENDENT": True,
-    }  # fmt: skip
+    }
     types = dict.fromkeys(("weight_ptr", "x_scale_ptr", "scale_ptr", "bias_ptr", "out_ptr"), "*bf16")
     types |= {"part_ptr": "*fp32", "arrived_ptr": "*i32"}
     counts = ("rows", "inputs", "outputs", "tiles", "step", "splits", "weight_stride", "part_inputs")
@@ -108,7 +108,7 @@ def compiled(rows: int, gate: int) -> dict[str, Any]:
         kernel, {name: types[name] for name in kernel.arg_names},
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
+    )
     options = {"num_warps": plan.warps, "launch_pdl": True}
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return {"shared": result.metadata.shared, "ptx": result.asm["ptx"]}
@@ -156,7 +156,7 @@ def test_the_kernel_compiles(tmp_path: Path, rows: int, gate: int) -> None:
         (13, 70, 8192, None, False), (32, 20000, 512, None, True), (3, 29000, 256, "silu", True),
         (50, 3001, 2048, None, True), (64, 3584, 3584, None, False), (1, 3584, 18944, None, False),
     ],
-)  # fmt: skip
+)
 def test_ring_gemm(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, outputs: int, inputs: int, gate: str | None, bias: bool
 ) -> None:

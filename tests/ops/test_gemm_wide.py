@@ -34,7 +34,7 @@ SHAPES = [                           # outputs (pairs with a gate), inputs, gate
     (14336, 4096, True), (12288, 4096, True), (28672, 8192, True), (8192, 2048, True), (4096, 14336, False),
     (4096, 4096, False), (6144, 4096, False), (8192, 8192, False), (8192, 28672, False), (128256, 4096, False),
     (151936, 4096, False), (512, 512, False),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), SHAPES)
@@ -80,7 +80,7 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         linear_file, "wide_for",
         lambda rows, outputs, inputs, gated, device: WidePlan(256, 256, 1, 4, 5) if outputs == 128 else None,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(linear_file, "rms_norm", linear_file.rms_norm_reference)
     room = torch.zeros(256 * 64 + 8, dtype=torch.bfloat16)
     weight, shifted = room[: 256 * 64].view(256, 64), room[1 : 256 * 64 + 1].view(256, 64)
@@ -126,12 +126,12 @@ def compiled(outputs: int, inputs: int, gate: int) -> dict[str, Any]:
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | {
         "x": f"tensordesc<bf16[64, 64],{flat!r}>", "weight": f"tensordesc<{weight}>", "bias_ptr": "*bf16", "out_ptr": "*bf16",
         "part_ptr": "*fp32", "arrived_ptr": "*i32", "x_scale_ptr": "*bf16", "scale_ptr": "*bf16",
-    }  # fmt: skip
+    }
     aligned = [name for name in types if name.endswith("_ptr") or name == "outputs"]
     source = GluonASTSource(
         kernel, types, {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
+    )
     options = {"num_warps": 4, "maxnreg": module.REGISTERS, "launch_pdl": True}
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile() as binary:
@@ -186,7 +186,7 @@ def test_the_kernel_compiles(tmp_path: Path, outputs: int, inputs: int, gate: in
         (WidePlan(128, 128, 4, 7, 7), 4096, 14336, None, False), (WidePlan(128, 128, 2, 7, 7), 1000, 2056, None, True),
         (WidePlan(256, 256, 1, 4, 5), 40008, 2048, None, True),
     ],
-)  # fmt: skip
+)
 def test_wide_gemm(
     dtype: torch.dtype, rows: int, plan: WidePlan, outputs: int, inputs: int, gate: str | None, bias: bool
 ) -> None:

@@ -94,7 +94,7 @@ def compiled(inputs: int, gate: int) -> dict[str, Any]:
     constants = {
         "BLOCK": plan.block, "BLOCK_INPUTS": padded, "STAGES": plan.stages, "EVEN": padded == inputs, "NORM": gate > 0,
         "RESIDUAL": gate > 0, "GATE": gate, "BIAS": gate == 3, "SCALED": False, "WARPS": plan.warps, "DEPENDENT": True,
-    }  # fmt: skip
+    }
     types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | dict.fromkeys(constants, "constexpr")
     types |= dict.fromkeys(("inputs", "outputs", "weight_stride"), "i32") | {"eps": "fp32", "norm_offset": "fp32"}
     aligned = [name for name in types if name.endswith("_ptr") or name in ("inputs", "weight_stride")]
@@ -102,7 +102,7 @@ def compiled(inputs: int, gate: int) -> dict[str, Any]:
         kernel, {name: types[name] for name in kernel.arg_names},
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
+    )
     options = {"num_warps": plan.warps, "launch_pdl": True}
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return {"shared": result.metadata.shared, "ptx": result.asm["ptx"]}
@@ -147,7 +147,7 @@ def test_the_kernel_compiles(tmp_path: Path, inputs: int, gate: int) -> None:
         (3001, 4096, None, True, True), (77, 6144, "gelu", True, False), (1536, 5120, "gelu_tanh", False, True),
         (2048, 8192, None, False, False), (300, 8192, "silu", True, True), (64, 16384, "silu", False, True),
     ],
-)  # fmt: skip
+)
 def test_ring_gemv(
     dtype: torch.dtype, outputs: int, inputs: int, gate: str | None, bias: bool, residual: bool
 ) -> None:
@@ -168,7 +168,7 @@ def test_ring_gemv(
     exact = F.linear(
         F.rms_norm(total.double(), (inputs,), norm.double() + 1, 1e-5), weight.double(),
         None if added is None else added.double(),
-    )  # fmt: skip
+    )
     exact = exact if gate is None else gated_activation_reference(exact, gate)
     torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-6)
 

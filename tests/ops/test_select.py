@@ -36,11 +36,11 @@ ROWS = [1, 2, 7, 16, 17, 32, 40, 64, 65, 100, 128, 129, 512]
 def test_the_measured_shapes_get_what_won() -> None:
     assert [plan(1, *shape) for shape in LLAMA_8B] == [
         GemvPlan(2, 8, 4), GemvPlan(2, 8, 4), GemvPlan(1, 4, 16), GemvPlan(2, 16, 2), GemvPlan(2, 8, 4),
-    ]  # fmt: skip
+    ]
     assert [plan(16, *shape) for shape in LLAMA_8B[:4]] == [
         GemmPlan(16, 64, 256, 4, 5, 1, 48), GemmPlan(16, 64, 256, 4, 5, 2, 64), GemmPlan(16, 64, 128, 4, 3, 1, 56),
         GemmPlan(16, 64, 256, 4, 5, 2, 64),
-    ]  # fmt: skip
+    ]
     assert plan(128, 14336, 4096, True) == GemmPlan(128, 128, 64, 8, 4, 1, 112)
     assert plan(128, 4096, 4096) is None and plan(129, 14336, 4096, True) is None
     assert plan(128, 8192, 2048, True) is None and plan(128, 7168, 8192, True) is None       # narrow tiles lost
@@ -118,7 +118,7 @@ def test_where_rings_of_a_few_rows_are() -> None:
 @pytest.mark.parametrize(("outputs", "inputs", "narrow"), [
     (14336, 4096, False), (12288, 4096, False), (28672, 8192, False), (8192, 3072, True), (9728, 2560, True),
     (18944, 3584, True),
-])  # fmt: skip
+])
 def test_gated_tiles_that_would_be_half_empty_are_narrow(outputs: int, inputs: int, narrow: bool) -> None:
     for rows in (4, 16, 32):
         ring = ring_gemm_plan(rows, outputs, inputs, True)

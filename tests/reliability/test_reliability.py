@@ -194,7 +194,7 @@ def provoked() -> Iterator[tuple[str, Any]]:
     chat, text = {"messages": [{"role": "user", "content": SECRET}]}, {"prompt": SECRET}
     message = {"model": "tiny", "max_tokens": 3} | chat
     for field in ("temperature", "max_tokens", "n", "stop", "logit_bias", "top_k", "seed", "response_format", "stream_options",
-                  "structured_outputs", "bad_words", "ttft_deadline_ms", "techniques", "echo", SECRET):  # fmt: skip
+                  "structured_outputs", "bad_words", "ttft_deadline_ms", "techniques", "echo", SECRET):
         for value in WRONG:
             yield "/v1/completions", text | {field: value}
     for field in ("messages", "tools", "tool_choice", "chat_template_kwargs", "functions", "modalities", "reasoning_effort"):
@@ -287,7 +287,7 @@ TIME_OF_DAY = {
     "server/service.py", "server/api/generation.py", "server/http/gate.py", "server/api/responses_answer.py",
     "server/api/score.py",
     "text/chat_template.py",
-}  # fmt: skip
+}
 SPANS = {"server/observe/tracing.py"}            # a trace's times are of the day: what was measured, shifted when it is told
 WATCHED = ("engine", "server", "text", "process", "scheduler", "cache", "runner", "grammar")
 

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)
 NOVELS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((Path(__file__).parents[1] / "texts").glob("*.txt"))}
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 32,
-}  # fmt: skip
+}
 ANSWER = 32
 LONGEST_PROMPT = 128
 

@@ -26,7 +26,7 @@ TOOLS, DRAWN = 160, 160
 NAMES = [
     "location", "unit", "start_date", "end_date", "user_id", "query", "max_results", "radius_km", "currency", "amount",
     "is_active", "filters", "recipients", "priority", "latitude", "longitude", "language", "tags", "options", "time_of_day",
-]  # fmt: skip
+]
 WORDS = ["celsius", "fahrenheit", "asc", "desc", "low", "high", "EUR", "USD", "morning", "per night", "N/A", "größer"]
 DEEPEST = 3
 
@@ -41,7 +41,7 @@ def _parameters(rng: random.Random, depth: int) -> dict[str, Any]:
     required = [name for name in names if rng.random() < 0.6]
     schema: dict[str, Any] = {
         "type": "object", "properties": {name: _parameter(rng, depth) for name in names}, "additionalProperties": False,
-    }  # fmt: skip
+    }
     return schema | ({"required": required} if required else {})
 
 
@@ -79,14 +79,14 @@ def test_three_hundred_schemas_have_valid_answers_and_no_dead_end(tmp_path: Path
     llm = LLM(
         write_model(tmp_path / "tiny"), load_format="dummy", max_model_len=2_048, num_gpu_blocks_override=8_000, block_size=4,
         max_num_seqs=32, dtype="float64",
-    )  # fmt: skip
+    )
     params = [
         SamplingParams(
             seed=seed, temperature=1, max_tokens=1_900,
             structured_outputs=StructuredOutputs(json=schema, disable_any_whitespace=True),
         )
         for seed, schema in enumerate(schemas)
-    ]  # fmt: skip
+    ]
     outputs = llm.generate(["Hello"] * len(schemas), params, use_tqdm=False)
     llm.close()
     for schema, output in zip(schemas, outputs, strict=True):

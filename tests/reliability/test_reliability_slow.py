@@ -117,7 +117,7 @@ def times_of_wrong_keys(verify: Callable[[list[tuple[bytes, bytes]]], object]) -
                 source.shuffle(order)
                 tails = [bytes(source.choices(b"abcdefghij", k=32)) for _ in order]      # none begins with the right letter
                 asked = [(shared, [(b"x-api-key", (RIGHT.encode()[:shared] + tail)[:32])])
-                         for shared, tail in zip(order, tails, strict=True)]             # fmt: skip
+                         for shared, tail in zip(order, tails, strict=True)]
                 for shared, headers in asked:
                     began = time.perf_counter_ns()
                     verify(headers)

@@ -18,11 +18,11 @@ import numpy as np
 TYPE_NUMBERS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "F64": 28, "BF16": 30,
-}  # fmt: skip
+}
 KINDS = {
     "uint8": (0, "B"), "int8": (1, "b"), "uint16": (2, "H"), "int16": (3, "h"), "uint32": (4, "I"), "int32": (5, "i"),
     "float32": (6, "f"), "bool": (7, "?"), "uint64": (10, "Q"), "int64": (11, "q"), "float64": (12, "d"),
-}  # fmt: skip
+}
 STRING, ARRAY = 8, 9
 
 Field = tuple[str, bytes]

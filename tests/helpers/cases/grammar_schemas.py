@@ -42,7 +42,7 @@ WRITTEN: list[dict[str, Any]] = [
     {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "arguments": {"type": "object", "properties": {
         "city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["C", "F"]}}, "required": ["city"],
         "additionalProperties": False}}, "required": ["name", "arguments"], "additionalProperties": False},
-]  # fmt: skip
+]
 
 
 def drawn(seed: int) -> dict[str, Any]:

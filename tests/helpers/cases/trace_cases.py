@@ -51,7 +51,7 @@ class Builder:
 
     def memory(self, taken: int, total: int) -> None:
         self.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": self.now,
-                            "args": {"Bytes": taken, "Total Allocated": total}})  # fmt: skip
+                            "args": {"Bytes": taken, "Total Allocated": total}})
 
     def begin(self) -> None:
         self.step_start = self.now
@@ -109,7 +109,7 @@ class PlantedTrace:
             floor = at_roof * taken
             computes = floor if rate >= at_roof else 0.0
             found[part] = PartFacts(0.0, 0, floor, rate * taken * H200_FLOPS, (at_roof if not computes else 0.2 * at_roof)
-                                    * taken * H200_READ, computes)  # fmt: skip
+                                    * taken * H200_READ, computes)
         return found
 
 
@@ -267,4 +267,4 @@ PLANTED: list[PlantedTrace] = [
     PlantedTrace("all-reduces over a slow link", "collectives in idle gaps", _ranks(_collectives(400), _collectives(400))),
     PlantedTrace("all-reduces behind products", "", _ranks(_collectives(120, 118), _collectives(120, 118)), GOOD),
     PlantedTrace("somebody else's program", "the CPU is shared", [build(_cpu_ops(200, 2))], known={"lost": 0.6}),
-]  # fmt: skip
+]

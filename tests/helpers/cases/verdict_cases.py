@@ -17,9 +17,9 @@ LLAMA_70B = DecoderShape(hidden=8192, intermediate=28672, heads=64, kv_heads=8, 
 QWEN_05B = DecoderShape(hidden=896, intermediate=4864, heads=14, kv_heads=2, head_dim=64, layers=24, vocab=151936)
 OLD_7B = DecoderShape(hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, layers=32, vocab=32000)
 SMOLLM = DecoderShape(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, layers=30, vocab=49152,
-                      weight_bytes=4, kv_bytes=4, activation_bytes=4)  # fmt: skip
+                      weight_bytes=4, kv_bytes=4, activation_bytes=4)
 INT4_8B = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256,
-                       weight_bytes=0.5625, head_bytes=2, embedding_bytes=2)  # fmt: skip
+                       weight_bytes=0.5625, head_bytes=2, embedding_bytes=2)
 
 H200, H100, A100 = Peaks(4.38e12, 793e12), Peaks(3.35e12, 989e12), Peaks(2.04e12, 312e12)
 L4, CPU = Peaks(0.3e12, 121e12), Peaks(18e9, 80e9)
@@ -115,4 +115,4 @@ CASES = [
     Planted("a third busy, with slow steps", "idle", SMOLLM, CPU, decode(1, 200), busy=0.33, at_roof=0.3),
     Planted("busy half of the time, but others wait", "weight_bandwidth", LLAMA_8B, H200, decode(8, 400), busy=0.45, waiting=2,
             setting={"max_rows": 256}),
-]  # fmt: skip
+]

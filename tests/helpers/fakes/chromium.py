@@ -20,7 +20,7 @@ BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "g
 _SWITCHES = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-extensions",
     "--disable-background-networking", "--disable-dev-shm-usage", "--remote-debugging-pipe",
-)  # fmt: skip
+)
 
 
 class Browser:

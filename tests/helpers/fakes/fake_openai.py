@@ -41,7 +41,7 @@ class FakeServer:
     def __init__(
         self, script: Callable[[int, dict[str, Any]], Script], *, refuses: tuple[str, ...] = (), tokenizes: bool = False,
         key: str = "", stalls: tuple[float, float] | None = None, cached: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.script = script
         self.seen: list[Seen] = []
         self.url = ""
@@ -104,7 +104,7 @@ class FakeServer:
         if path == "/tokenize" and self._tokenizes:
             words = body["prompt"].split()               # a token per word
             return _whole(writer, 200, {"count": len(words), "tokens": list(range(len(words))),
-                                        "token_strs": ["Ġ" + word for word in words]})  # fmt: skip
+                                        "token_strs": ["Ġ" + word for word in words]})
         if not path.startswith("/v1/"):
             return _whole(writer, 404, {"error": {"message": "not here"}})
         if refused := [name for name in self._refuses if name in body]:

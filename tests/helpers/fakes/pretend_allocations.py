@@ -42,7 +42,7 @@ def main(shape: str, layers: str, reserved: str, options: str, changes: str) -> 
     core = EngineCore.start(EngineConfig.of(
         model=str(write_shape(shape, int(layers), **json.loads(changes))), load_format="dummy", skip_tokenizer_init=True,
         **json.loads(options),
-    ))  # fmt: skip
+    ))
     assert isinstance(core.executor, LocalExecutor)
     pools, grown = allocator.pools(), {}
     for name, run in WorstCase(core).kinds():

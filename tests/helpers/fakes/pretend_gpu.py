@@ -107,13 +107,13 @@ def install(compiles: bool = True) -> None:
     properties = SimpleNamespace(
         name="pretended", multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=SHARED_BYTES,
         total_memory=MEMORY_BYTES, major=9, minor=0,
-    )  # fmt: skip
+    )
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "synchronize": None,
         "get_device_capability": (9, 0), "get_device_properties": properties, "get_device_name": "pretended",
         "mem_get_info": (MEMORY_BYTES - 2**30, MEMORY_BYTES), "memory_allocated": 0, "memory_reserved": 0, "empty_cache": None,
         "max_memory_allocated": 0, "max_memory_reserved": 0, "graph_pool_handle": (0, 0), "current_stream": _Nothing(),
-    }  # fmt: skip
+    }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
     for name in ("Stream", "Event", "CUDAGraph"):
@@ -135,5 +135,5 @@ def install(compiles: bool = True) -> None:
             get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES}, unload_module=lambda module: None,
             load_binary=lambda name, kernel, shared, device: (object(), object(), 0, 0, 1024),
         ),
-    ))  # fmt: skip
+    ))
     Tensors().__enter__()                                # of this thread

@@ -93,7 +93,7 @@ class Allocator(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._pools = {(graphs, small): Pool("graphs" if graphs else "steps", small)
-                       for graphs in (False, True) for small in (False, True)}  # fmt: skip
+                       for graphs in (False, True) for small in (False, True)}
         self._live: dict[int, tuple[StorageWeakRef, Block]] = {}
         self._next = 0
         self.recording = False

@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "drawn with a penalty": DRAWN | {"repetition_penalty": 1.2}, "log-probabilities": GREEDY | {"logprobs": 3},
     "filtered with a bias": DRAWN | {"top_k": 9, "logit_bias": {5: 1.0}}, "allowed ids": GREEDY | {"allowed_token_ids": [5, 6]},
     "those of drawn tokens": DRAWN | {"logprobs": 0}, "those of the prompt": GREEDY | {"prompt_logprobs": 2},
-}  # fmt: skip
+}
 
 
 def main(shape: str, layers: int, options: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def main(shape: str, layers: int, options: dict[str, Any]) -> None:
     worker.load_weights = lambda model, *args: Decoder.finish(model)      # nobody reads them
     core = EngineCore.start(EngineConfig.of(
         model=str(write_shape(shape, layers)), load_format="dummy", skip_tokenizer_init=True, **options
-    ))  # fmt: skip
+    ))
     ready = {"ahead": len(registry.COMPILED_AHEAD), "late": HAPPENED["kernel_compile"]}
     late: dict[str, list[str]] = {}
     rng = random.Random(7)

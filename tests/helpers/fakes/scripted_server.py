@@ -101,7 +101,7 @@ class ScriptedLLM(AsyncLLM):
         self.ready = self.ready or Ready(
             model="scripted", max_model_len=512, max_num_seqs=8, vocab_size=260, dtype="float32", device="cpu", num_blocks=64,
             block_size=16, seconds=0.0,
-        )  # fmt: skip
+        )
 
     @property
     def is_alive(self) -> bool:

@@ -40,7 +40,7 @@ def write_model(path: Path, hidden_size: int = 32) -> Path:
         "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "bos_token_id": 256, "eos_token_id": 257, "tie_word_embeddings": False, "torch_dtype": "float32",
         "hidden_act": "silu",
-    }  # fmt: skip
+    }
     (path / "config.json").write_text(json.dumps(config))
     return path
 
