@@ -34,10 +34,11 @@ class ModelOptions:
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and answers are token ids")
     load_format: str = option("auto", "dummy: random weights; only config.json is read", ("auto", "dummy"))
     dtype: str = option(
-        "auto", "dtype of weights and activations", ("auto", "float32", "bfloat16", "float16", "float64")
+        "auto", "dtype of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU",
+        ("auto", "float32", "bfloat16", "float16", "float64"),
     )
     quantization: str = option(
-        "none", "fp8: quantise the layers' weights to 8 bits while they load (GPU: half the bytes; changes answers slightly)",
+        "none", "fp8: quantise the layers' weights to 8 bits while they load (half the memory on a GPU; answers change slightly)",
         ("none", "fp8"),
     )
     max_model_len: int | None = option(None, "longest context in tokens, prompt and answer together", low=2)

@@ -15,6 +15,7 @@ from pathlib import Path
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config, weight_bytes
+from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
 from ridgeline.process import embedded
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
@@ -119,8 +120,8 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     if "fp8 KV" in off:
         raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
     graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
-    if config.model.quantization != "none" and device.kind == "cpu":
-        reasons["quantization"] = f"{config.model.quantization} as asked: a CPU expands the weights again, nothing is saved"
+    if config.model.quantization != "none":
+        _check_quantization(config.model.quantization, model, device, dtype, reasons)
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype)
 
@@ -347,6 +348,20 @@ def partial_bytes(model: ModelConfig, deterministic: bool) -> int:
 def _has_kernels(config: EngineConfig, model: ModelConfig, dtype: str) -> bool:
     """Is there a kernel for everything on a GPU?"""
     return config.model.kernels == "auto" and dtype != "float64" and model.head_dim <= 256
+
+
+def _check_quantization(
+    quantization: str, model: ModelConfig, device: DeviceFacts, dtype: str, reasons: dict[str, str]
+) -> None:
+    if device.kind == "cpu":
+        reasons["quantization"] = f"{quantization} as asked: a CPU expands the weights again, nothing is saved"
+    elif dtype != "bfloat16":
+        raise ConfigError(f"quantization {quantization} has no kernels for {dtype}; use dtype bfloat16")
+    elif model.hidden_size < FEWEST_RING_INPUTS:
+        reasons["quantization"] = (
+            f"{quantization} as asked: linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
+            "and decode may be slower than in bfloat16"
+        )
 
 
 def _check_deterministic(config: EngineConfig, dtype: str) -> None:

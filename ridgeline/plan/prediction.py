@@ -47,8 +47,8 @@ STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
 # An assumption until this engine has such kernels: kernels that convert narrow weights read a fifth more slowly.
 NARROW_READ = 0.78
-# e4m3 weights, against bf16 ones: the share of the reading speed that gate and up keep at 4 rows, and the share of twice the
-# matrix rate that layers keep at 8,192 rows, quantisation included (benchmarks/studies/fp8_linears).
+# e4m3 weights, against bf16 ones: the share of the reading speed that gate and up keep at 4 rows, beyond a call's own time, and
+# the share of twice the matrix rate that layers keep at 8,192 rows, quantisation included (benchmarks/studies/fp8_linears).
 FP8_READ, FP8_COMPUTE = 0.97, 0.73
 
 

@@ -1,7 +1,6 @@
-"""Weight formats as data: which codes a linear stores, which scales belong to them, and what that takes. No torch.
+"""Weight formats as data: the bytes of a quantised matrix. No torch, so that memory is known before anything loads.
 
-Resolve, ledger, plan and costs read these records; `quant/fp8.py` makes and multiplies them. A format is named as the option
-`quantization` names it.
+A format is named as the option `quantization` names it; `quant/fp8.py` makes and multiplies it.
 """
 
 from __future__ import annotations
@@ -13,11 +12,7 @@ SCALE_BYTES = 4                      # float32
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    name: str                        # of the option's value
-    codes: str                       # the stored numbers: "e4m3"
-    code_bytes: float
-    scales: str                      # what has a scale of its own: "output"
-    activations: str                 # what GEMMs of many rows quantise activations to; "": nothing
+    code_bytes: float                # of one stored number; each output has one scale
 
     def nbytes(self, outputs: int, inputs: int) -> int:
         """Of the codes and scales of one matrix."""
@@ -25,5 +20,5 @@ class WeightFormat:
 
 
 FORMATS = {
-    "fp8": WeightFormat("fp8", "e4m3", 1.0, "output", "fp8 per token"),
+    "fp8": WeightFormat(1.0),
 }

@@ -1,7 +1,8 @@
 """fp8 weights: e4m3 codes with a float32 scale for each output, made while a 16-bit checkpoint loads.
 
-On a GPU a linear keeps the codes, and ops/linear/fp8_linear.py multiplies by them. On a CPU there is no kernel that gains from
-them: the weight is expanded once, after loading, so that the same numbers are computed at the usual speed.
+On a GPU with fp8 tensor cores a linear keeps the codes, and ops/linear/fp8_linear.py multiplies by them. Elsewhere (a CPU,
+an older GPU, a shape that is no multiple of 16) no kernel gains from them: the weight is expanded once, after loading, so
+that the same numbers are computed at the usual speed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from torch import Tensor, nn
 
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.linear import gemm_small, gemm_wide
-from ridgeline.ops.linear.fp8_linear import Fp8Rows, expanded, fp8_linear, gated_rows, multiplied, normed_fp8_linear
+from ridgeline.ops.linear.fp8_linear import (
+    Fp8Rows,
+    expanded,
+    fp8_linear,
+    gated_rows,
+    multiplied,
+    multiplies,
+    normed_fp8_linear,
+)
 from ridgeline.ops.linear.fp8_rows import CODES, fp8_rows_reference
 from ridgeline.quant.scheme import Composed, Norm, Scheme
 
-ROWS_AT_ONCE = 2**26                 # elements that are quantised at a time: loading takes no more memory than that
+ROWS_AT_ONCE = 2**24                 # elements that are quantised at a time: their float32 copies take some 200 MB
 
 
 class Fp8(Composed):
@@ -42,6 +51,8 @@ class Fp8(Composed):
         """Quantises rows of the checkpoint's weight into their place."""
 
         def quantise(values: Tensor) -> None:
+            if not values.numel():                       # a rank that holds padding alone
+                return
             step = max(1, ROWS_AT_ONCE // columns)
             for first in range(0, len(values), step):
                 part = values[first : first + step].to(linear.weight.device)
@@ -53,7 +64,7 @@ class Fp8(Composed):
         return quantise
 
     def finish(self, linear: nn.Module) -> None:
-        if linear.weight.device.type == "cuda":
+        if multiplies(linear.weight):
             gemm_small.prepare(linear.weight.device)
             gemm_wide.prepare(linear.weight.device)
             return

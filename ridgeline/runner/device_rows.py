@@ -1,12 +1,12 @@
 """The device half's state of each row, and how a plan becomes a Batch.
 
 A row owns its known tokens, its length, its block tables and its newest token. A plan is applied in the order removed,
-added, appended; then its tokens are packed without a loop over rows, but for rows that join or are in prefill. The newest
+added, appended; then its tokens are packed with numpy, and only joining rows and rows in prefill are looped over. The newest
 token stays on the device: a decode needs no token value from the host.
 
-On a GPU the block tables live there too, and only what changed is sent. So it is with the batch: where the same rows decode
-as in the step before (`advance`), lengths, positions and slots are sent, and the rest is there. One row more than there are
-is for padding: it has no blocks, so whatever it writes goes to block 0.
+On a GPU the block tables are in device memory, and only changes are sent. If a step decodes the same rows as the last one
+(`advance`), only lengths, positions and slots are sent. One extra row is for padding. It has no blocks, so its writes go to
+block 0 (null).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class DeviceRows:
     # -- the batch -----------------------------------------------------------------------------------------------------
 
     def pack(self, plan: StepPlan, shape: Shape | None = None) -> Batch:
-        """`shape`: what to fill the step up to. Then every row has logits, wanted or not: a graph has no choice."""
+        """`shape`: the CUDA graph's shape to pad to. With it every row gets logits, because a graph cannot skip rows."""
         single = shape is not None and (shape.decodes, shape.prompts) == (0, 1) and bool(plan.want[0] & TOKEN)
         if shape is not None and single and shape in self._prompts:
             return self._pack_prompt(plan, shape)
@@ -301,7 +301,7 @@ class DeviceRows:
         return self._prompts[shape]
 
     def advance(self) -> Batch | None:
-        """The batch of the newest step once more, a token later, where its rows do the same again; None: it has to be packed."""
+        """Reuse the last batch, one token later, if the same rows decode again. None: the step must be packed."""
         steady, staging = self._steady, self._staging
         if steady is None:
             return None
@@ -327,7 +327,7 @@ class DeviceRows:
         return steady.batch
 
     def shared(self, batch: Batch) -> int:
-        """KV positions that the newest step, which this is, reads once for several rows, in each layer without a window."""
+        """KV positions that this (the newest) step reads once for several rows, in each layer without a window."""
         found = zip(self.prefixes, batch.groups, strict=True)
         return max((prefixes.saved for prefixes, group in found if group.prefix is not None), default=0)
 
@@ -385,7 +385,7 @@ class DeviceRows:
     def _last_tokens(
         self, batch: Batch, places: np.ndarray, kv_len: Tensor, table_rows: Tensor, shares: list[DeviceShares | None]
     ) -> Batch:
-        """The same step with one query a row, its last: to attend that needs no more of the positions."""
+        """The same step with one query per row, its last token: attention of the last layer needs no other."""
         count, lengths = len(places), batch.kv_len_host
         if lengths is not None:
             chosen = torch.from_numpy(places)
@@ -424,7 +424,7 @@ class DeviceRows:
     def _put_decodes(
         self, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int
     ) -> list[tuple[SharedPrefix | None, DeviceShares | None]]:
-        """What the leading rows, with one token each, have in common in each group, and which CTAs read the rest."""
+        """For the decode rows: the shared prefix of each group, and the split-KV shares of the rest."""
         if not num_decodes or self.device.type == "cpu":
             return [(None, None)] * len(self._tables)
         decodes = rows[:num_decodes]

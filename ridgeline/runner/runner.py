@@ -1,4 +1,4 @@
-"""The runner obeys plans: submit() launches the forward pass, sample() picks tokens, collect() brings them to the host.
+"""The runner executes StepPlans: submit() launches the forward pass, sample() picks tokens, collect() brings them to the host.
 
 Forward and sampling are two calls, so that masks for step N can be made from token N-1 while forward N runs. Several
 steps may be between submit and collect; only collect waits for the device. The runner knows rows, never requests.

@@ -154,6 +154,17 @@ def test_what_does_not_go_with_it_is_refused_before_loading(tmp_path: Path) -> N
     assert resolved("cuda").memory and "expands the weights again" in resolved("cpu").reasons["quantization"]
     with pytest.raises(ConfigError, match="deterministic has no kernels for fp8 weights"):
         resolved("cuda", deterministic=True)
+    with pytest.raises(ConfigError, match="quantization fp8 has no kernels for float16; use dtype bfloat16"):
+        resolved("cuda", dtype="float16")
+    assert "decode may be slower" in resolved("cuda").reasons["quantization"]        # a tiny model
+
+
+def test_a_rank_that_holds_padding_alone_stores_nothing() -> None:
+    linear = torch.nn.Module()
+    scheme = Fp8(Unquantised())
+    scheme.create(linear, 16, 8, False, True, torch.bfloat16, torch.device("cpu"))
+    scheme.store(linear, slice(0, 16), 0)(torch.empty(16, 0))
+    assert not linear.weight.float().any() and (linear.scale == 1).all()
 
 
 # -- kernels ------------------------------------------------------------------------------------------------------------
@@ -194,7 +205,7 @@ def test_gpu_kernels_compute_the_definition(rows: int, bias: bool) -> None:
 @GPU
 @pytest.mark.parametrize("rows", [1, 8, 64, 128, 256])
 def test_gpu_sums_of_many_equal_terms_are_right(rows: int) -> None:
-    """Tensor cores add e4m3 products with 14 bits; 14,336 of them are 10 % too few unless float32 helps."""
+    """Tensor cores truncate sums of e4m3 products: 14,336 equal ones come out too small unless float32 adds partial sums."""
     x = torch.ones(rows, 14336, device="cuda", dtype=torch.bfloat16)
     weight = torch.full((4096, 14336), 1.125, device="cuda").to(CODES)
     out = fp8_linear_gpu(x, weight, torch.ones(4096, device="cuda"))

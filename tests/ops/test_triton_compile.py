@@ -223,7 +223,7 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         pytest.param("prefill_kernel", "bf16", "bf16", {}, marks=slow),
         ("prefill_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096}),
         pytest.param("prefix_kernel", "bf16", "bf16", {}, marks=slow),
-        ("prefix_kernel", "bf16", "fp8e4nv", {}),
+        pytest.param("prefix_kernel", "bf16", "fp8e4nv", {}, marks=slow),
     ],
 )
 def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""The engine's core: one step at a time, and `_step` below is the whole engine in a few lines.
+"""The engine core runs one step at a time: schedule, submit, sample, collect, update (see `_step`).
 
-It knows requests as token ids. Text, streams, HTTP and processes are outside; tensors are below the executor.
+It handles token ids only. Text and HTTP belong to engine/client and server/, tensors to the executor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a 
 _LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
 _BEYOND_RIDGE = 1.2                  # see _enough_rows
 _STEP_SECONDS = 1e-3                 # of any step: launches, kernels' own times, sampling, the host
-_LOGGED = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")      # their reasons are logged: they were made smaller
+# Options whose reasons are logged: they were made smaller, or do not do what was asked for.
+_LOGGED = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "quantization")
 _NO_MEMORY = "the device has no memory for this request, not even in the smallest steps"
 
 
@@ -87,10 +88,10 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> list[TokenDelta]:
-        """One step. When it fails, scheduler and device no longer agree: the engine is dead, and says so from then on. Only one
-        that does not fit into memory is forgotten by both, and made smaller.
+        """Run one step. If it fails, scheduler and device no longer agree: the engine is dead, and every later call says so.
+        Exception: a step that runs out of memory is dropped by both and repeated with fewer tokens.
 
-        Garbage is collected between steps or while a long one is under way, never where it would stand between two launches.
+        Garbage is collected between steps or while a long one runs, never between two launches, where the GPU would wait.
         """
         self._check_alive()
         self._collects = gc.isenabled()

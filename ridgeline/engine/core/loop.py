@@ -1,6 +1,6 @@
-"""The engine's loop, in the process that engine/core/engine_process begins: load, say Ready, then step while there is work.
+"""The main loop of the engine process: load the model, send Ready, then run steps while there are requests.
 
-Between steps it takes what the front end has sent. Text and clients are the front end's business (engine/client/async_llm).
+Between steps it reads what the front end has sent. Text and clients are handled by the front end (engine/client/async_llm).
 Frames that cannot be decoded are counted and dropped.
 """
 

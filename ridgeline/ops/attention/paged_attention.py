@@ -1,9 +1,9 @@
-"""Causal attention of a ragged batch over the paged KV cache: prefill, chunked prefill, decode and draft verification.
+"""Paged attention: causal attention of a ragged batch over the paged KV cache, for prefill, chunked prefill, decode and drafts.
 
 Query j of row r sits at KV position kv_len[r] - query_len[r] + j and sees the positions up to its own; with a window W
 only the W last of them. Slots that no query of the row sees are never read: they may hold anything, NaN included.
-The definition is attention_reference.py, the launches of the Triton kernels are attention_launch.py. Positions, block sharing
-and rope are the callers'.
+The definition is attention_reference.py, the launches of the Triton kernels are attention_launch.py. Callers compute
+positions, apply rope and decide which blocks are shared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The linear with e4m3 weights and a float32 scale for each output, alone and behind a norm.
 
-The definition multiplies by the expanded weight. The kernels also quantise x: up to PAIRED_ROWS rows to coarse and fine codes,
-which keep what a bf16 number has; more rows to one code and one scale a row, as is usual for fp8 checkpoints. select.py says
-which kernel multiplies; cuBLAS serves every other shape, and what it cannot do is expanded first.
+The definition multiplies by the expanded weight. The kernels also quantise x: where the ring GEMM runs, up to PAIRED_ROWS
+rows get coarse and fine codes, which keep what a bf16 number has; otherwise a row has one code per number and one scale, as
+is usual for fp8 checkpoints. select.py and select_wide.py choose the kernel; cuBLAS serves every other shape.
 """
 
 from __future__ import annotations
@@ -87,11 +87,15 @@ def _has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _suits(x: Tensor, weight: Tensor) -> bool:
-    """cuBLAS wants multiples of 16, and TMA and 16-byte loads the same."""
+def multiplies(weight: Tensor) -> bool:
+    """Whether e4m3 kernels can multiply by this weight. cuBLAS, TMA and 16-byte loads need multiples of 16."""
     outputs, inputs = weight.shape
     aligned = outputs % 16 == 0 and inputs % 16 == 0 and weight.data_ptr() % 16 == 0 and weight.is_contiguous()
-    return len(x) > 0 and x.stride(1) == 1 and aligned and _has_fp8(x.device)
+    return aligned and _has_fp8(weight.device)
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    return len(x) > 0 and x.stride(1) == 1 and multiplies(weight)
 
 
 def _pairs(x: Tensor, weight: Tensor) -> bool:

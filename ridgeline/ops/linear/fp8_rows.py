@@ -244,7 +244,7 @@ def _gated_inputs(
 
 
 # A code may land on its neighbour where float32 and float64 round to different sides: e4m3 has three bits behind the point, and
-# 2^-9 is its smallest step. Scales and the stream are held to the same bound; tests/ops/test_fp8.py holds them to their own.
+# 2^-9 is its smallest step. Scales and the stream are held to the same bound; tests/models/test_fp8.py checks loading exactly.
 _TOLERANCE = {dtype: Tolerance(2**-3, 2**-9) for dtype in ("float32", "bfloat16", "float16")}
 
 fp8_rows = Op(

@@ -4,8 +4,9 @@ Weights that a CTA requests before its PDL wait keep HBM busy while the kernel b
 Registers hold 64 KiB of weights in flight per SM, shared memory three times that. Every thread copies what it multiplies
 itself, so a thread waits only for its own copies. The sums are gemv.py's, in the same order.
 
-Written in Gluon, which the interpreter does not support; there, and on devices with less shared memory, gemv.py runs.
-Measured and slower: prefetching into L2, by this kernel or by those before it. L2 is hardly faster to read than HBM.
+Written in Gluon, which the interpreter does not support; there, and on devices with less shared memory, gemv.py runs. Measured
+and slower: prefetching into L2, by this kernel or by those before it (L2 is hardly faster to read than HBM), and e4m3 weights
+(`scale`): benchmarks/studies/fp8_linears times them, the engine takes gemm_ring.py.
 """
 
 from __future__ import annotations
