@@ -2,7 +2,6 @@
 # GPU:  docker run --gpus all --init -p 8000:8000 -e RIDGELINE_API_KEY=… -v /models:/models:ro \
 #         -v ridgeline:/home/ridgeline/.cache/ridgeline ridgeline serve /models/Llama-3.1-8B --host 0.0.0.0
 # CPU:  docker run --init -p 8000:8000 -e RIDGELINE_API_KEY=… ridgeline
-# For a smaller image without CUDA, give an index with CPU builds of torch: --build-arg TORCH_INDEX_URL=…
 # CI does not build this file.
 FROM python:3.12-slim
 
@@ -14,10 +13,7 @@ RUN apt-get update \
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY ridgeline ridgeline
-# torch comes first and by itself, so that the other packages are never taken from its index.
-ARG TORCH_INDEX_URL=""
-RUN pip install --no-cache-dir ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "torch>=2.11" \
- && pip install --no-cache-dir ".[fast]" \
+RUN pip install --no-cache-dir ".[fast]" \
  && rm -rf /src/build /src/*.egg-info
 
 # The server does not need root. The cache directory must belong to its user alone.
