@@ -1,9 +1,9 @@
 """GEMM for 81 to 128 rows (fp8: 65 to 128): persistent, warp-specialised CTAs whose weight ring is full before x is there.
 
-One warp loads weights by TMA without any wait, so the ring fills while the kernel before this one still runs. Another warp does
-the PDL wait and loads the rows of x. Two warpgroups multiply 64 rows each by the same weights. Tiles are wide in outputs,
-because every tile reads all of x again. Where there are too few tiles, the inputs are split (split-K): every CTA of a tile writes its
-part, waits for the others, and adds its share of the outputs, always in the same order.
+One warp loads weights by TMA without any wait, so the ring fills while the kernel before this one still runs. Another warp
+does the PDL wait and loads the rows of x. Two warpgroups multiply 64 rows each by the same weights. Tiles are wide in
+outputs, because every tile reads all of x again. Where there are too few tiles, the inputs are split (split-K): every CTA of
+a tile writes its part, waits for the others, and adds its share of the outputs, always in the same order.
 
 Written in Gluon, which the interpreter does not support; there, and on other devices, cuBLAS runs. What was measured, and what
 was slower: docs/lab/kernels.md.
