@@ -8,9 +8,12 @@ be called.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ridgeline.ops.direct_launch import kept_descriptor
 from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, gluon_kernel, triton
 
 # Triton before 3.6 has other names.
@@ -41,6 +44,17 @@ if HAS_GLUON:
 else:
     gl = async_copy = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = None
     copy = fetch = group_barrier = viewed = None
+
+
+@functools.cache
+def tiles_of(swizzle: int, bits: int, rank: int) -> Any:
+    """How tiles lie in shared memory, as TMA writes and the tensor cores read them: bytes of the swizzle, bits of an element."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
+def described(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> Any:
+    """The TMA descriptor of a tensor, for tiles of a block."""
+    return kept_descriptor(TensorDescriptor, tensor.data_ptr(), tensor.dtype, shape, strides, block, layout)
 
 
 @gluon_kernel()

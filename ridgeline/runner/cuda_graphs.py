@@ -5,17 +5,18 @@ Decodes always gain from a graph; prompts do while launching takes longer than c
 a graph reads has a fixed address: weights, KV pages, block tables, and the step's integers, which staging puts at the same
 place for the same shape. True lengths are read from there.
 
-Only the largest shapes are captured at start-up. Any other runs eagerly at first, which also loads its kernels. It is captured
-when it comes again, or while the engine is idle: the shapes used most come first. Then come shapes that were not used yet
-(graph_warmup.py). Decodes beside prompts have many shapes, and a capture takes as long as several such steps, so they are
-captured only after more uses. All graphs share one memory pool, for they never run at once. Their memory is taken with the
-first of them (memory_pools.py).
+Decodes and single prompts are captured before the engine is ready, as many as there is time for, and the rest while it is idle
+(graph_warmup.py). A shape that is not captured yet runs eagerly at first. It is captured when it comes again, or while the engine
+is idle: the shape used last comes first. Decodes beside prompts have many shapes, and a capture takes as long as several such
+steps, so they are captured only after more uses. All graphs share one memory pool, for they never run at once. Their memory is
+taken with the first of them (memory_pools.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,17 @@ class GraphForward:
         self._pool = torch.cuda.graph_pool_handle()
         self._device, self._num_bytes = device, num_bytes
         self._logits = torch.empty((max_rows, vocab_size), dtype=dtype, device=device)       # of the graph that ran last
+        self._uses = USES
         self.replays = 0
+
+    @contextmanager
+    def at_first_use(self) -> Iterator[None]:
+        """Shapes that come meanwhile are captured at once: no request is waiting."""
+        self._uses = 0
+        try:
+            yield
+        finally:
+            self._uses = USES
 
     def shape(self, plan: StepPlan) -> Shape | None:
         self._shape = None
@@ -83,7 +94,7 @@ class GraphForward:
         captured = self._captured.get(key)
         if captured is None:
             seen = self._waiting.setdefault(key, _Seen(batch))
-            if seen.uses < (MIXED_USES if self._shape.decodes and self._shape.prompts else USES):
+            if seen.uses < (MIXED_USES if self._shape.decodes and self._shape.prompts else self._uses):
                 seen.uses += 1
                 self._waiting.move_to_end(key)
                 return self._eager.run(batch, greedy)
@@ -117,7 +128,7 @@ class GraphForward:
         shape, greedy, *_ = key
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        del self._waiting[key]
+        self._waiting.pop(key, None)
         try:
             with torch.cuda.stream(self._stream):
                 computed = self._capture(graph, batch, greedy)

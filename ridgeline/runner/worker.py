@@ -38,6 +38,8 @@ logger = get_logger("worker")
 
 # The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
 GPU_RUNTIME_BYTES = 760 * 2**20
+# A start captures CUDA graphs for so long; the rest is captured while the engine is idle.
+CAPTURE_SECONDS = 1.5
 
 
 def device_facts(config: EngineConfig) -> DeviceFacts:
@@ -116,7 +118,11 @@ def _first_steps(config: ResolvedConfig, runner: Runner) -> None:
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     warm_up(runner, *sizes)
     if isinstance(runner.forward, GraphForward):
-        runner.rehearse = Rehearsal(runner, runner.forward, *sizes).go_on
+        rehearsal = Rehearsal(runner, runner.forward, *sizes)
+        runner.rehearse = rehearsal.go_on
+        with phase("graphs"):
+            captured = rehearsal.before_ready(CAPTURE_SECONDS)
+        logger.debug("captured %d CUDA graphs before the first request", captured)
 
 
 class MemoryMeter:
