@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ridgeline.ops import registry
-from ridgeline.ops.direct_launch import set_direct
+from ridgeline.ops.direct_launch import collected_once
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 
@@ -152,15 +152,14 @@ class CompileAhead:
             return found
 
         mode.__enter__()
-        set_direct(False)
         jit_function.run, jit_function._do_compile = collect, remember
         usual = sys.getswitchinterval()
         sys.setswitchinterval(LET_IN)
         try:
-            yield
+            with collected_once():
+                yield
         finally:
             sys.setswitchinterval(usual)
-            set_direct(True)
             jit_function.run, jit_function._do_compile = launch, compile_variant
             self._builders.all_at_once()
             mode.raw_futures = []                        # or leaving the mode would wait for them

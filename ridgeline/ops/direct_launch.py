@@ -14,7 +14,9 @@ scratch memory, launches that are only collected (compile_ahead.py), a Triton th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,12 +26,23 @@ _ALIGN = 15                          # the bits that are 0 in a pointer to a mul
 _LARGEST = 2**31 - 1                 # larger integers are 64 bits wide in a kernel
 _MOST_DESCRIPTORS = 8192             # TMA descriptors that are kept; a step of an 8B model has 200
 _wanted = True
+_collected: dict[int, set[Any]] = {} # threads whose launches are only collected: those that have been, by kernel and key
 
 
 def set_direct(on: bool) -> None:
-    """Off: every launch takes Triton's way. For launches that are only collected, and to compare."""
+    """Off: every launch takes Triton's way, to compare."""
     global _wanted
     _wanted = on
+
+
+@contextmanager
+def collected_once() -> Iterator[None]:
+    """Launches are only collected (compile_ahead.py): Triton sees the first of each key, and no launch is direct."""
+    _collected[threading.get_ident()] = set()
+    try:
+        yield
+    finally:
+        del _collected[threading.get_ident()]
 
 
 def direct(kernel: Any) -> Any:
@@ -66,19 +79,29 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) ->
     device = torch.cuda.current_device()
     key = (device, read, tuple(constants), tuple(constants.values()))
     variant = kernel.variants_by_key.get(key)
-    if variant is None or pointers & _ALIGN:
-        compiled = kernel.run(*args, grid=grid, warmup=False, **constants)
-        if variant is None and not pointers & _ALIGN:
-            kernel.variants_by_key[key] = _variant(kernel, compiled, args, constants)
-        return
-    if variant is _SLOW:
-        kernel.run(*args, grid=grid, warmup=False, **constants)
+    if variant is None or variant is _SLOW or pointers & _ALIGN or _collected:
+        _launch_by_triton(kernel, grid, args, constants, None if pointers & _ALIGN else key)
         return
     launch, fixed, metas, rest = variant
     if metas:
         values = _expanded(values, metas)
     x, y, z = (*grid, 1, 1)[:3]
     launch(x, y, z, torch._C._cuda_getCurrentRawStream(device), *fixed, *values, *rest)
+
+
+def _launch_by_triton(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any], key: Any
+) -> None:
+    """`key` is None where the next launch cannot be direct either."""
+    seen = _collected.get(threading.get_ident())
+    if seen is not None:
+        if (id(kernel), key) not in seen or key is None:
+            seen.add((id(kernel), key))
+            kernel.run(*args, grid=grid, warmup=False, **constants)
+        return
+    compiled = kernel.run(*args, grid=grid, warmup=False, **constants)
+    if key is not None and key not in kernel.variants_by_key:
+        kernel.variants_by_key[key] = _variant(kernel, compiled, args, constants)
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────────

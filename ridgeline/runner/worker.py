@@ -39,7 +39,7 @@ logger = get_logger("worker")
 # The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
 GPU_RUNTIME_BYTES = 760 * 2**20
 # A start captures CUDA graphs for so long; the rest is captured while the engine is idle.
-CAPTURE_SECONDS = 1.5
+CAPTURE_SECONDS = 1.2
 
 
 def device_facts(config: EngineConfig) -> DeviceFacts:

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from ridgeline.ops import direct_launch  # noqa: E402
-from ridgeline.ops.direct_launch import direct, kept_descriptor, set_direct  # noqa: E402
+from ridgeline.ops.direct_launch import collected_once, direct, kept_descriptor, set_direct  # noqa: E402
 
 tl = triton.language
 
@@ -102,7 +102,7 @@ def test_kernels_with_scratch_memory_are_left_to_triton(monkeypatch: pytest.Monk
     assert [launches(X, Y, 3, 32, 0.5) for _ in range(3)] == ["slow"] * 3
 
 
-def test_other_arguments_and_collected_launches_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_arguments_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
     assert [launches(X, Y, 3, True, 0.5) for _ in range(2)] == ["slow"] * 2
     launches(X, Y, 3, 32, 0.5)
@@ -111,6 +111,22 @@ def test_other_arguments_and_collected_launches_are_left_to_triton(monkeypatch: 
         assert launches(X, Y, 3, 32, 0.5) == "slow"
     finally:
         set_direct(True)
+    assert launches(X, Y, 3, 32, 0.5) == "fast"
+
+
+def test_collected_launches_reach_triton_once_for_each_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    launches(X, Y, 3, 32, 0.5)
+    launches.slow.clear()
+    with collected_once():
+        for size, block in ((32, 64), (48, 64), (33, 64), (32, 64), (32, 128), (33, 64)):
+            launches(X, Y, 3, size, 0.5, BLOCK=block)
+        launches(X[1:], Y, 3, 32, 0.5)
+        launches(X[1:], Y, 3, 32, 0.5)                   # unaligned: Triton tells them apart
+    assert [(args[3], constants["BLOCK"]) for _, args, constants in launches.slow] == [
+        (32, 64), (33, 64), (32, 128), (32, 64), (32, 64),
+    ]
+    assert not launches.fast
     assert launches(X, Y, 3, 32, 0.5) == "fast"
 
 
