@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ridgeline.errors import ModelError
 from ridgeline.layers.piece import Piece
+from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
@@ -182,33 +183,40 @@ def _fill(pieces: dict[str, Piece], source: Source, config: ModelConfig, progres
     matched = _match(pieces, source, Renamer(config, gguf))
     total = sum(source.tensors[name].nbytes for name in matched)
     done = 0
-    for name, targets in matched.items():
-        interleaved = gguf and config.family.gguf_permuted and targets[0].endswith((".qkv.weight:q", ".qkv.weight:k",
-                                                                                    ".qkv.bias:q", ".qkv.bias:k"))
-        only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
-        tensor = source.read(name, only)
-        if interleaved:
-            tensor = deinterleaved(tensor, config.head_dim)
-        first = 0
-        for target in targets:
-            piece = pieces[target]
-            rows = tensor[first : first + piece.shape[0]]
-            first += piece.shape[0]
-            if piece.store is not None:
-                kept = rows[piece.kept]
-                _check_finite(kept, name, source.tensors[name].file)
-                piece.store(kept)
-            else:
-                if rows.data_ptr() != piece.target.data_ptr():
-                    piece.target.copy_(rows[piece.kept])
-                _check_finite(piece.target, name, source.tensors[name].file)
-            if piece.keep_packed is not None and isinstance(source, GGUFSource) and source.is_packed(name):
-                packed, packing = source.packed(name)
-                packed = deinterleaved(packed, config.head_dim) if interleaved else packed
-                piece.keep_packed(packed[first - piece.shape[0] : first], packing)
-        done += source.tensors[name].nbytes
-        if progress is not None:
-            progress(done, total)
+    checks = FiniteChecks(_not_finite)
+    with Upload(next(iter(pieces.values())).target.device) as upload:
+        for name, targets in matched.items():
+            interleaved = gguf and config.family.gguf_permuted and targets[0].endswith(_ROTATED)
+            only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
+            tensor = source.read(name, only)
+            if interleaved:
+                tensor = deinterleaved(tensor, config.head_dim)
+            first = 0
+            for target in targets:
+                piece = pieces[target]
+                rows = tensor[first : first + piece.shape[0]]
+                first += piece.shape[0]
+                if piece.store is not None:
+                    kept = upload.fetched(rows[piece.kept])
+                    checks.add(kept, name, source.tensors[name].file)
+                    checks.finish()                          # it is not kept
+                    piece.store(kept)
+                else:
+                    if rows.data_ptr() != piece.target.data_ptr():
+                        upload.copy(piece.target, rows[piece.kept])
+                    checks.add(piece.target, name, source.tensors[name].file)
+                if piece.keep_packed is not None and isinstance(source, GGUFSource) and source.is_packed(name):
+                    packed, packing = source.packed(name)
+                    packed = deinterleaved(packed, config.head_dim) if interleaved else packed
+                    piece.keep_packed(packed[first - piece.shape[0] : first], packing)
+            done += source.tensors[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        upload.finish()
+        checks.finish()
+
+
+_ROTATED = (".qkv.weight:q", ".qkv.weight:k", ".qkv.bias:q", ".qkv.bias:k")
 
 
 def deinterleaved(rows: Tensor, head_dim: int) -> Tensor:
@@ -219,9 +227,8 @@ def deinterleaved(rows: Tensor, head_dim: int) -> Tensor:
     return heads.transpose(1, 2).reshape(rows.shape)
 
 
-def _check_finite(values: Tensor, name: str, file: str) -> None:
-    if values.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(values)):
-        raise ModelError(f"{file}: tensor {name} holds values that are not finite in {str(values.dtype)[6:]}")
+def _not_finite(name: str, file: str, dtype: torch.dtype) -> None:
+    raise ModelError(f"{file}: tensor {name} holds values that are not finite in {str(dtype)[6:]}")
 
 
 def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) -> None:

@@ -68,6 +68,7 @@ SUITE: dict[str, Group] = {
 # Further commands that it runs, each with a record of this name.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "startup-warm": ("startup", "--shape", "llama-3.1-8b"),
+    "startup-checkpoint": ("startup", "--shape", "llama-3.1-8b", "--written"),
     "startup-cold": ("startup", "--shape", "llama-3.1-8b", "--cold", "--starts", "2"),
     "long-prompt": ("studies", "--study", "long-prompt", "--shape", "llama-3.1-8b"),
     "ops": ("ops",),
