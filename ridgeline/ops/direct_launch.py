@@ -47,7 +47,8 @@ def collected_once() -> Iterator[None]:
 
 def direct(kernel: Any) -> Any:
     """The kernel, with `kernel[grid](…)` as above."""
-    kind = _class(type(kernel))
+    base: Any = type(kernel)
+    kind = _class(base)
     if kind is not None:
         kernel.variants_by_key = {}
         kernel.readers = {}
@@ -56,7 +57,7 @@ def direct(kernel: Any) -> Any:
 
 
 @functools.cache
-def _class(base: type) -> type | None:
+def _class(base: Any) -> type | None:
     """None: this Triton's kernels have not the parts that are used here."""
     if not all(hasattr(base, name) for name in ("run", "__getitem__", "create_binder")):
         return None
@@ -155,7 +156,7 @@ _SLOW = ("a variant that Triton launches",)
 
 def _variant(kernel: Any, compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
     """(C launcher, its arguments before the kernel's, descriptors' metadata by place, the constants)"""
-    launcher = getattr(compiled, "run", None)
+    launcher: Any = getattr(compiled, "run", None)
     wanted = ("launch", "launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
     if not all(hasattr(launcher, name) for name in wanted):
         return _SLOW

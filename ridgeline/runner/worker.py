@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +12,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ConfigError
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.weights import load_weights
+from ridgeline.models.weights import Progress, load_weights
 from ridgeline.ops.attention.attention_arguments import PREFIX_QUERIES
 from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
@@ -39,7 +40,8 @@ logger = get_logger("worker")
 # The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
 GPU_RUNTIME_BYTES = 760 * 2**20
 # A start captures CUDA graphs for so long; the rest is captured while the engine is idle.
-CAPTURE_SECONDS = 1.2
+CAPTURE_SECONDS = 0.8
+_NEWS_SECONDS = 0.1                  # between two reports of how much is loaded
 
 
 def device_facts(config: EngineConfig) -> DeviceFacts:
@@ -84,13 +86,8 @@ def make_runner(
         )
         reserve_masks(config.max_num_seqs, model_config.vocab_size, device)
     with CompileAhead(device) as ahead:
-        with phase("kernels"):
-            collect_kernels(ahead, config, model, rows, sampler, comm)
-        with phase("weights"), meter.part(ledger.WEIGHTS):
-            load_weights(model, config.model_path, model_config, options.model.load_format, progress, options.model.seed)
-            if device.type == "cuda":
-                torch.cuda.synchronize()                 # kernels may prefetch weights before they wait for anything (PDL)
-                torch.cuda.empty_cache()                 # of what loading took: later tensors would be put into it
+        with meter.part(ledger.WEIGHTS):
+            _kernels_and_weights(ahead, config, model, rows, sampler, comm, progress)
         with phase("KV cache"), meter.part(ledger.KV):
             buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
         with phase("kernels"):
@@ -110,6 +107,43 @@ def make_runner(
         runner.memory = meter.measured()
         logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
+
+
+def _kernels_and_weights(
+    ahead: CompileAhead, config: ResolvedConfig, model: Decoder, rows: DeviceRows, sampler: Sampler, comm: Communicator,
+    progress: Progress | None,
+) -> None:
+    """Collect the kernels to compile and load the weights. On a GPU both at once: launches that are only collected read no
+    weight, and reading a checkpoint leaves the interpreter to others most of the time."""
+    device, told = rows.device, (0, 0)
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        told = done, total
+
+    def load(news: Progress | None) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        model_options = config.options.model
+        load_weights(model, config.model_path, config.model, model_options.load_format, news, model_options.seed)
+
+    if device.type != "cuda":
+        with phase("weights"):
+            load(progress)
+        return
+    with ThreadPoolExecutor(1, "weights") as thread:
+        loading = thread.submit(load, tell)
+        with phase("kernels"):
+            collect_kernels(ahead, config, model, rows, sampler, comm)
+        with phase("weights"):
+            while not wait([loading], _NEWS_SECONDS).done:
+                if progress is not None and told[1]:
+                    progress(*told)                      # from this thread: the link to the front end is its own
+            loading.result()
+            if progress is not None:
+                progress(*told)
+            torch.cuda.synchronize()                     # kernels may prefetch weights before they wait for anything (PDL)
+            torch.cuda.empty_cache()                     # of what loading took: later tensors would be put into it
 
 
 def _first_steps(config: ResolvedConfig, runner: Runner) -> None:

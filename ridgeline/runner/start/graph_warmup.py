@@ -3,9 +3,10 @@
 Launched kernel by kernel, a decode step of an 8B model on an H200 takes the host longer than the device, and a capture takes as
 long again: after a deploy, every user would meet the shapes of the first busy minute like that.
 
-Decodes of every size and single prompts, greedy and sampled, the smallest first: a request that comes meanwhile is probably
-alone. Shapes that have been used are left out. An idle scheduler has no rows, so the runner's rows are free. They write to
-block 0, which no sequence owns: the blocks of the sequences that had these rows before may be in the prefix cache.
+Decodes of every size and single prompts, greedy and sampled. Likely ones come first, the smallest before larger ones: a request
+that comes meanwhile is probably alone. Shapes that have been used are left out. An idle scheduler has no rows, so the runner's
+rows are free. They write to block 0, which no sequence owns: the blocks of the sequences that had these rows before may be in the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from ridgeline.sizes.graph_shapes import GraphShapes
 
 logger = get_logger("graphs")
 
+# Tokens of the steps that are captured first: every other one then fits into one that is half as large again at most.
+LIKELY = {1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512}
+
 
 class Rehearsal:
     def __init__(
@@ -34,7 +38,9 @@ class Rehearsal:
         self._shapes = GraphShapes(max_rows, max_step_tokens)
         decodes = [[1] * size for size in self._shapes.decodes if size <= max_step_tokens]
         prompts = [[size] for size in self._shapes.prompt_tokens if size < max_model_len]
-        self._steps = self._unknown([decodes[0], *prompts, *decodes[1:]])
+        likely = [step for step in (*prompts, *decodes[1:]) if sum(step) in LIKELY]
+        rest = [step for step in (*prompts, *decodes[1:]) if sum(step) not in LIKELY]
+        self._steps = self._unknown([decodes[0], *likely, *rest])
 
     def before_ready(self, seconds: float) -> int:
         """Captures for that long; returns how many."""
