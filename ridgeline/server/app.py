@@ -14,10 +14,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ridgeline.errors import RidgelineError
-from ridgeline.server.api import model_cards, openapi, prepare, responses_continued
+from ridgeline.server.api import model_cards, openapi, prepare
 from ridgeline.server.api.dialects import ANTHROPIC, RESPONSES
-from ridgeline.server.api.embeddings import embed
-from ridgeline.server.api.score import score
+from ridgeline.server.api.openai import responses_continued
+from ridgeline.server.api.openai.embeddings import embed
+from ridgeline.server.api.vllm.score import score
 from ridgeline.server.endpoints import Generation, Question
 from ridgeline.server.http.error_bodies import anthropic_body
 from ridgeline.server.http.failures import describe, http_error

@@ -13,16 +13,17 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.server.api import anthropic, responses_answer
-from ridgeline.server.api.chat import ChatChoice, ChatRequest
-from ridgeline.server.api.completions import CompletionChoice, CompletionRequest
-from ridgeline.server.api.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.api.anthropic import messages_api as anthropic
 from ridgeline.server.api.generation import Reply
 from ridgeline.server.api.model_cards import ModelCard
-from ridgeline.server.api.responses_continued import MOST_ITEMS, DeletedResponse, InputItems
-from ridgeline.server.api.responses_request import KNOWN_INCLUDES
-from ridgeline.server.api.score import ScoreReply, ScoreRequest
-from ridgeline.server.api.tokenize import (
+from ridgeline.server.api.openai import responses_answer
+from ridgeline.server.api.openai.chat import ChatChoice, ChatRequest
+from ridgeline.server.api.openai.completions import CompletionChoice, CompletionRequest
+from ridgeline.server.api.openai.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.api.openai.responses_continued import MOST_ITEMS, DeletedResponse, InputItems
+from ridgeline.server.api.openai.responses_request import KNOWN_INCLUDES
+from ridgeline.server.api.vllm.score import ScoreReply, ScoreRequest
+from ridgeline.server.api.vllm.tokenize import (
     DetokenizeReply,
     DetokenizeRequest,
     TokenizeReply,

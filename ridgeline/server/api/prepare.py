@@ -21,13 +21,14 @@ from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api import anthropic, responses_answer
-from ridgeline.server.api.chat import ChatRequest, ChatWriter
-from ridgeline.server.api.completions import CompletionRequest, CompletionWriter, middle_marks
+from ridgeline.server.api.anthropic import messages_api as anthropic
 from ridgeline.server.api.generation import FIT, GenerationRequest, Writer
-from ridgeline.server.api.responses_continued import Continued, recalled_bytes
-from ridgeline.server.api.responses_request import ResponsesRequest
-from ridgeline.server.api.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from ridgeline.server.api.openai import responses_answer
+from ridgeline.server.api.openai.chat import ChatRequest, ChatWriter
+from ridgeline.server.api.openai.completions import CompletionRequest, CompletionWriter, middle_marks
+from ridgeline.server.api.openai.responses_continued import Continued, recalled_bytes
+from ridgeline.server.api.openai.responses_request import ResponsesRequest
+from ridgeline.server.api.vllm.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from ridgeline.server.http.body import LONG_BODY, away_if_long, parse_body
 from ridgeline.server.http.stream import Headers
 from ridgeline.server.parse.tool_prompt import in_plain_text, mended, tells_of_tools

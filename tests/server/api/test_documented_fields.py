@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from ridgeline.config import declared_options
-from ridgeline.server.api import anthropic, responses_answer
-from ridgeline.server.api.chat import ChatRequest
-from ridgeline.server.api.completions import CompletionRequest
-from ridgeline.server.api.embeddings import EmbeddingRequest
+from ridgeline.server.api.anthropic import messages_api as anthropic
 from ridgeline.server.api.generation import GenerationRequest
+from ridgeline.server.api.openai import responses_answer
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest
+from ridgeline.server.api.openai.embeddings import EmbeddingRequest
 from ridgeline.server.api.openapi import OPERATIONS
-from ridgeline.server.api.score import ScoreRequest
-from ridgeline.server.api.tokenize import DetokenizeRequest, TokenizeRequest
+from ridgeline.server.api.vllm.score import ScoreRequest
+from ridgeline.server.api.vllm.tokenize import DetokenizeRequest, TokenizeRequest
 from ridgeline.server.app import make_app
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service

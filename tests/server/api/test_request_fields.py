@@ -19,8 +19,8 @@ from served_model import ServerProcess, write_model
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api.chat import ChatRequest
-from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.failures import param_of
 from ridgeline.server.options import ServerOptions

@@ -1,7 +1,7 @@
 """Requests of OpenAI's Responses API: its fields, and its input items and tools in chat's form.
 
-server/api/chat has the meaning of messages, tools and calls; answers are written in server/api/responses_answer and stored in
-server/api/responses_store. Structs in, plain data out; no ASGI.
+server/api/openai/chat has the meaning of messages, tools and calls; answers are written in responses_answer and stored in
+responses_store beside this. Structs in, plain data out; no ASGI.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stored responses: how a conversation continues from one, and `/v1/responses/{id}` to fetch, list and delete them.
 
-server/api/responses_store keeps them; server/api/responses_answer writes them.
+server/api/openai/responses_store keeps them; server/api/openai/responses_answer writes them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
-from ridgeline.server.api.responses_store import ResponseStore, Stored
+from ridgeline.server.api.openai.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
+from ridgeline.server.api.openai.responses_store import ResponseStore, Stored
 from ridgeline.server.http.body import away_if_long
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored

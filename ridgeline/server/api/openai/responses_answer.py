@@ -1,7 +1,7 @@
 """OpenAI's Responses API as a dialect of chat: its input items become messages, chat's answers become output items.
 
-Requests are in server/api/responses_request; here answers are written, complete or as events. Structs in, structs and bytes out;
-no ASGI.
+Requests are in responses_request beside this; here answers are written, complete or as events. Structs in, structs and bytes
+out; no ASGI.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
-from ridgeline.server.api.anthropic import named_event
-from ridgeline.server.api.chat import ChatWriter
-from ridgeline.server.api.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
+from ridgeline.server.api.anthropic.messages_api import named_event
+from ridgeline.server.api.openai.chat import ChatWriter
+from ridgeline.server.api.openai.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from ridgeline.server.parse.partial_json import is_object
 from ridgeline.server.parse.text_tokens import TextTokens
 
