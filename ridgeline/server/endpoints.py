@@ -22,11 +22,13 @@ from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
     DIRECT,
+    Binary,
     ClientGone,
     EventStream,
     Receive,
     Send,
     read_body,
+    send_bytes,
     send_json,
     while_connected,
 )
@@ -50,7 +52,7 @@ class Endpoint(ABC):
         try:
             self._service.require_ready()
             with self._service.slots.taking(1):          # before a byte of the body is read
-                check_media_type(scope)
+                check_media_type(scope, self._dialect.any_media_type)
                 body = await read_body(receive)
                 prometheus.note_arrival(scope)
                 self._service.tracing.note(scope)
@@ -76,16 +78,21 @@ class Question(Endpoint):
         self._make = answer
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        await send_json(send, 200, msgspec.json.encode(await self._make(self._service, caller_of(scope), body)))
+        answer = await self._make(self._service, caller_of(scope), body)
+        if isinstance(answer, Binary):
+            await send_bytes(send, answer)
+        else:
+            await send_json(send, 200, msgspec.json.encode(answer))
 
 
 class Generation(Endpoint):
     """An endpoint that generates tokens."""
 
     def __init__(
-        self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Job]], dialect: Dialect = CHAT,
+        self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Job | bytes]], dialect: Dialect = CHAT,
         prompt_field: str | None = None,
     ) -> None:
+        """`prepare`: the request as a job; or its answer, where there is nothing to generate."""
         super().__init__(service, dialect, prompt_field)
         self._prepare = prepare
 
@@ -96,6 +103,9 @@ class Generation(Endpoint):
     async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
         caller = caller_of(scope)
         job = await self._prepare(self._service, caller, body)
+        if isinstance(job, bytes):
+            await send_json(send, 200, job)
+            return
         caller = prometheus.switched(self._service.llm, caller, job.request.techniques)
         caller = caller.expecting_first_token(job.request.ttft_deadline_ms)
         count = len(job.prompts) * job.params.n
@@ -108,7 +118,8 @@ class Generation(Endpoint):
                 )
             try:
                 if job.request.stream:
-                    events = EventStream(send, job.headers, self._dialect.framed, scope.get(DIRECT))
+                    dialect = self._dialect
+                    events = EventStream(send, job.headers, dialect.framed, scope.get(DIRECT), dialect.stream_kind)
                     await self._send_events(stream, job, events)
                 else:
                     body = job.writer.body(await stream.complete())
@@ -158,9 +169,15 @@ class Generation(Endpoint):
         await events.end()
 
 
-def check_media_type(scope: Scope) -> None:
+# A browser sends one of these with every request of a page.
+_BROWSER_HEADERS = frozenset({b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"})
+
+
+def check_media_type(scope: Scope, any_kind: bool = False) -> None:
+    """`any_kind`: a client that is no browser may leave the type out, as Ollama's examples for curl do."""
     kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    if kind.split(b";")[0].strip().lower() != b"application/json":
+    free = any_kind and not any(name in _BROWSER_HEADERS for name, _ in scope["headers"])
+    if not free and kind.split(b";")[0].strip().lower() != b"application/json":
         raise WrongMediaType("the body must be JSON and say so: Content-Type: application/json")
     if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]):
         raise WrongMediaType("the body must not be compressed: Content-Encoding is not supported")

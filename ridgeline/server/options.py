@@ -16,6 +16,7 @@ class ServerOptions:
         "", "name of the model in requests and answers, and aliases, separated by commas; gpt-*: any name that begins with gpt-; "
         "empty: the file's name",
     )
+    root_path: str = option("", "prefix of the paths behind a reverse proxy, like /llm, whether the proxy removes it or not")
     max_connections: int = option(4096, "open connections, including idle ones", low=1)
     max_queued_requests: int | None = option(
         None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1

@@ -105,7 +105,8 @@ class Frontend:
             raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
         text, tokens = self.prompt_tokens(prompt)
         if params.truncate_prompt_tokens is not None:
-            tokens = tokens[-params.truncate_prompt_tokens :]
+            most = params.truncate_prompt_tokens
+            tokens = tokens[:most] if params.truncation_side == "right" else tokens[-most:]
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
         if params.stop:

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -76,6 +76,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -111,7 +112,6 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     # Known to clients, not supported here.
     lora_request: Any = None
-    truncation_side: Any = None
     thinking_token_budget: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
@@ -126,7 +126,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         "mm_processor_kwargs", "media_io_kwargs",
     )
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that change nothing and are accepted
-        "truncation_side": ("left",), "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
+        "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
         "lora_request": (), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
         "guided_whitespace_pattern": (),
     }
@@ -211,7 +211,7 @@ _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias",
     "ignore_eos", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "truncation_side",
 )
 
 

@@ -15,7 +15,19 @@ import msgspec
 
 from ridgeline.server.api.anthropic import messages_api as anthropic
 from ridgeline.server.api.generation import Reply
+from ridgeline.server.api.llamacpp.llama_answers import LlamaReply
+from ridgeline.server.api.llamacpp.llama_requests import LlamaRequest, Slot, TemplateReply
 from ridgeline.server.api.model_cards import ModelCard
+from ridgeline.server.api.ollama import ollama_models
+from ridgeline.server.api.ollama.ollama_answers import OllamaChatReply, OllamaGenerateReply
+from ridgeline.server.api.ollama.ollama_prepare import EmbedReply, OldEmbedReply
+from ridgeline.server.api.ollama.ollama_requests import (
+    EmbedRequest,
+    OldEmbedRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from ridgeline.server.api.openai import responses_answer
 from ridgeline.server.api.openai.chat import ChatChoice, ChatRequest
 from ridgeline.server.api.openai.completions import CompletionChoice, CompletionRequest
@@ -32,6 +44,7 @@ from ridgeline.server.api.vllm.tokenize import (
 )
 from ridgeline.server.http.error_bodies import AnthropicError
 from ridgeline.server.http.gate import OPEN_PATHS
+from ridgeline.server.http.stream import LINES
 from ridgeline.server.observe.prometheus import Load
 from ridgeline.server.observe.roofline_endpoint import RooflineReply
 from ridgeline.version import __version__
@@ -68,6 +81,10 @@ class Error(msgspec.Struct):
     error: ErrorDetail
 
 
+class OllamaError(msgspec.Struct):
+    error: str
+
+
 class ChatReply(Reply):
     choices: list[ChatChoice]
 
@@ -89,6 +106,18 @@ class Health(msgspec.Struct):
     """A server that is ready also reports its load."""
 
     status: str
+
+
+class Index(msgspec.Struct):
+    """Where to go from here. A browser is sent to the dashboard instead."""
+
+    name: str
+    version: str
+    openai_base_url: str
+    docs: str
+    openapi: str
+    dashboard: str
+    health: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +154,20 @@ OPERATIONS = (
     Operation("/tokenizer_info", "Its special tokens and chat template", gives=TokenizerInfo),
     Operation("/v1/models", "The one model that is served", gives=ModelList),
     Operation("/v1/models/{name}", "The same by its name", gives=ModelCard),
+    Operation("/api/chat", "A conversation, for Ollama's clients", OllamaChatRequest, OllamaChatReply, OllamaError, streams=True),
+    Operation("/api/generate", "A text to continue, for Ollama's clients", OllamaGenerateRequest, OllamaGenerateReply,
+              OllamaError, streams=True),
+    Operation("/api/embed", "Texts as vectors", EmbedRequest, EmbedReply, OllamaError),
+    Operation("/api/embeddings", "A text as a vector; /api/embed replaces it", OldEmbedRequest, OldEmbedReply, OllamaError),
+    Operation("/api/show", "What is known of the model", ShowRequest, ollama_models.Shown, OllamaError),
+    Operation("/api/tags", "The one model that is served", gives=ollama_models.ListedModels, error=OllamaError),
+    Operation("/api/ps", "The same, as loaded", gives=ollama_models.RunningModels, error=OllamaError),
+    Operation("/api/version", "Of Ollama's API that this follows", gives=ollama_models.OllamaVersion, error=OllamaError),
+    Operation("/completion", "A text to continue, for llama.cpp's clients", LlamaRequest, LlamaReply, streams=True),
+    Operation("/apply-template", "A conversation as the prompt it becomes", ChatRequest, TemplateReply),
+    Operation("/infill", "Refused: use /v1/completions with a suffix", LlamaRequest),
+    Operation("/props", "Settings, for llama.cpp's clients", gives=dict[str, Any]),
+    Operation("/slots", "Rows of the running batch", gives=list[Slot]),
     Operation("/health", "Whether requests are taken", gives=Health),
     Operation("/health/ready", "The same", gives=Health),
     Operation("/health/live", "Whether this process answers", gives=Health),
@@ -134,11 +177,15 @@ OPERATIONS = (
     Operation("/load", "How much there is to do", gives=Load),
     Operation("/roofline", "Which resource binds, and how far it is to the roof", gives=RooflineReply),
     Operation("/dashboard", "A page that shows it, for a browser"),
+    Operation("/dashboard/", "The same"),
+    Operation("/docs", "This document as a page"),
+    Operation("/", "Where to go from here; for a browser, the dashboard", gives=Index),
+    Operation("/v1", "The same", gives=Index),
 )
 
 
 @cache
-def document() -> dict[str, Any]:
+def document(root_path: str = "") -> dict[str, Any]:
     """OpenAPI 3.1: its schemas are JSON Schema 2020-12, which msgspec writes."""
     types = {
         kind for each in OPERATIONS for kind in (each.takes, each.gives, each.error, each.deletes) if kind is not None
@@ -152,6 +199,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Ridgeline", "version": __version__},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": {each.path: _methods(each, by_type) for each in OPERATIONS},
         "components": {
             "schemas": components,
@@ -170,7 +218,9 @@ def _methods(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> 
 
 def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
     answer = {JSON: {"schema": schemas[operation.gives]}} if operation.gives is not None else {}
-    if operation.streams:
+    if operation.streams and operation.error is OllamaError:
+        answer[LINES.decode()] = {"schema": schemas[operation.gives]} if operation.gives is not None else {}
+    elif operation.streams:
         text = {"type": "string"}                        # an event's data is JSON, but for the last of chat: [DONE]
         event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
         answer[EVENTS] = {"schema": event}

@@ -28,7 +28,13 @@ from ridgeline.server.api.openai.chat import ChatRequest, ChatWriter
 from ridgeline.server.api.openai.completions import CompletionRequest, CompletionWriter, middle_marks
 from ridgeline.server.api.openai.responses_continued import Continued, recalled_bytes
 from ridgeline.server.api.openai.responses_request import ResponsesRequest
-from ridgeline.server.api.vllm.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from ridgeline.server.api.vllm.tokenize import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    PlainTokens,
+    TokenizeReply,
+    TokenizeRequest,
+)
 from ridgeline.server.http.body import LONG_BODY, away_if_long, parse_body
 from ridgeline.server.http.stream import Headers
 from ridgeline.server.parse.tool_prompt import in_plain_text, mended, tells_of_tools
@@ -185,7 +191,7 @@ async def count_input(service: Service, caller: Caller, body: bytes) -> response
     return responses_answer.InputTokens(len(await prompt_tokens(service, request)))
 
 
-async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeReply:
+async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeReply | PlainTokens:
     def work() -> tuple[TokenizeRequest, ChatRequest | None]:
         request = parse_body(TokenizeRequest, body)
         if request.model is not None:
@@ -193,6 +199,9 @@ async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeRep
         return request, as_chat(service, request)[0] if request.messages is not None else None
 
     request, chat = await away_if_long(len(body), work)
+    if request.content is not None:
+        ids = await service.llm.text_tokens(request.content, bool(request.add_special), request.parse_special is not False)
+        return PlainTokens.of(ids, service.llm.get_tokenizer(), bool(request.with_pieces))
     if chat is not None:
         tokens = await prompt_tokens(service, chat)
     else:

@@ -12,6 +12,15 @@ import pytest
 from ridgeline.config import declared_options
 from ridgeline.server.api.anthropic import messages_api as anthropic
 from ridgeline.server.api.generation import GenerationRequest
+from ridgeline.server.api.llamacpp.llama_requests import LlamaRequest
+from ridgeline.server.api.ollama.ollama_requests import (
+    EmbedRequest,
+    OldEmbedRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaRequest,
+    ShowRequest,
+)
 from ridgeline.server.api.openai import responses_answer
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest
@@ -35,12 +44,17 @@ TABLES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "Responses fields": (responses_answer.ResponsesRequest, ()),
     "Embedding fields": (EmbeddingRequest, ()),
     "Score fields": (ScoreRequest, ()),
+    "Ollama chat": (OllamaChatRequest, ("Ollama chat and generate",)),
+    "Ollama chat and generate": (OllamaRequest, ()),
+    "Ollama generate": (OllamaGenerateRequest, ("Ollama chat and generate",)),
+    "Ollama embed": (EmbedRequest, ()),
+    "Ollama embeddings": (OldEmbedRequest, ()),
+    "Ollama show": (ShowRequest, ()),
+    "llama.cpp completion": (LlamaRequest, ()),
     "Tokenize": (TokenizeRequest, ()),
     "Detokenize": (DetokenizeRequest, ()),
 }
-# Refused by a rule of their own, with a message that says more.
-ALSO_REFUSED = {EmbeddingRequest: {"dimensions"}}
-ALSO_IGNORED = {EmbeddingRequest: {"user"}, ScoreRequest: {"user"}}
+ALSO_IGNORED = {ScoreRequest: {"user"}}
 
 
 def documented(heading: str) -> dict[str, str]:
@@ -56,7 +70,7 @@ def documented(heading: str) -> dict[str, str]:
 
 
 def state(kind: type[Any], field: str) -> str:
-    if field in getattr(kind, "REFUSED", {}) or field in ALSO_REFUSED.get(kind, ()):
+    if field in getattr(kind, "REFUSED", {}):
         return "no"
     return "ignored" if field in getattr(kind, "HINTS", ()) or field in ALSO_IGNORED.get(kind, ()) else "yes"
 

@@ -409,7 +409,7 @@ BAD: list[tuple[type[Any], dict[str, Any], str | None, str]] = [
     (ChatRequest, {"audio": {"voice": "x"}}, "audio", "not supported"),
     (ChatRequest, {"modalities": ["text", "audio"]}, "modalities", "not supported"),
     (ChatRequest, {"images": ["x"]}, "images", "unknown field"),
-    (ChatRequest, {"truncation_side": "right"}, "truncation_side", "not supported"),
+    (ChatRequest, {"truncation_side": "middle"}, "truncation_side", "invalid enum value"),
     (ChatRequest, {"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
     (ChatRequest, {"web_search_options": {}}, "web_search_options", "not supported"),
     (ChatRequest, {"lora_request": {"name": "x"}}, "lora_request", "not supported"),
