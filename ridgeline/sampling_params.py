@@ -14,6 +14,7 @@ from ridgeline.errors import BadRequest, Unsupported
 
 MAX_N = 128                          # answers per prompt
 MAX_LOGPROBS = 20                    # alternatives per position
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 1_024
 MAX_STOP_TOKEN_IDS = 1_024
@@ -123,6 +124,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None               # with logprobs: these tokens' instead of the most likely ones'
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -221,6 +223,11 @@ class SamplingParams:
             name, limit = "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS
             self.allowed_token_ids = plain_token_ids(name, self.allowed_token_ids, limit)
         plain_token_ids("logit_bias", list(self.logit_bias or {}), MAX_LOGIT_BIASES)
+        if self.logprob_token_ids is not None:
+            given = plain_token_ids("logprob_token_ids", self._list("logprob_token_ids"), MAX_LOGPROB_TOKEN_IDS)
+            self.logprob_token_ids = list(dict.fromkeys(given)) or None
+        if self.logprob_token_ids is not None:
+            self.logprobs = 0                            # none by their rank
 
     def _texts(self, name: str, most: int, longest: int) -> None:
         texts = getattr(self, name)

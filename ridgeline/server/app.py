@@ -21,7 +21,8 @@ from ridgeline.server.api.ollama import ollama_models, ollama_prepare
 from ridgeline.server.api.openai import responses_continued
 from ridgeline.server.api.openai.embeddings import embed
 from ridgeline.server.api.vllm.score import score
-from ridgeline.server.endpoints import Generation, Question
+from ridgeline.server.background import Responses
+from ridgeline.server.endpoints import Generation, Invocations, Question
 from ridgeline.server.http.error_bodies import body_for
 from ridgeline.server.http.failures import describe, http_error
 from ridgeline.server.http.root_path import plain_prefix
@@ -35,18 +36,24 @@ def make_app(service: Service) -> Starlette:
     chat = Generation(service, prepare.prepare_chat, prompt_field="messages")
     completion = Generation(service, prepare.prepare_completion, prompt_field="prompt")
     messages = Generation(service, prepare.prepare_messages, ANTHROPIC)
-    responses = Generation(service, prepare.prepare_response, RESPONSES, "input")
+    responses = Responses(service, prepare.prepare_response, RESPONSES, "input")
+    embeddings, scores = Question(service, embed, prompt_field="input"), Question(service, score)
     app = Starlette(
         routes=[
             _post("/v1/chat/completions", chat),
+            _post("/v1/chat/completions/batch", Generation(service, prepare.prepare_batch, prompt_field="messages")),
             _post("/v1/completions", completion),
             _post("/v1/messages", messages),
             _post("/v1/messages/count_tokens", Question(service, prepare.count_tokens, ANTHROPIC)),
             _post("/v1/responses", responses),
             _post("/v1/responses/input_tokens", Question(service, prepare.count_input, RESPONSES, "input")),
+            _post("/v1/responses/{id}/cancel", responses.cancel),
             *responses_continued.routes(service),
-            _post("/v1/embeddings", Question(service, embed, prompt_field="input")),
-            _post("/v1/score", Question(service, score)),
+            _post("/v1/embeddings", embeddings),
+            _post("/v1/score", scores),
+            _post("/invocations", Invocations(
+                service, {"messages": chat, "prompt": completion, "input": embeddings, "text_1": scores},
+            )),
             _post("/tokenize", Question(service, prepare.tokenize)),
             _post("/detokenize", Question(service, prepare.detokenize)),
             *model_cards.routes(service),

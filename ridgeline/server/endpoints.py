@@ -8,15 +8,17 @@ Each request runs under a watch for its client: a client that hangs up has its r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from ridgeline.engine.client.answer_stream import AnswerStream, Batch
 from ridgeline.engine.client.request_context import Caller
+from ridgeline.errors import BadRequest
 from ridgeline.server.api.dialects import CHAT, Dialect
 from ridgeline.server.api.prepare import Job
+from ridgeline.server.http.body import away_if_long
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
@@ -106,16 +108,12 @@ class Generation(Endpoint):
         if isinstance(job, bytes):
             await send_json(send, 200, job)
             return
-        caller = prometheus.switched(self._service.llm, caller, job.request.techniques)
-        caller = caller.expecting_first_token(job.request.ttft_deadline_ms)
+        await self._run(scope, caller, job, send)
+
+    async def _run(self, scope: Scope, caller: Caller, job: Job, send: Send) -> None:
         count = len(job.prompts) * job.params.n
         with self._service.slots.taking(count, already=1):
-            with job.request.naming_its_grammar():
-                stream = await self._service.llm.stream(
-                    job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
-                    arrived=prometheus.arrived(), must_fit="" if self._dialect.clips else job.request.length_field,
-                    caller=caller,
-                )
+            stream = await self._start(caller, job)
             try:
                 if job.request.stream:
                     dialect = self._dialect
@@ -127,10 +125,22 @@ class Generation(Endpoint):
                         body = prometheus.with_timings(body, self._service.llm, stream.outputs)
                     await send_json(send, 200, body, job.headers)
             finally:
-                prometheus.note_in_log(self._service.llm, stream.outputs)
-                self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
-                stream.close()
-                stream.error = None                      # it refers to this frame: no cycle for the garbage collector
+                self._end(job, stream)
+
+    async def _start(self, caller: Caller, job: Job) -> AnswerStream:
+        caller = prometheus.switched(self._service.llm, caller, job.request.techniques)
+        caller = caller.expecting_first_token(job.request.ttft_deadline_ms)
+        with job.request.naming_its_grammar():
+            return await self._service.llm.stream(
+                job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
+                arrived=prometheus.arrived(), must_fit="" if self._dialect.clips else job.request.length_field, caller=caller,
+            )
+
+    def _end(self, job: Job, stream: AnswerStream) -> None:
+        prometheus.note_in_log(self._service.llm, stream.outputs)
+        self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
+        stream.close()
+        stream.error = None                              # it refers to this frame: no cycle for the garbage collector
 
     async def _send_events(self, stream: AnswerStream, job: Job, events: EventStream) -> None:
         """Nothing is sent before the first tokens: until then a failure can still have its own status.
@@ -167,6 +177,28 @@ class Generation(Endpoint):
             status, body, _ = describe(error, names=self._dialect.names)
             await events.write([self._dialect.error_event(job.writer, status, body)])
         await events.end()
+
+
+class Invocations(Endpoint):
+    """SageMaker's one path for all requests: the body's fields decide which endpoint answers."""
+
+    def __init__(self, service: Service, endpoints: Mapping[str, Endpoint]) -> None:
+        """`endpoints`: by the field that only their requests have."""
+        super().__init__(service)
+        self._endpoints = endpoints
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        def names() -> Collection[str]:
+            try:
+                return msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+            except msgspec.MsgspecError as error:
+                raise BadRequest(f"the body is not a JSON object: {error}") from None
+
+        given = await away_if_long(len(body), names)
+        chosen = next((endpoint for name, endpoint in self._endpoints.items() if name in given), None)
+        if chosen is None:
+            raise BadRequest(f"the body needs one of {', '.join(self._endpoints)}, which says what kind of request it is")
+        await chosen._answer(scope, body, send)
 
 
 # A browser sends one of these with every request of a page.

@@ -31,6 +31,8 @@ class ServerOptions:
         "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template contains it",
         ("auto", "none", "think"),
     )
+    strict_messages: bool = option(False, "refuse unknown fields inside messages by name; otherwise they are ignored, as in vLLM")
+    enable_force_include_usage: bool = option(False, "every event of a stream has the usage, whether asked for or not")
     max_body_bytes: int = option(16 * 2**20, "largest size of a request's body", low=1)
     max_stored_responses: int = option(
         1000, "answers of /v1/responses kept in memory for an hour, for previous_response_id; 0: none", low=0

@@ -29,11 +29,13 @@ from ridgeline.server.api.ollama.ollama_requests import (
     ShowRequest,
 )
 from ridgeline.server.api.openai import responses_answer
-from ridgeline.server.api.openai.chat import ChatChoice, ChatRequest
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.chat_answers import ChatChoice
 from ridgeline.server.api.openai.completions import CompletionChoice, CompletionRequest
 from ridgeline.server.api.openai.embeddings import EmbeddingReply, EmbeddingRequest
 from ridgeline.server.api.openai.responses_continued import MOST_ITEMS, DeletedResponse, InputItems
 from ridgeline.server.api.openai.responses_request import KNOWN_INCLUDES
+from ridgeline.server.api.vllm.batch_chat import BatchChatRequest
 from ridgeline.server.api.vllm.score import ScoreReply, ScoreRequest
 from ridgeline.server.api.vllm.tokenize import (
     DetokenizeReply,
@@ -130,10 +132,13 @@ class Operation:
     streams: bool = False                # with `stream: true` the answer is server-sent events
     deletes: type[Any] | None = None     # what a DELETE of the same path gives, where there is one
     query: tuple[str, ...] = ()          # names from QUERY that its GET takes
+    posts: bool = False                  # a POST without a body
 
 
 OPERATIONS = (
     Operation("/v1/chat/completions", "A conversation", ChatRequest, ChatReply, streams=True),
+    Operation("/v1/chat/completions/batch", "Several conversations, one choice each", BatchChatRequest, ChatReply),
+    Operation("/invocations", "Any of the others, by its fields, for SageMaker", dict[str, Any], dict[str, Any], streams=True),
     Operation("/v1/completions", "A text to continue", CompletionRequest, CompletionReply, streams=True),
     Operation("/v1/responses", "A conversation, for clients of the Responses API", responses_answer.ResponsesRequest,
               responses_answer.ResponseReply, streams=True),
@@ -141,6 +146,7 @@ OPERATIONS = (
               responses_answer.InputTokens),
     Operation("/v1/responses/{id}", "One that is kept, fetched or deleted", gives=responses_answer.ResponseReply,
               deletes=DeletedResponse, query=("include",)),
+    Operation("/v1/responses/{id}/cancel", "End one in the background", gives=responses_answer.ResponseReply, posts=True),
     Operation("/v1/responses/{id}/input_items", "What was sent with it", gives=InputItems,
               query=("include", "limit", "order", "after")),
     Operation("/v1/messages", "A conversation, for Anthropic's clients", anthropic.MessagesRequest,
@@ -210,7 +216,7 @@ def document(root_path: str = "") -> dict[str, Any]:
 
 
 def _methods(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
-    methods = {"get" if operation.takes is None else "post": _written(operation, schemas)}
+    methods = {"get" if operation.takes is None and not operation.posts else "post": _written(operation, schemas)}
     if operation.deletes is not None:
         methods["delete"] = _written(replace(operation, gives=operation.deletes, query=()), schemas)
     return methods

@@ -192,6 +192,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     compaction: Any = None
     thread: Any = None
 
+    TOLERANT: ClassVar[tuple[str, ...]] = ("messages", "system")
     HINTS: ClassVar[tuple[str, ...]] = ("cache_control", "diagnostics", "fallbacks", "fallback_credit_token", "speed")
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "compaction": (), "thread": ()}
 

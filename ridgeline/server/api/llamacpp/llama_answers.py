@@ -80,7 +80,7 @@ class LlamaWriter(CompletionWriter):
         for place, delta in batch:
             output, index = outputs[place], place * self._params.n + delta.index
             if delta.token_ids and not self._silent:
-                reply = self._reply(output, index, delta.text, delta.token_ids, delta.logprobs, output.outputs[delta.index])
+                reply = self._part(output, index, delta.text, delta.token_ids, delta.logprobs, output.outputs[delta.index])
                 made.append(encode(reply))
             if delta.finish_reason:
                 made.append(encode(self._last(output, index, output.outputs[delta.index], "")))
@@ -101,7 +101,7 @@ class LlamaWriter(CompletionWriter):
                 made.append(self._chosen(reply))
         return encode(made if self._asked.many else made[0])
 
-    def _reply(
+    def _part(
         self, output: RequestOutput, index: int, text: str, tokens: list[int], logprobs: list[LogprobsAt] | None,
         answer: CompletionOutput,
     ) -> LlamaReply:
@@ -116,7 +116,7 @@ class LlamaWriter(CompletionWriter):
         return reply
 
     def _last(self, output: RequestOutput, index: int, answer: CompletionOutput, text: str) -> LlamaReply:
-        reply = self._reply(output, index, text, [], None, answer)
+        reply = self._part(output, index, text, [], None, answer)
         word = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
         reply.stop = True
         reply.tokens_predicted = 0 if self._silent else len(answer.token_ids)

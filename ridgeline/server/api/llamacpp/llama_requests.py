@@ -126,15 +126,17 @@ class LlamaRequest(msgspec.Struct, kw_only=True):
         pairs = list(given.items()) if isinstance(given, dict) else given or []
         made: dict[int, float] = {}
         for pair in pairs:
-            match pair:
-                case [int() | str() as token, int() | float() as bias]:
-                    value = NEVER if bias is False else float(bias)
-                case _:
-                    message = f"logit_bias must hold pairs of a token and a number, or false; got {shown(pair)}"
-                    raise BadRequest(message, field="logit_bias")
-            is_id = isinstance(token, int) or token.isdigit()
-            made |= dict.fromkeys([int(token)] if is_id else await tokenize(str(token), False), value)
+            if not _is_bias(pair):
+                message = f"logit_bias must hold pairs of a token and a number, or false; got {shown(pair)}"
+                raise BadRequest(message, field="logit_bias")
+            token, bias = str(pair[0]), NEVER if pair[1] is False else float(pair[1])
+            made |= dict.fromkeys([int(token)] if token.isdecimal() else await tokenize(token, False), bias)
         return made
+
+
+def _is_bias(pair: Any) -> bool:
+    is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+    return is_pair and isinstance(pair[0], (int, str)) and isinstance(pair[1], (int, float))
 
 
 def prompts(given: str | list[Any] | dict[str, Any]) -> list[Any]:

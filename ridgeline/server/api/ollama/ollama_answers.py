@@ -15,7 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
 from ridgeline.server.api.generation import encode
-from ridgeline.server.api.openai.chat import ChatWriter, ToolCallDelta
+from ridgeline.server.api.openai.chat import ChatWriter
+from ridgeline.server.api.openai.chat_answers import ToolCallDelta
 from ridgeline.server.http.error_bodies import ollama_body
 from ridgeline.server.parse.partial_json import completed
 
@@ -115,27 +116,27 @@ class OllamaWriter(ChatWriter):
             logprobs = UNSET if chunk.logprobs is None else msgspec.to_builtins(chunk.logprobs.content)
             made = [*self._parts(chunk.delta)]
             if not made and logprobs is not UNSET:
-                made = [self._reply()]                   # carries what is known of tokens without text
+                made = [self._part()]                   # carries what is known of tokens without text
             if made:
                 made[0].logprobs = logprobs
             yield from made
             if chunk.finish_reason:
                 self._reason = "length" if chunk.finish_reason == "length" else "stop"
                 if calls := self._whole_calls(self._calls):
-                    yield self._reply(calls=calls)
+                    yield self._part(calls=calls)
 
     def _parts(self, delta: Any) -> Iterator[OllamaChatReply | OllamaGenerateReply]:
         if delta.reasoning_content:
-            yield self._reply(thought=delta.reasoning_content)
+            yield self._part(thought=delta.reasoning_content)
         if delta.content:
-            yield self._reply(delta.content)
+            yield self._part(delta.content)
         for call in delta.tool_calls or []:
             yield from self._take_call(call)
 
     def _take_call(self, call: ToolCallDelta) -> Iterator[OllamaChatReply | OllamaGenerateReply]:
         if call.index not in self._calls:
             if calls := self._whole_calls(self._calls):  # a call is whole when the next one begins
-                yield self._reply(calls=calls)
+                yield self._part(calls=calls)
             self._calls[call.index] = (call.id or "", call.function.name or "", [])
         self._calls[call.index][2].append(call.function.arguments or "")
 
@@ -147,7 +148,7 @@ class OllamaWriter(ChatWriter):
         waiting.clear()
         return made
 
-    def _reply(
+    def _part(
         self, text: str = "", thought: str = "", calls: list[OllamaToolCall] | None = None
     ) -> OllamaChatReply | OllamaGenerateReply:
         now = timestamp(time.time())
@@ -159,7 +160,7 @@ class OllamaWriter(ChatWriter):
         return OllamaChatReply(model=self._asked, created_at=now, message=message, done=False)
 
     def _last(self, output: RequestOutput) -> OllamaChatReply | OllamaGenerateReply:
-        reply, times, answer = self._reply(), output.metrics, output.outputs[0]
+        reply, times, answer = self._part(), output.metrics, output.outputs[0]
         reply.done, reply.done_reason = True, self._reason
         reply.total_duration = nanoseconds(time.monotonic() - (times.arrived if times is not None else self._began))
         reply.load_duration = 0                          # the model is loaded before the server is ready

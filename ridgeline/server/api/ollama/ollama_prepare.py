@@ -68,8 +68,8 @@ async def prepare_generate(service: Service, caller: Caller, body: bytes) -> Job
     writer = partial(OllamaWriter, asked.model, True)
     if not asked.is_raw:
         job = await chat_job(service, request, params, "ollama-", writer)
-        before = [job.prompts[0]] if not asked.context else [[*asked.context, *job.prompts[0]]]
-        job.prompts = before
+        if asked.context:
+            job.prompts = [[*asked.context, *job.prompts[0]]]
         return job
     prompt: Prompt = asked.prompt or ""
     if asked.suffix:
