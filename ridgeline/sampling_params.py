@@ -14,6 +14,7 @@ from ridgeline.errors import BadRequest, Unsupported
 
 MAX_N = 128                          # answers per prompt
 MAX_LOGPROBS = 20                    # alternatives per position
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 1_024
 MAX_STOP_TOKEN_IDS = 1_024
@@ -123,11 +124,13 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None               # with logprobs: these tokens' instead of the most likely ones'
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None                # keep only this many of the prompt's last tokens
+    truncate_prompt_tokens: int | None = None                # keep only this many of the prompt's tokens …
+    truncation_side: str = "left"                            # … the last of them; "right" keeps the first
     pooling: str | None = None       # "last" or "mean": also give the prompt's hidden states as one vector
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Any = None
@@ -177,12 +180,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_LOGPROBS)
-        if self.truncate_prompt_tokens is not None:
-            self._integer("truncate_prompt_tokens", 1, 2**31 - 1)
-        if self.pooling not in (None, "last", "mean"):
-            raise BadRequest(f"pooling must be 'last' or 'mean', got {shown(self.pooling)}", field="pooling")
-        if self.pooling is not None and (self.n, self.max_tokens) != (1, 1):
-            raise BadRequest("pooling needs n and max_tokens to be 1: its answer is the prompt's vector", field="pooling")
+        self._prompt()
         for name in (
             "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
             "include_stop_str_in_output",
@@ -204,6 +202,18 @@ class SamplingParams:
             raise BadRequest("bad_words must hold more than blanks", field="bad_words")
         self._tokens()
 
+    def _prompt(self) -> None:
+        """What concerns the prompt."""
+        if self.truncate_prompt_tokens is not None:
+            self._integer("truncate_prompt_tokens", 1, 2**31 - 1)
+        if self.truncation_side not in ("left", "right"):
+            message = f"truncation_side must be 'left' or 'right', got {shown(self.truncation_side)}"
+            raise BadRequest(message, field="truncation_side")
+        if self.pooling not in (None, "last", "mean"):
+            raise BadRequest(f"pooling must be 'last' or 'mean', got {shown(self.pooling)}", field="pooling")
+        if self.pooling is not None and (self.n, self.max_tokens) != (1, 1):
+            raise BadRequest("pooling needs n and max_tokens to be 1: its answer is the prompt's vector", field="pooling")
+
     def _tokens(self) -> None:
         self.stop_token_ids = plain_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if self.allowed_token_ids is not None:
@@ -213,6 +223,11 @@ class SamplingParams:
             name, limit = "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS
             self.allowed_token_ids = plain_token_ids(name, self.allowed_token_ids, limit)
         plain_token_ids("logit_bias", list(self.logit_bias or {}), MAX_LOGIT_BIASES)
+        if self.logprob_token_ids is not None:
+            given = plain_token_ids("logprob_token_ids", self._list("logprob_token_ids"), MAX_LOGPROB_TOKEN_IDS)
+            self.logprob_token_ids = list(dict.fromkeys(given)) or None
+        if self.logprob_token_ids is not None:
+            self.logprobs = 0                            # none by their rank
 
     def _texts(self, name: str, most: int, longest: int) -> None:
         texts = getattr(self, name)

@@ -13,7 +13,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import BadRequest
 from ridgeline.process import embedded
 from ridgeline.server.api.generation import GenerationRequest
-from ridgeline.server.api.responses_store import ResponseStore
+from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.observe.tracing import NoTracing

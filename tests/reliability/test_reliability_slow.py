@@ -39,8 +39,8 @@ from ridgeline.engine.client.processor import Frontend
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, ModelError, Overloaded
 from ridgeline.models.model_config import load_model_config
-from ridgeline.server.api.chat import ChatRequest
-from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.keys import Keys
 from ridgeline.text.tokenizer import Tokenizer

@@ -257,14 +257,14 @@ class AsyncLLM:
         # A thread costs several switches, of 5 ms each when this one is busy; rendering a short chat takes a tenth of that.
         return render() if not template.get("tools") and is_brief(messages) else await asyncio.to_thread(render)
 
-    async def text_tokens(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def text_tokens(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """A text as token ids. BadRequest if it is too long for a prompt."""
         await self.start()
         tokenizer = self.get_tokenizer()
         self._limits.check_text(text)
         if len(text) < LONG_WORK:
-            return tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+            return tokenizer.encode(text, add_special_tokens, parse_special)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, parse_special)
 
     async def abort(self, request_id: str) -> None:
         """End one prompt's answers where they are, with the finish reason "abort"; other prompts of its stream go on.

@@ -105,7 +105,8 @@ class Frontend:
             raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
         text, tokens = self.prompt_tokens(prompt)
         if params.truncate_prompt_tokens is not None:
-            tokens = tokens[-params.truncate_prompt_tokens :]
+            most = params.truncate_prompt_tokens
+            tokens = tokens[:most] if params.truncation_side == "right" else tokens[-most:]
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
         if params.stop:
@@ -241,7 +242,8 @@ class RequestState:
     def _take_logprobs(self, answer: CompletionOutput, delta: TokenDelta, token_ids: list[int]) -> list[LogprobsAt] | None:
         if answer.logprobs is None:
             return None
-        new = [at for chunk in delta.logprobs for at in self._readable(chunk)][: len(token_ids)]
+        listed = self._params.logprob_token_ids is not None
+        new = [at for chunk in delta.logprobs for at in self._readable(chunk, listed)][: len(token_ids)]
         answer.logprobs.extend(new)
         chosen = sum(at[token].logprob for at, token in zip(new, token_ids, strict=True))
         answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
@@ -251,11 +253,12 @@ class RequestState:
         answer.finish_reason, answer.stop_reason = finish, reason
         self.output.finished = all(each.finished() for each in self.output.outputs)
 
-    def _readable(self, logprobs: Logprobs) -> list[LogprobsAt]:
+    def _readable(self, logprobs: Logprobs, listed: bool = False) -> list[LogprobsAt]:
+        """`listed`: the tokens beside the sampled one are those that the request lists; they have no rank."""
         positions = []
         for place, token in enumerate(logprobs.token_ids.tolist()):
             at = {
-                int(top): Logprob(float(value), rank, self._word(int(top)))
+                int(top): Logprob(float(value), None if listed else rank, self._word(int(top)))
                 for rank, (top, value) in enumerate(
                     zip(logprobs.top_ids[place], logprobs.top_logprobs[place], strict=True), 1
                 )

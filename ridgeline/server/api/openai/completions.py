@@ -30,6 +30,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             message = "best_of above n cannot be streamed: the best answers are known only when all have ended"
             raise BadRequest(message, field="best_of")
 
+        if self.prompt_only and self.logprob_token_ids:
+            raise BadRequest("logprob_token_ids concerns an answer's tokens, and max_tokens is 0", field="logprob_token_ids")
+
     @property
     def chooses(self) -> bool:
         """Whether more answers are made than are returned."""
@@ -94,8 +97,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: Any = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
 
 
 class CompletionWriter(Writer):
@@ -152,7 +155,7 @@ class CompletionWriter(Writer):
         if self._echo:
             text = self._prompt_text(output) + text
             logprobs = self._with_prompt(output, logprobs)
-        choice = CompletionChoice(index, text, logprobs, finish, stop)
+        choice = CompletionChoice(index, text, logprobs, finish, stop, None, None, None)     # null unless asked for, as in vLLM
         if self._wants_token_ids:
             choice.token_ids = [] if self._prompt_only else answer.token_ids
         self._add_prompt(choice, output)

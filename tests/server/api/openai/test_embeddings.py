@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest
 from ridgeline.messages import Request
+from ridgeline.server.api.openai.vector_bytes import vector_bytes
 
 NAME = "tiny"
 PROMPTS = [[(7 * place + 3 * number) % VOCAB for place in range(length)] for number, length in enumerate((1, 5, 40, 23, 40))]
@@ -124,8 +126,63 @@ def test_openais_client(url: str) -> None:
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4"), floats, atol=1e-6)
 
 
+KINDS: dict[Any, tuple[torch.dtype, torch.dtype]] = {
+    "float32": (torch.float32, torch.float32), "float16": (torch.float16, torch.float16),
+    "bfloat16": (torch.bfloat16, torch.int16), "fp8_e4m3": (torch.float8_e4m3fn, torch.uint8),
+    "fp8_e5m2": (torch.float8_e5m2, torch.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_rounded_as_torch_does(kind: Any) -> None:
+    noise = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    edges = np.array([0.0, -0.0, 448, 463, 464, 465, -480, 57344, 61439, 61440, 1e9, 1 / 32, 1 / 1024, 3 / 1024], np.float32)
+    vector = np.concatenate([noise, noise * 1e-3, noise * 1e-6, noise * 100, edges])
+    type_, view = KINDS[kind]
+    assert vector_bytes(vector, kind, "native") == torch.from_numpy(vector).to(type_).view(view).numpy().tobytes()
+    swapped = np.frombuffer(vector_bytes(vector, kind, "big"), f">u{type_.itemsize}")
+    assert (swapped == np.frombuffer(vector_bytes(vector, kind, "little"), f"<u{type_.itemsize}")).all()
+
+
+def test_dimensions_and_encodings(url: str) -> None:
+    def sent(**body: Any) -> httpx.Response:
+        reply = httpx.post(f"{url}/v1/embeddings", json={"input": ["Good day", "x"]} | body)
+        assert reply.status_code == 200, reply.text
+        return reply
+
+    whole = np.array([each["embedding"] for each in sent().json()["data"]])
+    short = np.array([each["embedding"] for each in sent(dimensions=8).json()["data"]])
+    np.testing.assert_allclose(short, whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=1e-5)
+    half = sent(encoding_format="base64", embed_dtype="float16", endianness="big").json()["data"][1]["embedding"]
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(half), ">f2"), whole[1], atol=1e-3)
+    binary = sent(encoding_format="bytes", dimensions=8)
+    about = json.loads(binary.headers["metadata"])
+    assert binary.headers["content-type"] == "application/octet-stream" and about["usage"]["prompt_tokens"] == 9
+    for item, vector in zip(about["data"], short, strict=True):
+        assert item["shape"] == [8] and (item["embed_dtype"], item["endianness"]) == ("float32", "native")
+        np.testing.assert_allclose(np.frombuffer(binary.content[item["start"] : item["end"]], np.float32), vector, atol=1e-5)
+    bare = sent(encoding_format="bytes_only", dimensions=8)
+    assert bare.content == binary.content and "metadata" not in bare.headers
+
+
+def test_ollamas_vectors_are_the_same(url: str) -> None:
+    known = httpx.post(f"{url}/v1/embeddings", json={"input": "Good day"}).json()["data"][0]["embedding"]
+    many = httpx.post(f"{url}/api/embed", json={"model": NAME, "input": ["x", "Good day"]}).json()
+    np.testing.assert_allclose(many["embeddings"][1], known, atol=1e-5)
+    assert many["prompt_eval_count"] == 9 and many["model"] == NAME and many["total_duration"] > 0
+    one = np.array(httpx.post(f"{url}/api/embeddings", json={"model": NAME, "prompt": "Good day"}).json()["embedding"])
+    np.testing.assert_allclose(one / np.linalg.norm(one), known, atol=1e-5)
+    assert httpx.post(f"{url}/api/embed", json={"model": NAME, "input": []}).json()["embeddings"] == []
+    long = {"model": NAME, "input": "x" * 300}
+    assert httpx.post(f"{url}/api/embed", json=long).status_code == 200
+    refused = httpx.post(f"{url}/api/embed", json=long | {"truncate": False})
+    assert refused.status_code == 400 and "maximum context length" in refused.json()["error"]
+
+
 @pytest.mark.parametrize(("body", "status", "words"), [
-    ({"input": "x", "dimensions": 8}, 400, "dimensions is not supported"),
+    ({"input": "x", "dimensions": 33}, 400, "dimensions must be between 1 and 32"),
+    ({"input": "x", "dimensions": 0}, 400, "dimensions must be between 1 and 32"),
+    ({"input": "x", "normalize": True, "use_activation": False}, 400, "two names of the same field"),
     ({"input": []}, 400, "input must be a text"),
     ({"input": ["a", 1]}, 400, "input must be a text"),
     ({"input": ""}, 400, "the prompt is empty"),

@@ -26,10 +26,21 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    # llama.cpp's names: a text, and how it is tokenised. The answer then has its shape.
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
 
     def check(self) -> None:
+        if self.content is not None and self.prompt is None and self.messages is None:
+            return
         if (self.prompt is None) == (self.messages is None):
             raise BadRequest("prompt or messages must be given, and not both", field="prompt")
+        for name in ("content", "add_special", "parse_special", "with_pieces"):
+            if getattr(self, name) is not None:
+                message = f"{name} belongs to llama.cpp's form of this request, with content instead of a prompt"
+                raise BadRequest(message, field=name)
         for_chat = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
         if self.messages is None:
             misplaced = next((name for name in for_chat if getattr(self, name) is not None), None)
@@ -70,8 +81,29 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         self.tokens = plain_token_ids("tokens", self.tokens)
 
 
+class PlainTokens(msgspec.Struct):
+    """llama.cpp's answer."""
+
+    tokens: list[Any]
+
+    @classmethod
+    def of(cls, tokens: list[int], tokenizer: Tokenizer, with_pieces: bool) -> PlainTokens:
+        if not with_pieces:
+            return cls(tokens)
+        return cls([{"id": token, "piece": _piece(tokenizer.token_bytes(token))} for token in tokens])
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """A text, or the bytes of a part of one."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
 class DetokenizeReply(msgspec.Struct):
     prompt: str
+    content: str                         # the same, by llama.cpp's name
 
     @classmethod
     def of(cls, tokens: list[int], tokenizer: Tokenizer) -> DetokenizeReply:
@@ -79,7 +111,8 @@ class DetokenizeReply(msgspec.Struct):
         unknown = next((token for token in tokens if token >= tokenizer.vocab_size), None)
         if unknown is not None:
             raise BadRequest(f"tokens holds {unknown}; the vocabulary ends at {tokenizer.vocab_size - 1}", field="tokens")
-        return cls(tokenizer.decode(tokens))
+        text = tokenizer.decode(tokens)
+        return cls(text, text)
 
 
 class TokenizerInfo(msgspec.Struct):

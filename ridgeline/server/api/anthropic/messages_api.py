@@ -1,7 +1,7 @@
 """Anthropic's Messages API as a dialect of chat: its requests become chat requests, chat's answers become its messages.
 
-Only names and shapes change here; server/api/chat has the meaning of messages, tools and calls. A field that is not declared is
-refused by name. Structs in, structs and bytes out; no ASGI.
+Only names and shapes change here; server/api/openai/chat has the meaning of messages, tools and calls. A field that is not
+declared is refused by name. Structs in, structs and bytes out; no ASGI.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.chat import ChatWriter
 from ridgeline.server.api.generation import Deadline, refuse
+from ridgeline.server.api.openai.chat import ChatWriter
 from ridgeline.server.http.error_bodies import anthropic_body
 from ridgeline.server.parse.partial_json import completed
 
@@ -192,6 +192,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     compaction: Any = None
     thread: Any = None
 
+    TOLERANT: ClassVar[tuple[str, ...]] = ("messages", "system")
     HINTS: ClassVar[tuple[str, ...]] = ("cache_control", "diagnostics", "fallbacks", "fallback_credit_token", "speed")
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "compaction": (), "thread": ()}
 

@@ -1,6 +1,6 @@
 """Stored responses: how a conversation continues from one, and `/v1/responses/{id}` to fetch, list and delete them.
 
-server/api/responses_store keeps them; server/api/responses_answer writes them.
+server/api/openai/responses_store keeps them; server/api/openai/responses_answer writes them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
-from ridgeline.server.api.responses_store import ResponseStore, Stored
+from ridgeline.server.api.openai.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
+from ridgeline.server.api.openai.responses_store import ResponseStore, Stored
 from ridgeline.server.http.body import away_if_long
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored
@@ -29,6 +29,7 @@ class Output(msgspec.Struct):
     """The part of a stored response that a prompt uses."""
 
     output: list[dict[str, Any]]
+    status: str = "completed"
 
 
 class Continued:
@@ -40,6 +41,7 @@ class Continued:
         self._key = key
         self._given = self._before = b"[]"
         self._ids: list[str] = []                        # of the input's items
+        self._is_stored = False                          # it runs in the background, and was stored before its end
         self._earlier: list[InputItem] = []
         self.keep: Callable[[str, bytes, list[dict[str, Any]]], bool] | None = None
         if asked.previous_response_id is not None:
@@ -107,6 +109,9 @@ class Continued:
 
     def _kept(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
         ids = [*self._ids, *(item["id"] for item in output)]
+        if self._is_stored and not self._store.delete(name, self._key):
+            return False                                 # a response in the background was deleted before its end
+        self._is_stored = bool(self.asked.background)
         return self._store.put(name, self._key, response, self._given, self._before, ids)
 
 
@@ -123,7 +128,10 @@ def recalled_bytes(asked: ResponsesRequest, store: ResponseStore, key: int) -> i
 
 
 def _output(entry: Stored) -> list[dict[str, Any]]:
-    output = msgspec.json.decode(entry.response, type=Output).output
+    stored = msgspec.json.decode(entry.response, type=Output)
+    if stored.status in ("queued", "in_progress"):
+        raise BadRequest(f"the response is still {stored.status}: wait for its end, or cancel it", field="previous_response_id")
+    output = stored.output
     for part in (part for item in output for part in item.get("content") or []):
         part.pop("logprobs", None)                       # not part of prompts
     return output
@@ -146,7 +154,7 @@ class InputItems(msgspec.Struct):
 def found(service: Service, name: str, key: int) -> Stored:
     entry = service.stored.get(name, key)
     if entry is None:
-        raise NotStored(f"there is no response {name[:100]!r} here: it has expired, was deleted, or was never stored")
+        raise NotStored(f"Response with id {name[:100]!r} not found. It has expired, was deleted, or was never stored")
     return entry
 
 

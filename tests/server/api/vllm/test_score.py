@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ridgeline.errors import BadRequest
-from ridgeline.server.api.score import tokens_of
+from ridgeline.server.api.vllm.score import tokens_of
 
 
 class Words:

@@ -1,7 +1,7 @@
 """Requests of OpenAI's Responses API: its fields, and its input items and tools in chat's form.
 
-server/api/chat has the meaning of messages, tools and calls; answers are written in server/api/responses_answer and stored in
-server/api/responses_store. Structs in, plain data out; no ASGI.
+server/api/openai/chat has the meaning of messages, tools and calls; answers are written in responses_answer and stored in
+responses_store beside this. Structs in, plain data out; no ASGI.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import msgspec
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.generation import Deadline, refuse
-from ridgeline.text.chat_template import PART_FIELDS
 
 _LOGPROBS = "message.output_text.logprobs"
 # Reasoning is always sent in plain text; the tools of the other entries do not exist here.
@@ -158,6 +157,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     truncation: Literal["auto", "disabled"] | None = None            # too long an input is an error either way
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
+    background: bool | None = None
 
     # vLLM's, as in chat
     top_k: int | None = None
@@ -187,7 +187,6 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     # Known to clients, not supported here.
     conversation: Any = None
-    background: Any = None
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
@@ -197,12 +196,19 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         "max_tool_calls", "client_metadata", "prompt_cache_options", "access_programs",
     )
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "conversation": (), "background": (False,), "prompt": ({},), "context_management": ([], {}), "moderation": (),
+        "conversation": (), "prompt": ({},), "context_management": ([], {}), "moderation": (),
     }
+
+    TOLERANT: ClassVar[tuple[str, ...]] = ("input",)
 
     def check(self) -> None:
         """Refuse fields that are known and not supported."""
         refuse(self, self.REFUSED)
+        if self.background and self.store is False:
+            raise BadRequest("background can only be used when `store` is true: the answer is fetched later", field="background")
+        if self.background and self.stream:
+            raise Unsupported("background with stream is not supported by this server; fetch the response by its id",
+                              field="background")
         for entry in self.include or []:
             if entry not in KNOWN_INCLUDES:
                 message = f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is"
@@ -338,9 +344,5 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
         if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
             message = f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here"
             raise Unsupported(message, field=f"{where}[{place}]")
-        for name, value in part.items():
-            if name not in PART_FIELDS and value is not None:
-                message = f"{where}[{place}].{name[:40]} is not supported; a part of text has a type and a text"
-                raise Unsupported(message, field=f"{where}[{place}]")
         texts.append(text)
     return "\n".join(texts)

@@ -18,9 +18,9 @@ from served_model import write_model
 from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
 from ridgeline.errors import RequestError
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api.chat import ChatMessage, ChatRequest
-from ridgeline.server.api.responses_answer import ResponsesRequest, ResponsesWriter
-from ridgeline.server.api.responses_store import KEPT_SECONDS, ResponseStore
+from ridgeline.server.api.openai.chat import ChatMessage, ChatRequest
+from ridgeline.server.api.openai.responses_answer import ResponsesRequest, ResponsesWriter
+from ridgeline.server.api.openai.responses_store import KEPT_SECONDS, ResponseStore
 from ridgeline.server.http.body import LONG_BODY
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.options import ServerOptions

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
@@ -24,6 +23,19 @@ from ridgeline.server.api.generation import (
     prompt_logprobs,
     ranked,
     structured_outputs,
+)
+from ridgeline.server.api.openai.chat_answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    FunctionCall,
+    FunctionDelta,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
 )
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Event, Reasoning
 from ridgeline.server.parse.reasoning import MessageParser
@@ -61,8 +73,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: Any = None
     is_error: Any = None
 
-    def plain(self, where: str) -> dict[str, Any]:
-        """In the chat template's form. `developer` is the newer name of `system`, `function` the older of `tool`."""
+    def plain(self, where: str, strict: bool = False) -> dict[str, Any]:
+        """In the chat template's form. `developer` is the newer name of `system`, `function` the older of `tool`. `strict`: parts
+        keep fields that a text does not have, and are refused for them."""
         if self.role not in ROLES:
             raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}", field=f"{where}.role")
         for name in ("annotations", "audio", "images"):
@@ -70,7 +83,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 raise Unsupported(f"{where}.{name} is not supported by this server; leave it out", field=f"{where}.{name}")
         message: dict[str, Any] = {
             "role": {"developer": "system", "function": "tool"}.get(self.role, self.role),
-            "content": self._content(),
+            "content": self._content(strict),
         }
         if self.name is not None:
             message["name"] = self.name
@@ -87,13 +100,14 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             message["tool_calls"] = self._calls(where)
         return message
 
-    def _content(self) -> str | list[dict[str, Any]] | None:
+    def _content(self, strict: bool) -> str | list[dict[str, Any]] | None:
         if self.content is None:
             return self.refusal
         if isinstance(self.content, str):
             return self.content
         refusals = ({"type": "text", "text": part.get("refusal")} for part in self.content if part.get("type") == "refusal")
-        return [next(refusals) if part.get("type") == "refusal" else part for part in self.content]
+        parts = [next(refusals) if part.get("type") == "refusal" else part for part in self.content]
+        return parts if strict else [only_text(part) if part.get("type") == "text" and "text" in part else part for part in parts]
 
     def _calls(self, where: str) -> list[dict[str, Any]]:
         if self.tool_calls and self.function_call:
@@ -138,6 +152,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template: Any = None
 
     HINTS: ClassVar[tuple[str, ...]] = (*GenerationRequest.HINTS, "prediction")
+    TOLERANT: ClassVar[tuple[str, ...]] = ("messages",)
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {
         "modalities": (["text"],),
         "audio": (),
@@ -206,10 +221,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 raise BadRequest(message, field="function_call")
         return tool_use(tools, choice, parallel=False)
 
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self, strict: bool = False) -> list[dict[str, Any]]:
         if not self.messages:
             raise BadRequest("messages must be a list with at least one message", field="messages")
-        return [message.plain(f"messages[{place}]") for place, message in enumerate(self.messages)]
+        return [message.plain(f"messages[{place}]", strict) for place, message in enumerate(self.messages)]
 
     def template(self) -> dict[str, Any]:
         """The chat template's variables beside the messages; a template reads those it knows."""
@@ -242,86 +257,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class FunctionCall(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct):
-    id: str
-    function: FunctionCall
-    type: str = "function"
-
-
-class AssistantMessage(msgspec.Struct):
-    content: str | None
-    role: str = "assistant"
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET   # the same by its newer name
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-    function_call: FunctionCall | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    prompt_logprobs: Any = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    index: int
-    function: FunctionDelta
-    id: str | None = None                # id, type and name are sent once
-    type: str | None = None
-
-
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-    function_call: FunctionDelta | None = None
-
-
-class ChatChunkChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    prompt_logprobs: Any = UNSET
-    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatWriter(Writer):
@@ -440,7 +375,7 @@ class ChatWriter(Writer):
             finish = self._finish(finish, answer.stop_reason, parser)
         if self._echoed:
             message.content = self._echoed + (message.content or "")
-        choice = ChatChoice(index, message, logprobs, finish, answer.stop_reason)
+        choice = ChatChoice(index, message, logprobs, finish, answer.stop_reason, token_ids=None)
         if self._wants_prompt_logprobs:
             choice.prompt_logprobs = prompt_logprobs(output)
         if self._wants_token_ids:
@@ -486,6 +421,10 @@ class ChatWriter(Writer):
             top = [TopLogprob(self._text(each), value, self._bytes(each)) for each, value in places]
             content.append(TokenLogprob(self._text(token), finite(at[token].logprob), self._bytes(token), top))
         return ChatLogprobs(content)
+
+
+def only_text(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": part["text"]}
 
 
 def _is_cut(finish: str | None, stop: int | str | None) -> bool:

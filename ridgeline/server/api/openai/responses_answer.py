@@ -1,7 +1,7 @@
 """OpenAI's Responses API as a dialect of chat: its input items become messages, chat's answers become output items.
 
-Requests are in server/api/responses_request; here answers are written, complete or as events. Structs in, structs and bytes out;
-no ASGI.
+Requests are in responses_request beside this; here answers are written, complete or as events. Structs in, structs and bytes
+out; no ASGI.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
-from ridgeline.server.api.anthropic import named_event
-from ridgeline.server.api.chat import ChatWriter
-from ridgeline.server.api.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
+from ridgeline.server.api.anthropic.messages_api import named_event
+from ridgeline.server.api.openai.chat import ChatWriter
+from ridgeline.server.api.openai.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from ridgeline.server.parse.partial_json import is_object
 from ridgeline.server.parse.text_tokens import TextTokens
 
@@ -112,6 +112,12 @@ class ResponsesWriter(ChatWriter):
             pass
         return self._kept(self._response(self._status(), output))
 
+    def stored_as(self, status: str, error: str = "") -> bytes | None:
+        """Store the response as it stands, for a client that comes back for it. None: it cannot be stored."""
+        reason = {"code": "server_error", "message": error} if error else None
+        written = self._kept(self._response(status, error=reason))
+        return written if self._keep is not None else None
+
     def _kept(self, reply: ResponseReply) -> bytes:
         written = _encode(reply)
         if self._keep is not None and not self._keep(reply.id, written, reply.output):
@@ -139,7 +145,8 @@ class ResponsesWriter(ChatWriter):
             created_at=self._created,
             status=status,
             model=self._model,
-            output=self._items if status != "in_progress" else [],
+            output=self._items if status not in ("queued", "in_progress") else [],
+            background=bool(asked.background),
             usage=None if output is None else Usage.of(output, self.reasoning_tokens([output])),
             error=error,
             incomplete_details={"reason": cut} if cut == "max_output_tokens" else None,
