@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeline.bench.lab.plots import axis, distribution
+from ridgeline.report.plots import axis, distribution
 from ridgeline.bench.load import client_check, latency
 from ridgeline.bench.load.latency import Outcome, Slo, parse_slo
 from ridgeline.errors import ConfigError
