@@ -1,6 +1,7 @@
 """The words for the verdict's terms and for the parts of the busy time, the same on /dashboard and in the reports.
 
-A step's time is compute and memory at the roof, kernels below their roof, and overhead, in which the device waits.
+A step's time is compute and memory at the roof, kernels below their roof, overhead, in which the device waits, and the time that
+other programs had the engine's core.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ TERMS = {
     "weight_bandwidth": "weight bandwidth", "kv_bandwidth": "KV bandwidth", "compute": "compute",
     "implementation": "kernels below their roof", "host": "the host", "launch": "kernel launches",
     "communication": "communication", "io": "I/O", "queue": "the queue", "idle": "nothing: idle",
-    "shared": "other programs", "front_end": "the front end",
+    "shared_machine": "other programs", "front_end": "the front end", "tokeniser": "the tokeniser",
 }
 PARTS = {
     "weight_bandwidth": "reading weights", "kv_bandwidth": "reading KV", "activations": "activations", "compute": "computing",
     "implementation": "kernels below their roof", "host": "host", "launch": "kernel launches",
-    "communication": "waiting for ranks", "io": "I/O", "shared": "other programs", "front_end": "front end",
+    "communication": "waiting for ranks", "io": "I/O", "shared_machine": "other programs",
 }
 # The parts together, as a step's time is drawn: the group's key is its colour.
-GROUPS = {"compute": "compute", "memory": "memory", "kernels": "kernels below their roof", "overhead": "overhead"}
+GROUPS = {"compute": "compute", "memory": "memory", "kernels": "kernels below their roof", "overhead": "overhead",
+          "others": "other programs"}
 GROUP_OF = {
     "compute": "compute", "weight_bandwidth": "memory", "kv_bandwidth": "memory", "activations": "memory",
     "implementation": "kernels", "host": "overhead", "launch": "overhead", "communication": "overhead", "io": "overhead",
-    "shared": "others", "front_end": "overhead",
+    "shared_machine": "others",
 }
 EXPLAINED = {
     "MFU": "Model FLOPs utilisation: FLOPs of useful tokens as a share of this machine's measured matrix rate, while there was "

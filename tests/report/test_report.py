@@ -146,11 +146,12 @@ def test_every_term_and_part_of_the_verdict_has_its_words() -> None:
     assert set(verdict.TERMS) <= set(TERMS)
     parts = verdict.Window(seconds=1, busy=1, device=1).parts()
     assert set(parts) <= set(PARTS) and set(parts) <= set(GROUP_OF)
-    assert {GROUP_OF[name] for name in parts} == set(GROUPS)
-    assert {GROUP_OF[name] for name in verdict.OVERHEADS} == {"overhead"} and GROUP_OF[verdict.IMPLEMENTATION] == "kernels"
+    assert {GROUP_OF[name] for name in parts} | {"others"} == set(GROUPS)
+    assert {GROUP_OF[name] for name in verdict.OVERHEADS} <= {"overhead", "others"}
+    assert GROUP_OF[verdict.IMPLEMENTATION] == "kernels"
     # The verdict's "no overhead explains it" and the page's words for that term are not the same word.
     assert TERMS[verdict.IMPLEMENTATION] == PARTS[verdict.IMPLEMENTATION] == GROUPS["kernels"] != GROUPS["overhead"]
-    assert all(f"--{name}:" in COLOURS for name in (*GROUPS, "others")) and {"MFU", "HFU", "MBU", "ridge"} <= set(EXPLAINED)
+    assert all(f"--{name}:" in COLOURS for name in GROUPS) and {"MFU", "HFU", "MBU", "ridge"} <= set(EXPLAINED)
 
 
 # -- a whole report ----------------------------------------------------------------------------------------------------

@@ -201,7 +201,8 @@ class TestBrowser:
         shown.evaluate("window.dispatchEvent(new Event('resize'))")     # drawing again is not hearing again
         assert shown.evaluate("document.getElementById('state').className") == "state bad"
         assert shown.evaluate("document.body.className").split() == ["chatting", "stale"]
-        assert "old. Trying again." in shown.evaluate("document.getElementById('notice').textContent")
+        assert "does not answer" in shown.evaluate("document.getElementById('notice-text').textContent")
+        assert shown.evaluate("document.getElementById('notice-age').textContent").endswith(" old.")
         shown.wait("document.querySelector('.said.assistant small').textContent.startsWith('the answer ends here: ')")
         assert len(shown.evaluate("document.querySelector('.said.assistant .words').textContent")) > 20
 

@@ -96,11 +96,10 @@ def test_both_cards_share_their_parts() -> None:
     assert grouped == pytest.approx({"kernels": 0.6, "compute": 0.1, "memory": 0.2, "overhead": 0.1})
 
 
-def test_a_shared_machine_is_read_where_the_server_says_so() -> None:
-    verdicts: list[dict[str, Any]] = [
-        {"term": "host", "share": 0.4}, {"term": "host", "share": 0.4, "others": 0.3}, {"term": "shared", "share": 0.7},
-    ]
-    assert run(*(("othersShare", [{"verdict": each}]) for each in verdicts)) == [0, 0.3, 0.7]
+def test_a_shared_machine_is_read_from_the_verdict() -> None:
+    shared = {"host": 1.0, "shared_machine": 3.0}
+    assert run(*(("othersShare", [parts]) for parts in ({"host": 1.0}, shared, {}))) == [0, 0.75, 0]
+    assert run(("groups", [shared, GROUP_OF])) == [{"others": 0.75, "overhead": 0.25}]
 
 
 def test_words_for_numbers() -> None:
@@ -111,6 +110,8 @@ def test_words_for_numbers() -> None:
         ("percentile", [spread, "p50"]), ("percentile", [spread, "p99"]), ("percentile", [many, "p99"]),
         ("percentile", [{"count": 0, "p50": None}, "p90"]),
     ) == ["3.55 s", "too few", "1 s", "–"]
+    assert run(("doubtful", [{"hfu": 0.5, "mbu": 1.3}]), ("doubtful", [{"hfu": 1.0, "mbu": 0.5, "peaks_doubtful": True}]),
+               ("doubtful", [{"hfu": 1.0, "mbu": 0.5}])) == [True, True, False]
     assert run(("utilised", [1.32]), ("utilised", [0.5]), ("si", [7.3e10, "FLOP/s"])) == ["–", "50.0 %", "73 GFLOP/s"]
     assert run(("ago", [1]), ("ago", [200])) == ["1 second", "3 minutes"]
 
@@ -118,9 +119,8 @@ def test_words_for_numbers() -> None:
 def test_advice_is_a_command_that_can_be_typed() -> None:
     answer = {"model": "tiny", "batch": {"max_rows": 128}}
     below = "find the ops below their roof: `ridgeline diagnose`"
-    assert run(("commandOf", [below, answer, "http://h:1", ""]), ("commandOf", [below, answer, "http://h:1", "secret"])) == [
-        "ridgeline diagnose http://h:1", "ridgeline diagnose http://h:1 --api-key KEY",
-    ]
-    assert run(("commandOf", ["raise max_num_seqs", answer, "", ""]), ("commandOf", ["more devices", answer, "", ""])) == [
-        "ridgeline serve tiny --max-num-seqs 256", "",
-    ]
+    found = run(*(("commandOf", [below, answer, "http://h:1", key]) for key in ("", "secret")))
+    assert [each["text"] for each in found] == ["ridgeline diagnose http://h:1", "ridgeline diagnose http://h:1 --api-key KEY"]
+    asked = ["raise max_num_seqs", "--kv-cache-dtype fp8: fewer bytes of the cache", "more devices"]
+    found = run(*(("commandOf", [what, answer, "", ""]) for what in asked))
+    assert [each and each["text"] for each in found] == ["--max-num-seqs 256", "--kv-cache-dtype fp8", None]

@@ -273,7 +273,7 @@ def test_overhead_and_kernels_below_their_roof_are_two_things() -> None:
         live.take(100.0 + second, {"decode": values.values()})
     found = live.look(104.0, RATES, Setting())
     assert found.verdict.term == "implementation"
-    assert found.split == pytest.approx({"compute": 0.1, "memory": 0.2, "kernels": 0.6, "overhead": 0.1})
+    assert found.split == pytest.approx({"compute": 0.1, "memory": 0.2, "kernels": 0.6, "overhead": 0.1, "others": 0.0})
     row = dict(zip(HISTORY, live.history(RATES)[-1], strict=True))
     assert (row["compute"], row["memory"], row["overhead"]) == pytest.approx((0.1, 0.2, 0.1))
 
@@ -380,7 +380,7 @@ def test_metrics_agree_with_the_roofline(server: str) -> None:
     [mbu] = [float(line.split()[-1]) for line in lines if line.startswith("ridgeline:mbu{")]
     assert 0 < mbu < 1
     shares = [float(line.split()[-1]) for line in lines if line.startswith("ridgeline:step_time_share{")]
-    assert len(shares) == 4 and sum(shares) == pytest.approx(1)
+    assert len(shares) == 5 and sum(shares) == pytest.approx(1)
 
 
 def test_a_server_that_is_still_loading_has_a_roofline() -> None:

@@ -109,6 +109,7 @@ async function send() {
   shown.note.textContent = "waiting for the first token";
   chat.running = new AbortController();
   at("chat-send").textContent = "Stop";
+  at("chat-log").setAttribute("aria-busy", "true");      // read aloud when it is whole
   let failure = null;
   try {
     shown.note.textContent = await answer(shown);
@@ -124,6 +125,7 @@ async function send() {
   if (failure) ended(shown, failure, text);
   chat.running = null;
   at("chat-send").textContent = "Send";
+  at("chat-log").setAttribute("aria-busy", "false");
   follow();
 }
 

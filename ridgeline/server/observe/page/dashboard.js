@@ -32,10 +32,12 @@ function askForKey(wanted) {
   if (refused || !page.last) at("key").focus();
 }
 
-function notice(text, bad = false) {
+// `age` changes every second: it is shown, and not read aloud.
+function notice(text, bad = false, age = "") {
   at("notice").hidden = !text;
   at("notice").className = `notice${bad ? " bad" : ""}`;
-  write("notice", text);
+  write("notice-text", text);
+  write("notice-age", age);
 }
 
 function showState(text, kind) {
@@ -67,11 +69,11 @@ function withCode(text) {
 function advice(change, answer) {
   const item = made("li"), what = made("span"), command = commandOf(change.what, answer, location.origin, page.key);
   const gain = change.gain > 1.005 ? `${change.gain.toFixed(1)}×` : "–";
-  what.append(...withCode(command ? change.what.replace(/:? *`ridgeline diagnose`/, "") : change.what));
+  what.append(...withCode(command ? change.what.replace(/:? *`ridgeline diagnose`|^--[^:]+: /, "") : change.what));
   item.append(made("b", gain), what);
   if (command) {
     const line = made("span", undefined, "command");
-    line.append(made("code", command), copyButton(() => command));
+    line.append(...(command.label ? [made("span", command.label)] : []), made("code", command.text), copyButton(() => command.text));
     item.append(line);
   }
   if (change.trade_off && change.trade_off !== "none") {
@@ -83,12 +85,12 @@ function advice(change, answer) {
 }
 
 function showVerdict(verdict, answer) {
-  const idle = verdict.term === "idle", none = !answer.utilisation.steps, others = othersShare(answer);
+  const idle = verdict.term === "idle", none = !answer.utilisation.steps, others = othersShare(verdict.parts);
   write("term", named(WORDS.terms, verdict.term));
   write("why", none ? "No steps in the last ten seconds." : `${verdict.why}.`);
   at("ask").hidden = !none || !at("chat").hidden;
   at("others").hidden = others < 0.1 || none;
-  write("others", `Shared machine: other programs had ${percent(others, 0)} of the processors' time. Figures are of what was left.`);
+  write("others", `Shared machine: other programs had the engine's core for ${percent(others, 0)} of the busy time.`);
   at("parts").hidden = idle;
   write("headroom", `${verdict.headroom.toFixed(verdict.headroom < 10 ? 1 : 0)}×`);
   const key = JSON.stringify([verdict.changes, answer.batch.max_rows, page.key !== ""]);
@@ -121,12 +123,13 @@ function showTiles(answer, parts) {
   write("tokens", quiet || !used.steps ? "0" : amount(used.tokens_per_second));
   const prompts = amount(Math.max(0, used.computed_tokens_per_second - used.tokens_per_second));
   write("tokens-note", quiet && used.steps ? `idle; ${amount(used.tokens_per_second)} while there was work` : `${prompts} prompt tok/s`);
-  write("mbu", utilised(used.mbu));
-  write("mbu-note", used.mbu > 1.02 ? DOUBTFUL : "of measured bandwidth");
-  write("mfu", utilised(used.mfu));
+  const doubt = doubtful(used);
+  write("mbu", doubt ? "–" : utilised(used.mbu));
+  write("mbu-note", doubt ? DOUBTFUL : "of measured bandwidth");
+  write("mfu", doubt ? "–" : utilised(used.mfu));
   const waste = Object.entries(used.wasted).filter(([, share]) => share > 0.001)
     .map(([name, share]) => `${percent(share)} ${name.replace("_", " ")}`);
-  write("hfu-note", used.mfu > 1.02 ? DOUBTFUL : `HFU ${utilised(used.hfu)}${waste.length ? `; ${waste.join(", ")}` : ""}`);
+  write("hfu-note", doubt ? DOUBTFUL : `HFU ${utilised(used.hfu)}${waste.length ? `; ${waste.join(", ")}` : ""}`);
   write("waiting", String(answer.batch.waiting));
   const wait = answer.batch.predicted_wait;
   write("queue-note", `${running} running` + (wait ? `, ${seconds(wait)} to wait` : ""));
@@ -141,12 +144,12 @@ function showSplit(answer, parts) {
   const place = columns(answer), found = groups(answer.verdict.parts, WORDS.groupOf);
   const order = Object.keys(WORDS.groups), shown = order.filter((name) => found[name] !== undefined);
   bar(at("split-bar"), shown.map((name) => [name, found[name], `${WORDS.groups[name]}: ${percent(found[name])}`]));
-  legend("split-legend", order.map((name) => [name, WORDS.groups[name], found[name] || 0]));
+  legend("split-legend", order.filter((name) => name !== "others" || found[name]).map((name) => [name, WORDS.groups[name], found[name] || 0]));
   stacked(at("split-history"), parts, (row, dense) => {
     const busy = Math.min(1, row[place.busy] * dense), compute = row[place.compute], memory = Math.min(row[place.memory], 1 - compute);
-    const overhead = Math.min(row[place.overhead] || 0, 1 - compute - memory);
-    return [compute, memory, 1 - compute - memory - overhead, overhead].map((share) => share * busy);
-  }, ["compute", "memory", "kernels", "overhead"]);
+    const others = Math.min(row[place.others], 1 - compute - memory), overhead = Math.min(row[place.overhead], 1 - compute - memory - others);
+    return [compute, memory, 1 - compute - memory - overhead - others, overhead, others].map((share) => share * busy);
+  }, ["compute", "memory", "kernels", "overhead", "others"]);
   const rows = Object.entries(answer.phases).map(([name, used]) => {
     const row = made("tr"), head = made("th"), dot = made("i", undefined, `sw dot ${name}`);
     head.append(dot, ` ${name}`);
@@ -216,8 +219,8 @@ function showSilence() {
   document.body.classList.toggle("stale", page.failures > 0);
   if (!page.failures) return;
   showState("no answer", "bad");
-  const age = page.last ? ` The figures below are ${ago((Date.now() - page.at) / 1000)} old.` : "";
-  notice(`The server does not answer (${page.problem}).${age} Trying again.`, true);
+  const age = page.last ? `The figures are ${ago((Date.now() - page.at) / 1000)} old.` : "";
+  notice(`The server does not answer (${page.problem}). Trying again.`, true, age);
 }
 
 async function poll() {

@@ -30,8 +30,10 @@ function ago(age) {
   return age < 5400 ? counted(Math.round(age / 60), "minute") : counted(Math.round(age / 3600), "hour");
 }
 
-// A share of a peak. More than all of it means that the peak was measured on a busy machine.
-const utilised = (value) => (value > 1.02 ? "–" : percent(Math.min(1, value)));
+// A share of a peak. More than all of it means that the peak was measured on a busy machine; so may the server say itself.
+const BEATEN = 1.02;
+const utilised = (value) => (value > BEATEN ? "–" : percent(Math.min(1, value)));
+const doubtful = (used) => Boolean(used.peaks_doubtful) || Math.max(used.hfu, used.mbu) > BEATEN;
 const DOUBTFUL = "peaks doubtful: measured on a busy machine, and soon again";
 
 // Stretches of a history, oldest first, with none left out: { from, to } in seconds before now, and the row, or null while the engine
@@ -65,27 +67,22 @@ function groups(parts, groupOf) {
   return found;
 }
 
-// The part of the processors' time that other programs had, where the server says so.
-function othersShare(answer) {
-  const { verdict } = answer;
-  if (Number.isFinite(verdict.others)) return verdict.others;
-  return verdict.term === "shared" ? verdict.share : 0;
+// The part of the busy time in which other programs had the engine's core.
+function othersShare(parts) {
+  const total = Object.values(parts).reduce((sum, value) => sum + value, 0);
+  return total ? (parts.shared_machine || 0) / total : 0;
 }
 
 const tooFew = (found, key) => found.count > 0 && found.count < FEW_ANSWERS && key !== "p50";
 const percentile = (found, key) => (tooFew(found, key) ? "too few" : seconds(found[key]));
 
-// What to type for a change: with this server's address, and options with values.
+// What to type for a change: a command with this server's address, or an option to start the server with; null where there is neither.
 function commandOf(what, answer, address, locked) {
-  const restart = (option) => `ridgeline serve ${answer.model} ${option}`;
-  const { batch } = answer, known = [
-    [/`ridgeline diagnose`/, () => `ridgeline diagnose ${address}${locked ? " --api-key KEY" : ""}`],
-    [/max_num_seqs/, () => restart(`--max-num-seqs ${2 * Math.max(1, batch.max_rows)}`)],
-    [/kv_cache_dtype fp8/, () => restart("--kv-cache-dtype fp8")],
-    [/^async_scheduling/, () => restart("--async-scheduling")],
-    [/^prefix caching/, () => restart("--enable-prefix-caching")],
-    [/^fp8 matrix|^8-bit weights/, () => restart("--quantization fp8")],
-  ];
-  const found = known.find(([words]) => words.test(what));
-  return found ? found[1]() : "";
+  const option = what.match(/^(--[\w-]+ [\w.-]+):/), start = (text) => ({ label: "start the server with", text });
+  if (option) return start(option[1]);
+  if (what.includes("`ridgeline diagnose`")) return { label: "", text: `ridgeline diagnose ${address}${locked ? " --api-key KEY" : ""}` };
+  if (/max_num_seqs/.test(what)) return start(`--max-num-seqs ${2 * Math.max(1, answer.batch.max_rows)}`);
+  if (/^async_scheduling/.test(what)) return start("--async-scheduling");
+  if (/^prefix caching/.test(what)) return start("--enable-prefix-caching");
+  return null;
 }

@@ -17,9 +17,17 @@ class Roofline {
     this.margin = { left: 58, right: 16, top: 12, bottom: 36 };
     this.dots = [];                                      // circles, used again for every drawing
     this.shown = [];
+    this.chosen = -1;                                    // with the arrow keys, counted from the newest
     for (const event of ["click", "mouseover"]) {
       svg.addEventListener(event, (hit) => { const found = this.shown[this.dots.indexOf(hit.target)]; if (found) onPoint(found); });
     }
+    svg.addEventListener("keydown", (hit) => {
+      const step = { ArrowLeft: 1, ArrowRight: -1 }[hit.key];
+      if (!step || !this.shown.length) return;
+      hit.preventDefault();
+      this.chosen = Math.min(this.shown.length - 1, Math.max(0, this.chosen + step));
+      onPoint(this.shown[this.shown.length - 1 - this.chosen]);
+    });
   }
 
   draw(machine, points) {
