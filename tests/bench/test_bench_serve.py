@@ -399,7 +399,8 @@ def test_a_sweep_a_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     outside = Outside()
     outside.feed(text)
     assert outside.found == [] and not re.search(r"@import|url\(|https?://(?!127\.0\.0\.1)", text)
-    assert text.count("<svg") == 3 + 2 * 4 and "prefers-color-scheme: dark" in text and "<b>fake" not in text
+    assert text.count("<figure") == 3 + 2 * 4 and "prefers-color-scheme: dark" in text and "<b>fake" not in text
+    assert "SLO TTFT 5000 ms" in text and "{'" not in text and "fields: ignore eos" in text
     assert "Rate and goodput" in text and "nan" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S).lower().split()
 
 
