@@ -32,7 +32,7 @@ from ridgeline.runner.to_host import pinned_array
 from ridgeline.runner.worker import device_facts
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
-from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
+from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
@@ -254,9 +254,8 @@ def _time_model(config: ResolvedConfig) -> StepTimeModel:
     if not config.step_seconds:
         return NoTimeModel()
     model = config.model
-    return MeasuredStepTime(config.step_seconds, keys_like_a_token(
-        model.matrices, model.windows.count(None), model.num_heads, model.head_dim
-    ))
+    alike = keys_like_a_token(model.matrices, model.windows.count(None), model.num_heads, model.head_dim)
+    return MeasuredStepTime(config.step_seconds, alike, FEWEST[config.device])
 
 
 def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
