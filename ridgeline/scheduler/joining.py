@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager
+from ridgeline.scheduler import fairness
 from ridgeline.scheduler.bookkeeping import SchedulerCounters, SchedulerLimits
-from ridgeline.scheduler.fairness import Prompt, overtakes, share
 from ridgeline.scheduler.policy import rank
 from ridgeline.scheduler.running import Running
 from ridgeline.scheduler.sequence import Sequence
@@ -71,10 +71,10 @@ class Joining:
             cut = _prompt(sequence, hit.num_tokens)
             others = min(joined.places - len(joined.rows), self._limits.max_rows - len(running.rows)) - 1
             if self.fair and cut.rest > joined.budget and (shorter := self.go_ahead(cut, others)):
-                shares = share([cut, *(prompt for _, prompt in shorter)], joined.budget)
+                shares = fairness.share([cut, *(prompt for _, prompt in shorter)], joined.budget)
                 self._join_ahead(joined, [(each, tokens) for (each, _), tokens in zip(shorter, shares[1:], strict=True)])
                 hit = self._hit(sequence)                        # blocks of the first may have been reused
-            spent = self._join(joined, sequence, hit, joined.budget)
+            spent = self._join(joined, sequence, hit, joined.budget) if self._goes_on(joined) else 0
             if not spent:
                 full = spent is None
                 break
@@ -83,7 +83,7 @@ class Joining:
         waiting.tidy()
         return full
 
-    def go_ahead(self, cut: Prompt, places: int) -> list[tuple[Sequence, Prompt]]:
+    def go_ahead(self, cut: fairness.Prompt, places: int) -> list[tuple[Sequence, fairness.Prompt]]:
         """Waiting sequences that may compute before a prompt that is cut, by rank; none where the first in line has no room."""
         table = self._running.rows
         places = min(places, self._limits.max_rows - len(table))
@@ -94,16 +94,16 @@ class Joining:
         promised = self._running.promised(table.ranked())
         if not self._has_room(self._hit(first), len(first.tokens), promised):
             return []
-        self._look_up([sequence for sequence in waiting if not overtakes(_prompt(sequence), cut)])
-        short = [(prompt, sequence) for sequence in waiting if overtakes(prompt := _prompt(sequence), cut)]
+        self._look_up([sequence for sequence in waiting if not fairness.overtakes(_prompt(sequence), cut)])
+        short = [(prompt, sequence) for sequence in waiting if fairness.overtakes(prompt := _prompt(sequence), cut)]
         short = heapq.nsmallest(places, short, key=lambda each: (each[0].priority, each[0].rest, each[0].order))
-        found: list[tuple[Sequence, Prompt]] = []
+        found: list[tuple[Sequence, fairness.Prompt]] = []
         for _, sequence in short:
             hit = self._hit(sequence)
             if not self._has_room(hit, len(sequence.tokens), promised):
                 break
             promised += self._needed(hit, len(sequence.tokens)) + len(self._manager.groups)
-            if overtakes(prompt := _prompt(sequence, hit.num_tokens), cut):
+            if fairness.overtakes(prompt := _prompt(sequence, hit.num_tokens), cut):
                 found.append((sequence, prompt))
         return sorted(found, key=lambda each: each[1][:2])
 
@@ -168,7 +168,7 @@ class Joining:
         return self._manager.blocks_beyond(hit, known, self._limits.max_step_tokens)
 
 
-def _prompt(sequence: Sequence, num_cached: int | None = None) -> Prompt:
+def _prompt(sequence: Sequence, num_cached: int | None = None) -> fairness.Prompt:
     """By what the prefix cache held when it was last asked, unless that is given."""
     found = sequence.prefill.found if num_cached is None else num_cached
-    return Prompt(sequence.turn.priority, sequence.turn.order, len(sequence.tokens) - found)
+    return fairness.Prompt(sequence.turn.priority, sequence.turn.order, len(sequence.tokens) - found)

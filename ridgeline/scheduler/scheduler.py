@@ -24,8 +24,8 @@ import numpy as np
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Logprobs, Request, Snapshot, StepPlan, StepResult, TokenDelta
+from ridgeline.scheduler import fairness
 from ridgeline.scheduler.bookkeeping import Delta, InFlight, SchedulerCounters, SchedulerLimits, Steady
-from ridgeline.scheduler.fairness import Prompt, first_cut, share
 from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import Admission, ContinuousBatching
@@ -253,14 +253,14 @@ class Scheduler:
         """Running prompts cannot all be finished: tokens for each (fairness.py), and for waiting sequences that go ahead."""
         self._running.promote_aged(self._step - self.limits.max_waiting_steps)
         turns = [sequence.turn for row in rows.tolist() if (sequence := self._running.rows.sequences[row]) is not None]
-        prompts = [Prompt(turn.priority, turn.order, rest) for turn, rest in zip(turns, need.tolist(), strict=True)]
+        prompts = [fairness.Prompt(turn.priority, turn.order, rest) for turn, rest in zip(turns, need.tolist(), strict=True)]
         running = sorted(prompts)
-        cut = first_cut(running, budget)
+        cut = fairness.first_cut(running, budget)
         assert cut is not None
         places = self.admission.places(self.num_running, self.num_waiting) if self._waiting else 0
         waiting = self._joining.go_ahead(running[cut], places)
         ranked = sorted([*running, *(prompt for _, prompt in waiting)])
-        tokens = dict(zip(ranked, share(ranked, budget), strict=True))
+        tokens = dict(zip(ranked, fairness.share(ranked, budget), strict=True))
         return [tokens[prompt] for prompt in prompts], [(each, tokens[prompt]) for each, prompt in waiting if tokens[prompt]]
 
     def _budget(self, num_decodes: int, position: int) -> int:
