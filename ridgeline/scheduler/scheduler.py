@@ -154,6 +154,11 @@ class Scheduler:
         return [self.fail(each, each.matcher.error) for each in listed if each.matcher is not None and each.matcher.error]
 
     @property
+    def num_arrived(self) -> int:
+        """Sequences so far."""
+        return self._live.num_arrived
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
