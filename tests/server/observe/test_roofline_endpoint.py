@@ -103,7 +103,7 @@ def test_what_was_shared_is_not_read_again() -> None:
 
 def test_what_is_computed_for_nothing_is_between_mfu_and_hfu() -> None:
     rows = [(100, 100)]
-    made = recorder((rows, 0.001, {"useful": 75, "recomputed": 25, "padded": 28}))
+    made = recorder((rows, 0.010, {"useful": 75, "recomputed": 25, "padded": 28}))
     used = Utilisation.of(made.sums["prefill"], RATES)
     flops, padding = step_cost(LLAMA_8B, rows).matrix_flops, 28 * 2 * LLAMA_8B.linear_weights
     assert used.hfu / used.mfu == pytest.approx((flops + padding) / (0.75 * flops))
