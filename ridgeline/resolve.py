@@ -30,7 +30,8 @@ CPU_KV_SHARE = 0.25                  # of the memory left after the weights
 GPU_STEP_TOKENS = 8448
 GPU_ROWS = 1024
 _PROMPT_ROOM = 448                   # tokens that a budget has beyond those of decodes in all rows
-GPU_STEP_SECONDS = 0.08              # long enough for prompt chunks that fill the tensor cores
+# Long enough for prompt chunks that fill the tensor cores, and on a CPU for chunks that take no longer per token than large ones.
+STEP_SECONDS = {"cuda": 0.08, "cpu": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +379,7 @@ def _step_seconds(config: EngineConfig, device: DeviceFacts) -> float:
     if not config.scheduler.enable_chunked_prefill:
         return 0.0                                       # a whole prompt is one step
     if given is None:
-        return GPU_STEP_SECONDS if device.kind == "cuda" else 0.0
+        return STEP_SECONDS[device.kind]
     return given / 1e3
 
 
