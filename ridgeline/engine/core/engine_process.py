@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from ridgeline.process import head_start
+from ridgeline.process.orphans import end_with_parent
+from ridgeline.process.standard_streams import open_missing
 
 
 def main(settings: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the front end's to handle
+    open_missing()
     faulthandler.enable()
     given = json.loads(settings)
-    head_start.begin(gpu=given["options"].get("device") != "cpu")
-    from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
-    from ridgeline.engine.core.loop import run
-    from ridgeline.engine.ipc import SHOW_STACKS
-    from ridgeline.sampling_params import take_schemas_as_checked
+    end_with_parent(given["parent"], lambda: shutil.rmtree(given["folder"], ignore_errors=True))
+    try:
+        head_start.begin(gpu=given["options"].get("device") != "cpu")
+        from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
+        from ridgeline.engine.core.loop import run
+        from ridgeline.engine.ipc import SHOW_STACKS
+        from ridgeline.sampling_params import take_schemas_as_checked
+    except (ImportError, OSError, MemoryError) as error: # a broken installation, or no memory for its libraries
+        return _report(given, f"the engine's libraries cannot be loaded: {type(error).__name__}: {error}")
 
     head_start.imported()
     faulthandler.register(SHOW_STACKS, all_threads=True) # works in the middle of a kernel or a lock, too
@@ -36,6 +45,17 @@ def main(settings: str) -> int:
         return 0
     link.close()
     return code
+
+
+def _report(given: dict[str, Any], reason: str) -> int:
+    """Tell the front end why nothing can begin; the exit code. Needs only small libraries."""
+    from ridgeline.engine.core.frontend_socket import FrontEndLink
+    from ridgeline.engine.ipc import Failed
+
+    link = FrontEndLink(Path(given["folder"]), given["parent"])
+    link.send(Failed(" ".join(reason.split())[:500], config=True))
+    link.close()
+    return 2
 
 
 if __name__ == "__main__":
