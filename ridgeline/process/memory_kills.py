@@ -25,7 +25,7 @@ class OutOfMemoryKills:
         if code >= 0:
             return f"ended with code {code}"
         number = -code
-        name = signal.Signals(number).name if number in iter(signal.Signals) else f"signal {number}"
+        name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
         if number == signal.SIGKILL and self._counted() > self._before:
             return (
                 f"was killed by {name}, probably because the machine ran out of memory: use a smaller model, a smaller "

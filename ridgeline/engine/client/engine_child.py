@@ -67,21 +67,21 @@ class EngineChild:
         self._work: Iterator[None] | None = None         # the rest of the newest message
         self._bad_frames = 0
         with spare_files.lent(), ExitStack() as undo:    # a failure leaves nothing behind
-            self._sockets = SocketDir()
-            undo.callback(self._sockets.close)
+            sockets = SocketDir()
+            undo.callback(sockets.close)
             self._context = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             self._to_engine = self._context.socket(zmq.PUSH)
             self._to_engine.setsockopt(zmq.SNDHWM, 0)    # at most one per open request, and those are limited elsewhere
-            self._to_engine.bind(self._sockets.address("to-engine"))
+            self._to_engine.bind(sockets.address("to-engine"))
             self._from_engine = self._context.socket(zmq.PULL)
-            self._from_engine.bind(self._sockets.address("from-engine"))
+            self._from_engine.bind(sockets.address("from-engine"))
             self._fd: int = self._from_engine.FD
-            settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid()}
+            settings = {"options": config.flat(), "folder": str(sockets.path), "parent": os.getpid()}
             self._kills = OutOfMemoryKills()
             self._child = start_child(module, json.dumps(settings))
             # Also without stop(): at the latest when the interpreter ends.
-            self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
+            self._cleanup = weakref.finalize(self, _abandon, self._child, sockets)
             undo.callback(self._cleanup)
             threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
             self._loop.add_reader(self._fd, self._read)

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from ridgeline.process import head_start
 from ridgeline.process.orphans import end_with_parent
@@ -25,19 +24,24 @@ def main(settings: str) -> int:
     faulthandler.enable()
     given = json.loads(settings)
     end_with_parent(given["parent"], lambda: shutil.rmtree(given["folder"], ignore_errors=True))
+    unusable = ""
     try:
         head_start.begin(gpu=given["options"].get("device") != "cpu")
-        from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
         from ridgeline.engine.core.loop import run
-        from ridgeline.engine.ipc import SHOW_STACKS
-        from ridgeline.sampling_params import take_schemas_as_checked
     except (ImportError, OSError, MemoryError) as error: # a broken installation, or no memory for its libraries
-        return _report(given, f"the engine's libraries cannot be loaded: {type(error).__name__}: {error}")
+        unusable = f"the engine's libraries cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
+    from ridgeline.engine.ipc import SHOW_STACKS, Failed
+    from ridgeline.sampling_params import take_schemas_as_checked
 
+    link = FrontEndLink(Path(given["folder"]), given["parent"])
+    if unusable:
+        link.send(Failed(unusable, config=True))
+        link.close()
+        return 2
     head_start.imported()
     faulthandler.register(SHOW_STACKS, all_threads=True) # works in the middle of a kernel or a lock, too
     take_schemas_as_checked()                            # by the front end, which had to make text of them
-    link = FrontEndLink(Path(given["folder"]), given["parent"])
     try:
         code = run(given["options"], link)
     except FrontEndGone:
@@ -45,17 +49,6 @@ def main(settings: str) -> int:
         return 0
     link.close()
     return code
-
-
-def _report(given: dict[str, Any], reason: str) -> int:
-    """Tell the front end why nothing can begin; the exit code. Needs only small libraries."""
-    from ridgeline.engine.core.frontend_socket import FrontEndLink
-    from ridgeline.engine.ipc import Failed
-
-    link = FrontEndLink(Path(given["folder"]), given["parent"])
-    link.send(Failed(" ".join(reason.split())[:500], config=True))
-    link.close()
-    return 2
 
 
 if __name__ == "__main__":
