@@ -49,8 +49,8 @@ class FramedChild:
     """`python -m module arguments…`, as its owner holds it. One caller at a time. OSError if it cannot be started."""
 
     def __init__(self, module: str, *arguments: str, **options: Any) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        self.process = start_child(module, *arguments, **pipes, **options)
+        pipe = subprocess.PIPE
+        self.process = start_child(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
         self.end = weakref.finalize(self, _end, self.process)
         assert self.process.stdin is not None and self.process.stdout is not None
         self._target, self._source = self.process.stdin.fileno(), self.process.stdout.fileno()

@@ -282,8 +282,8 @@ class _Pending:
                 self._watcher.start()
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(_WATCH_SECONDS)
+        pause = threading.Event()
+        while not pause.wait(_WATCH_SECONDS):
             with self._lock:
                 waiting = self._waiting
             over = {each for each in waiting if each.is_over()}          # ending one calls remove(): without the lock
