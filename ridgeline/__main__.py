@@ -6,12 +6,13 @@ A subcommand is a module with `add_arguments(parser)` and `run(args)`. An error 
 
 from __future__ import annotations
 
+import errno
 import importlib
-import os
 import sys
 
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.process.head_start import keep_byte_code
+from ridgeline.process.standard_streams import discard_output, open_missing
 from ridgeline.version import __version__
 
 COMMANDS = {
@@ -96,17 +97,42 @@ def run(argv: list[str]) -> int:
     return int(module.run(parser.parse(rest)) or 0)
 
 
+# What the machine has run out of, by the error's number: no fault of the program, so no traceback.
+SCARCE = {
+    errno.EMFILE: "too few files may be open here; raise `ulimit -n`",
+    errno.ENFILE: "the machine has no file descriptor left",
+    errno.ENOMEM: "there is not enough memory",
+    errno.ENOSPC: "no space is left where it was to be written",
+    errno.EDQUOT: "no space is left where it was to be written",
+    errno.EAGAIN: "no further process or thread may be started here; raise `ulimit -u`",
+}
+
+
 def main(argv: list[str] | None = None) -> int:
+    open_missing()
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        code = run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()                               # here an error is one line; at Python's end it would be its own
+        return code
     except RidgelineError as error:
-        print(f"ridgeline: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, EngineDead) else 2
+        return _refuse(" ".join(str(error).split()), 1 if isinstance(error, EngineDead) else 2)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:                              # the reader of a pipe has left; Python must not try to flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 141
+    except MemoryError:
+        return _refuse(SCARCE[errno.ENOMEM], 2)
+    except OSError as error:
+        if error.errno not in SCARCE:
+            raise
+        discard_output()                                 # it may be what could not be written
+        return _refuse(f"{SCARCE[error.errno]} ({error})", 2)
+
+
+def _refuse(reason: str, code: int) -> int:
+    print(f"ridgeline: error: {reason}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

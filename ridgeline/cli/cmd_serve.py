@@ -17,6 +17,7 @@ from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
 from ridgeline.process.progress import progress_bar
+from ridgeline.process.standard_streams import say
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.options import ServerOptions
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> None:
 
         def on_ready(service: Service, address: str) -> None:
             until_ready.close()
-            print(welcome(service, address), flush=True)
+            if not say(welcome(service, address)):
+                logger.warning("ready: %s/v1 (standard output cannot be written to)", address)
 
         run_server(llm, options, tick, on_ready, keys)
 

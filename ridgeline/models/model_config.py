@@ -16,7 +16,16 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
-from ridgeline.models.config_fields import Fields
+from ridgeline.models.config_fields import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_INTERMEDIATE,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCABULARY,
+    Fields,
+)
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.family import Family
 from ridgeline.models.gemma import GEMMA2, GEMMA3
@@ -44,7 +53,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
-MAX_LAYERS = 4_096
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 
@@ -204,13 +212,13 @@ def hf_model_config(
         checked.ids("eos_token_id")
 
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
+    hidden_size = fields.integer("hidden_size", maximum=MAX_HIDDEN)
     head_dim = _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
     windows = hf_windows(fields, family, num_layers)
-    max_position = fields.integer("max_position_embeddings")
+    max_position = fields.integer("max_position_embeddings", maximum=MAX_POSITIONS)
     ropes, max_position = hf_ropes(fields, family, head_dim, max_position, windows)
     windows = windows_that_hide(windows, max_position)
 
@@ -218,9 +226,9 @@ def hf_model_config(
     attention_bias = fields.flag("attention_bias")
     return ModelConfig(
         family=family,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -276,7 +284,7 @@ def _head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int, num
     if fields.get(name) is None and hidden_size % num_heads:
         raise ModelError(f"{fields.where}: {hidden_name} {hidden_size} is not a multiple of {num_heads} heads, and no "
                          f"{name} is given")
-    return fields.integer(name, hidden_size // num_heads)
+    return fields.integer(name, hidden_size // num_heads, maximum=MAX_HEAD_DIM)
 
 
 def _dtype(fields: Fields) -> str:
@@ -312,16 +320,16 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         return tensor in file.tensors
 
     num_layers = fields.integer(key("block_count"), maximum=MAX_LAYERS)
-    num_heads = fields.integer(key("attention.head_count"))
-    num_kv_heads = fields.integer(key("attention.head_count_kv"), num_heads)
-    hidden_size = fields.integer(key("embedding_length"))
+    num_heads = fields.integer(key("attention.head_count"), maximum=MAX_HEADS)
+    num_kv_heads = fields.integer(key("attention.head_count_kv"), num_heads, maximum=MAX_HEADS)
+    hidden_size = fields.integer(key("embedding_length"), maximum=MAX_HIDDEN)
     head_dim = _head_dim(fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
     windows = gguf_windows(fields, family, num_layers, key)
-    max_position = fields.integer(key("context_length"))
+    max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
     scale = head_dim**-0.5
     if family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN:
         scale = (hidden_size / num_heads) ** -0.5
@@ -330,7 +338,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         family=family,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(key("feed_forward_length")),
+        intermediate_size=fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

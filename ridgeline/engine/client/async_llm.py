@@ -48,6 +48,7 @@ from ridgeline.models.model_config import load_model_config
 from ridgeline.resolve import model_path
 from ridgeline.roofline.live import LiveView
 from ridgeline.sampling_params import RequestOutputKind, SamplingParams
+from ridgeline.text.chat_template import start_renderer
 from ridgeline.text.tokenizer import Tokenizer
 
 
@@ -103,6 +104,8 @@ class AsyncLLM:
         frontend = await asyncio.to_thread(Frontend.load, self.config.model, model_path(self.config))
         if frontend.tokenizer is not None:
             self._longest_piece = max(map(len, frontend.tokenizer.token_pieces()), default=0)
+            if frontend.tokenizer.chat_template is not None:
+                await asyncio.to_thread(start_renderer)
         self._frontend = frontend
 
     @property
