@@ -25,12 +25,25 @@ from ridgeline.version import __version__
 
 logger = get_logger("server")
 
+# Titles of `--help` -> options of the server; the others are under "server".
+GROUPS = {
+    "security": (
+        "api_key", "api_key_file", "insecure_no_auth", "allowed_host", "allowed_origins", "ssl_certfile", "ssl_keyfile",
+        "admin_socket",
+    ),
+    "limits": (
+        "max_connections", "max_queued_requests", "max_queued_tokens", "request_timeout", "max_body_bytes",
+        "max_stored_responses", "max_stored_bytes", "drain_timeout", "max_engine_restarts", "engine_timeout",
+    ),
+    "parsers": ("tool_call_parser", "reasoning_parser"),
+    "logs and traces": ("access_log", "otlp_traces_endpoint"),
+}
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_options(parser, ServerOptions, "server")
+    add_options(parser, ServerOptions, "server", GROUPS)
     add_engine_options(parser)
 
 

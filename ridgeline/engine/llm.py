@@ -12,7 +12,7 @@ from typing import Any
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.outputs import RequestOutput
-from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
+from ridgeline.engine.client.processor import Processor, Prompt, RequestState
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest, RequestError, Unsupported
 from ridgeline.messages import Request
@@ -32,18 +32,18 @@ class LLM:
         config = EngineConfig.of(model=model, **{"step_time_ms": 0.0} | options)
         path = model_path(config)
         load_model_config(path)                          # fails with the model's own error, before the tokenizer's
-        self._frontend = Frontend.load(config.model, path)
+        self._processor = Processor.load(config.model, path)
         with progress_bar("loading weights", in_bytes=True, wanted=use_tqdm_on_load) as tick:
             self.core = EngineCore.start(config, progress=tick)
 
     def get_tokenizer(self) -> Tokenizer:
-        if self._frontend.tokenizer is None:
+        if self._processor.tokenizer is None:
             raise BadRequest("there is no tokenizer: skip_tokenizer_init is set")
-        return self._frontend.tokenizer
+        return self._processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json asks for; used where no SamplingParams are given."""
-        return self._frontend.default_params()
+        """The model's own defaults (engine/client/sampling_defaults.py); used where no SamplingParams are given."""
+        return self._processor.default_params()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every computed prefix. False, and nothing is forgotten, while requests hold part of the KV cache."""
@@ -70,7 +70,7 @@ class LLM:
         params = _one_each("sampling_params", sampling_params, SamplingParams, self.get_default_sampling_params(), listed)
         priorities = _one_each("priority", priority, int, 0, listed)
         made = [
-            self._frontend.request(prompt, each, priority=urgency)
+            self._processor.request(prompt, each, priority=urgency)
             for prompt, each, urgency in zip(listed, params, priorities, strict=True)
         ]
         return self._run(made, use_tqdm)
@@ -98,7 +98,7 @@ class LLM:
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        prompts = [{"prompt_token_ids": self._frontend.chat_tokens(each, **template)} for each in conversations]
+        prompts = [{"prompt_token_ids": self._processor.chat_tokens(each, **template)} for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def _run(self, made: list[tuple[Request, RequestState]], show: bool) -> list[RequestOutput]:
@@ -136,8 +136,8 @@ class LLM:
             after_step()
 
     def close(self) -> None:
-        if self._frontend.grammars is not None:
-            self._frontend.grammars.close()
+        if self._processor.grammars is not None:
+            self._processor.grammars.close()
         self.core.close()
 
 
