@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ridgeline: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, EngineDead) else 2
     except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:                              # the reader of a pipe has left; Python must not try to flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

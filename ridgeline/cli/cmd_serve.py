@@ -21,6 +21,7 @@ from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service, model_name
+from ridgeline.sizes.ledger import KV, WEIGHTS
 from ridgeline.version import __version__
 
 logger = get_logger("server")
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
             print(welcome(service, address), flush=True)
 
         run_server(llm, options, tick, on_ready, keys)
+    print("stopped", file=sys.stderr, flush=True)
 
 
 def require_authentication(options: ServerOptions, keys: Keys) -> None:
@@ -81,9 +83,12 @@ def welcome(service: Service, address: str) -> str:
     ready = service.llm.ready
     assert ready is not None
     facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, loaded in {ready.seconds:.1f} s"
+    parts = [f"{part} {ready.memory[part] / 1e9:.2f} GB" for part in (WEIGHTS, KV) if part in ready.memory]
     return "\n".join(
         [
             f"ridgeline {__version__}: {facts}",
+            *([f"memory: {', '.join(parts)}"] if parts else []),
+            f"sampling defaults: {service.llm.sampling_defaults}",
             f"ready: {address}/v1  (Ctrl-C stops)",
             f"dashboard: {address}/dashboard",
             "",

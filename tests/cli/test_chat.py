@@ -1,4 +1,4 @@
-"""The conversation of `ridgeline chat` with a scripted model, and with a server over HTTP; test_cli.py runs the command itself."""
+"""The conversation of `ridgeline chat` with a scripted model, and with a server over HTTP; test_cli.py runs the command."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_build(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(native.subprocess, "run", compiler)
     for _ in range(2):                                   # the second time it is there
         assert main(["build"]) == 0
-        assert capsys.readouterr().out == f"{native.path()}\n" and native.path().parent == tmp_path
+        assert capsys.readouterr().out == f"CPU kernels for this machine: {native.path()}\n" and native.path().parent == tmp_path
     assert len(compiled) == 2 and native.path().is_file()        # compiled and linked, once
 
 
