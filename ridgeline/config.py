@@ -240,20 +240,9 @@ def whole_number(text: str) -> int | None:
 def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value: Any) -> Any:
     """The value in its declared type, or a ConfigError that names the option."""
     name = declared.name
-    if name in SPELLINGS and kind is str:                # torch.float16, "half" and "float16" are the same
-        value = str(value).removeprefix("torch.")
-        value = SPELLINGS[name].get(value, value)
-    if kind is str and isinstance(value, Mapping):
-        value = json.dumps(value)
-    if kind is int and isinstance(value, str):
-        with suppress(ValueError, OverflowError):
-            value = whole_number(value)
+    value = _in_type(name, kind, value)
     if optional and (value is None or (name == "max_model_len" and value == -1)):      # -1: vLLM's "as long as fits"
         return None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if kind is str and isinstance(value, os.PathLike):
-        value = os.fspath(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
     choices, low = declared.metadata["choices"], declared.metadata["low"]
@@ -261,4 +250,21 @@ def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     if low is not None and not value >= low:                     # NaN is not
         raise ConfigError(f"{name} must be at least {low}, got {value}")
+    return value
+
+
+def _in_type(name: str, kind: type, value: Any) -> Any:
+    """Other spellings of a value as the value itself; what is none is left as it is."""
+    if name in SPELLINGS and value is not None:                  # torch.float16, "half" and "float16" are the same
+        value = str(value).removeprefix("torch.")
+        return SPELLINGS[name].get(value, value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if kind is str and isinstance(value, Mapping):
+        return json.dumps(value)
+    if kind is int and isinstance(value, str):
+        with suppress(ValueError, OverflowError):
+            return whole_number(value)
     return value

@@ -85,11 +85,15 @@ def choose(name: HubName, sizes: dict[str, int]) -> list[str]:
     if not name.file and weights and "config.json" in sizes:
         small = [each for each in top if any(fnmatch.fnmatch(each, pattern) for pattern in _SMALL)]
         return sorted(small) + sorted(weights)
-    found = matching_gguf(list(sizes), name.file)
+    return [choose_gguf(name, list(sizes))]
+
+
+def choose_gguf(name: HubName, files: list[str]) -> str:
+    found = matching_gguf(files, name.file)
     if len(found) > 1 and not name.file:
         found = matching_gguf(found, _PREFERRED) or found
     if len(found) == 1:
-        return found
+        return found[0]
     if found:
         split = any("-of-" in each for each in found)
         reason = "a GGUF file in several parts cannot be read" if split else "give one of them"

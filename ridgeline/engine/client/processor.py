@@ -25,6 +25,7 @@ from ridgeline.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1             # either way
 MAX_SALT_CHARACTERS = 1_024
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")         # of a chat's messages
 
 
 class TextPrompt(TypedDict):
@@ -140,6 +141,18 @@ class Processor:
             message = f"{what} needs a tokenizer, and skip_tokenizer_init is set; give token ids instead"
             raise BadRequest(message, field=field)
         return self.tokenizer
+
+
+def second_begins(first: Sequence[int], both: Sequence[int]) -> int:
+    """Where the tokens of a second text begin, of two that were tokenised as one: a token across the border is the second's.
+    At least 1, since the very first token has no likelihood."""
+    differ = (at for at, (one, other) in enumerate(zip(first, both, strict=False)) if one != other)
+    begin = next(differ, min(len(first), len(both)))
+    if not first or begin == len(both):
+        raise BadRequest("both texts must have at least one token", field="text_1")
+    if len(both) == 1:
+        raise BadRequest("both texts are a single token together, which has no likelihood: no token is before it", field="text_1")
+    return max(1, begin)
 
 
 def _template(given: str) -> str:
