@@ -17,6 +17,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config, weight_bytes
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
 from ridgeline.process import embedded
+from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
@@ -100,7 +101,8 @@ def page_bytes(groups: list[KVGroupSpec], element_size: int) -> int:
 
 
 def model_path(config: EngineConfig) -> Path:
-    return Path(config.model.model) if config.model.model else embedded.require()
+    """The model's directory or file; a name of the Hugging Face hub is looked up in the local cache."""
+    return locate(config.model.model) if config.model.model else embedded.require()
 
 
 def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.peak_memory import own_peak
-from ridgeline.bench.lab.record import finish, record, write
+from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.errors import EngineDead
@@ -73,8 +73,6 @@ def run(args: argparse.Namespace) -> None:
         if args.out:
             write(made, Path(args.out))
             print(f"wrote {args.out}", file=sys.stderr)
-        else:
-            finish(made, None)
         return
     if args.out:
         write(made, Path(args.out))

@@ -125,6 +125,7 @@ class Ready(msgspec.Struct, tag=True):
     seconds: float
     kv_dtype: str = ""
     techniques: list[str] = []       # that are on, by their names in `techniques`
+    memory: dict[str, int] = {}      # bytes of each part of the ledger, all ranks together
 
 
 class Loading(msgspec.Struct, tag=True):

@@ -120,9 +120,12 @@ def load_model_config(path: str | Path) -> ModelConfig:
         with GGUFFile(path) as file:
             return gguf_model_config(file, path.name)
     if not path.is_dir():
-        hub = not path.is_absolute() and len(path.parts) == 2 and path.suffix != ".gguf"
-        hint = "it looks like a name on a model hub, and those are not fetched; " if hub else ""
-        raise ModelError(f"model {path} does not exist: {hint}give a directory with config.json or a .gguf file")
+        raise ModelError(f"model {path} does not exist: give a directory with config.json or a .gguf file")
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ModelError(
+            f"{path} is a LoRA adapter, not a model: merge it into its base model first (peft: merge_and_unload, then "
+            "save_pretrained), and give the merged directory"
+        )
     if not (path / "config.json").is_file():
         ggufs = sorted(each.name for each in path.glob("*.gguf"))
         hint = f"give the file {ggufs[0]}" if ggufs else "give a Hugging Face model directory or a .gguf file"

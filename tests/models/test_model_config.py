@@ -144,7 +144,7 @@ def test_a_broken_config_is_named(content: str, message: str, tmp_path: Path) ->
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"nowhere does not exist: give a directory with config\.json or a \.gguf file$"):
         load_model_config(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match=r"^model some/name does not exist: it looks like a name on a model hub, and those"):
+    with pytest.raises(ModelError, match=r"^model some/name does not exist: give a directory"):
         load_model_config("some/name")
     with pytest.raises(ModelError, match=r"^model some/file\.gguf does not exist: give a directory"):
         load_model_config("some/file.gguf")
@@ -153,6 +153,10 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         load_model_config(tmp_path / "model.bin")
     with pytest.raises(ModelError, match=r"has no config\.json: give a Hugging Face model directory"):
         load_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ModelError, match=r"is a LoRA adapter, not a model: merge it"):
+        load_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "some.gguf").touch()
     with pytest.raises(ModelError, match=r"has no config\.json: give the file some\.gguf$"):
         load_model_config(tmp_path)

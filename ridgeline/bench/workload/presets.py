@@ -26,7 +26,7 @@ from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.lab.device_peaks import MachinePeaks, device_kind, machine_peaks
 from ridgeline.bench.lab.machine_log import Watch
-from ridgeline.bench.lab.record import finish, percentiles, record, write
+from ridgeline.bench.lab.record import percentiles, record, write
 from ridgeline.bench.lab.sweep import cross, figure, settings
 from ridgeline.bench.workload import workloads
 from ridgeline.bench.workload.bench_engine import EXACT, Engine, Run, parse_options, quality_of
@@ -114,12 +114,9 @@ def run(args: argparse.Namespace) -> None:
             one.label = "-".join(filter(None, [args.label or chosen["shape"], chosen["dtype"], *chosen["set"]]))
         made = measure_model(chosen["shape"], one, list(dict.fromkeys(args.preset)), started)
         rows += [table_row(made["workload"]["model"], name, row) for name, row in made["figures"]["rows"].items()]
-        if args.format == "md":
-            finish(made, args.out)
-        elif args.out:
+        if args.out:
             write(made, Path(args.out))
-    if args.format != "md":
-        print(table.rendered(rows, args.format, made))
+    print(table.rendered(rows, args.format, made))
 
 
 def run_suite(args: argparse.Namespace) -> None:

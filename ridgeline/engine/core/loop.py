@@ -162,6 +162,7 @@ def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
         seconds=time.monotonic() - started,
         kv_dtype=config.kv_dtype,
         techniques=active_techniques(config),
+        memory={part: size * config.options.parallel.tensor_parallel_size for part, size in config.memory.items()},
     )
     spare_the_old()
     link.send(ready)

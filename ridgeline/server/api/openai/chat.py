@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.processor import ROLES
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.api.generation import (
@@ -41,9 +42,6 @@ from ridgeline.server.parse.incremental import CallArguments, CallStart, Content
 from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
 from ridgeline.text.tokenizer import Tokenizer
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
