@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -47,11 +46,6 @@ class Source(Protocol):
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
         """The tensor, on the CPU. A source that must expand it anyway may do so into `into` (float32, its shape)."""
-
-    def __enter__(self) -> Source: ...
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None: ...
 
 
 def load_weights(
@@ -357,7 +351,7 @@ class GGUFSource:
         return self.packed(name)[0] if self.is_packed(name) else self.read(name, None)
 
     def is_packed(self, name: str) -> bool:
-        return self._file.tensors[name].type.startswith("Q")
+        return self._file.tensors[name].type.startswith(("Q", "TQ", "MXFP4"))
 
     def packed(self, name: str) -> tuple[Tensor, str]:
         """A copy of the rows as they lie in the file, bytes [rows, row bytes], and how they are packed."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.gguf_packed import packed_gguf
 from ridgeline.models.checkpoints.recipe import Recipe
 from ridgeline.ops.quantised.codes import NF4, packed_codes, unpacked_bits
 from ridgeline.quant.format import GRIDS, ORDER, OUTER, SCALE, WEIGHT, ZERO
@@ -35,12 +36,17 @@ def matrix_shape(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], small: C
 # ── pieces of work ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _bytes(words: Tensor) -> Tensor:
+    """[rows, words] -> uint8 [rows, 4 words]; a transposed tensor of one word has no usable strides."""
+    return words.reshape(-1).view(torch.uint8).view(len(words), -1)
+
+
 def bitstream(words: Tensor, bits: int, count: int) -> Tensor:
     """int32 [rows, words] -> uint8 codes [rows, count]: code i begins at bit i * bits of a row. Where a width does not divide 32,
     older files start every word anew; the number of words tells."""
     each = 32 // bits
     if words.shape[1] == -(-count * bits // 32):
-        data = words.contiguous().view(torch.uint8)
+        data = _bytes(words)
         if bits in (1, 2, 4, 8):
             return (unpacked_bits(data, bits) if bits < 8 else data)[:, :count]
         start = torch.arange(count, device=words.device) * bits
@@ -176,7 +182,7 @@ def _awq(recipe: Recipe, tensors: Tensors) -> Canonical:
 
     def unpacked(words: Tensor) -> Tensor:
         """int32 [n, outputs / 8] -> uint8 [outputs, n]"""
-        nibbles = unpacked_bits(words.contiguous().view(torch.uint8), 4).unflatten(1, (-1, 8))
+        nibbles = unpacked_bits(_bytes(words), 4).unflatten(1, (-1, 8))
         return nibbles[..., list(AWQ_PLACES)].flatten(1).t()
 
     codes = unpacked(tensors["codes"])
@@ -294,4 +300,5 @@ UNPACK: dict[str, tuple[Callable[[Recipe, Shapes, Small], tuple[int, int]], Call
     "bnb_4bit": (lambda recipe, shapes, small: _bnb_state(small("state"))["shape"], _bnb_4bit),
     "bitnet": (_shape_of(4, 1), _bitnet),
     "bitmask": (_written_shape, _bitmask),
+    "gguf": (_shape_of(1, 1), lambda recipe, tensors: packed_gguf(recipe, tensors["codes"])),
 }

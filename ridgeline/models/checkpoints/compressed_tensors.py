@@ -128,11 +128,10 @@ def _packed(bits: int, symmetric: bool, block: tuple[int, int], activation: Acti
 
 
 def _fp4(stored: str, activation: Activation | None) -> Recipe:
-    if stored == "mxfp4-pack-quantized":
-        scales, roles = Scales((1, 32), "e8m0"), ()
-    else:
-        scales = Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0)))
-        roles = (("outer", (".weight_global_scale",)),)
+    scales = Scales((1, 32), "e8m0")
+    roles: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    if stored == "nvfp4-pack-quantized":
+        scales, roles = Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0))), (("outer", (".weight_global_scale",)),)
     return Recipe(
         WeightFormat("e2m1", scales, activation), "fp4",
         (("codes", (".weight_packed",)), ("scale", (".weight_scale",)), *roles), unused=_INPUT_SCALES, variant="divides",

@@ -19,6 +19,7 @@ FORMATS: dict[str, WeightFormat] = {
     "Q6_K": WeightFormat("q6", Scales((1, 16), "int8", outer=_SUPER)),
     "TQ1_0": WeightFormat("ternary", Scales((1, 256), "float16")),
     "TQ2_0": WeightFormat("ternary", Scales((1, 256), "float16")),
+    "MXFP4": WeightFormat("e2m1", Scales((1, 32), "e8m0")),
 }
 RECIPES = {
     type: Recipe(format, "gguf", (("codes", (".weight",)),), variant=type) for type, format in FORMATS.items()

@@ -32,6 +32,8 @@ def packed_gguf(recipe: Recipe, data: Tensor) -> Canonical:
         }
     if type == "Q6_K":
         return found | {SCALE: fields["scales"].contiguous().view(torch.int8).flatten(1), OUTER: _half(fields["scale"])}
+    if type == "MXFP4":
+        return found | {SCALE: fields["scale"].flatten(1)}
     found[SCALE] = _half(fields["scale"])
     if "offset" in fields:
         found[OFFSET] = _half(fields["offset"])
@@ -94,6 +96,7 @@ _CODES = {
     "Q4_K": lambda fields: _halves(fields["quants"], 32),
     "Q5_K": lambda fields: _halves(fields["quants"], 32) | (_layers(fields["fifth_bits"], 1) << 4),
     "Q6_K": lambda fields: _halves(fields["quants"], 64) | (_layers(fields["high_pairs"], 2) << 4),
+    "MXFP4": lambda fields: _halves(fields["quants"], 16),
     "TQ1_0": _tq1,
     "TQ2_0": lambda fields: _layers(fields["quants"], 2),
 }

@@ -44,11 +44,11 @@ def _recipe(algorithm: str, group: int | None, section: Section) -> Recipe:
         )
     if group not in (None, 16):
         raise section.error("group_size", group, "is not supported in NVFP4; supported: 16")
-    activation = None if algorithm == "W4A16_NVFP4" else Activation("fp4", "group", True)
+    inputs = None if algorithm == "W4A16_NVFP4" else Activation("fp4", "group", True)
     scales = Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0)))
     # The second scale multiplies here; compressed-tensors stores its inverse.
     return Recipe(
-        WeightFormat("e2m1", scales, activation), "fp4",
+        WeightFormat("e2m1", scales, inputs), "fp4",
         (("codes", (".weight",)), ("scale", (".weight_scale",)), ("outer", (".weight_scale_2",))),
         unused=(".input_scale", ".pre_quant_scale"), variant="multiplies",
     )

@@ -40,8 +40,9 @@ MAX_HEADER = 100 << 20
 
 def read_quantisation(raw: Mapping[str, Any], where: str, directory: Path | None = None) -> Quantisation | None:
     """Of a checkpoint whose config.json is `raw`; None: its weights are plain."""
-    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else {}
-    found = raw.get("quantization_config") or text.get("quantization_config") or raw.get("compression_config")
+    text = raw.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    found = raw.get("quantization_config") or inner or raw.get("compression_config")
     name = f"{where}: quantization_config"
     if found is None and directory is not None and (directory / MODELOPT_FILE).is_file():
         try:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.canonical import Canonical, canonical, matrix_shape
-from ridgeline.models.checkpoints.gguf_packed import packed_gguf
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe
 from ridgeline.ops.quantised.codes import e8m0_numbers, packed_codes, unpacked_codes
 from ridgeline.ops.quantised.expand import MIDDLE, expand, spread
@@ -54,7 +53,11 @@ class Stored:
 class RawSource(Protocol):
     tensors: dict[str, Stored]
 
-    def stored(self, name: str) -> Tensor: ...
+    def stored(self, name: str) -> Tensor:
+        """As it lies in the file."""
+
+    def read(self, name: str, into: Tensor | None) -> Tensor:
+        """As numbers."""
 
 
 @dataclass(slots=True)
@@ -166,11 +169,9 @@ class QuantisedSource:
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
         module_name, _, parameter = name.rpartition(".")
-        if module_name not in self.modules or (name in self.source.tensors and name not in self.tensors):
-            return self.source.stored(name)
+        if module_name not in self.modules or parameter == "bias":
+            return self.source.read(name, into)
         module = self.modules[module_name]
-        if parameter == "bias":
-            return self.source.stored(name)
         if self._last[0] != module_name:
             with _naming(self.tensors[f"{module_name}.{WEIGHT}"].file, module_name):
                 self._last = (module_name, self._canonical(module))
@@ -179,7 +180,7 @@ class QuantisedSource:
     def _canonical(self, module: Module) -> Canonical:
         tensors = {role: self.source.stored(name).to(self.device) for role, name in module.names.items()}
         recipe = module.recipe
-        found = packed_gguf(recipe, tensors["codes"]) if recipe.unpack == "gguf" else canonical(recipe, tensors)
+        found = canonical(recipe, tensors)
         if recipe.format.scales is None:
             return found
         written = per_row(recipe.format)
