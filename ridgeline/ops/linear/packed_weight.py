@@ -41,7 +41,7 @@ class PackedWeight:
     gated: bool
     codes: Tensor                    # int32 [strips, inputs / 64, 32, 4]
     scale: Tensor                    # int32 [strips, inputs / 512, 128 / group, 32]: two 16-bit numbers each
-    zero: Tensor | None              # as scale
+    zero: Tensor | None              # as scale, bfloat16
     scale_dtype: torch.dtype         # bfloat16 or float16
     outer: Tensor | None             # float32 [outputs]: a second factor, of NVFP4
 
@@ -85,7 +85,7 @@ def pack(
         packed[first : first + STRIPS_AT_ONCE] = _words(_padded(codes, here, tiles * TILE // 2), kind)
     runs = tiles * TILE // group
     pairs = _pairs(_padded(scale.to(dtype), order, runs), group)
-    zeros = None if zero is None else _pairs(_padded(zero.to(dtype), order, runs), group)
+    zeros = None if zero is None else _pairs(_padded(zero.to(torch.bfloat16), order, runs), group)
     return PackedWeight(kind, group, outputs, inputs, gated, packed, pairs, zeros, dtype, outer)
 
 
@@ -98,12 +98,13 @@ def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = _from_words(weight.codes, weight.kind)[rows, : weight.inputs // 2]
     runs = weight.inputs // weight.group
 
-    def from_pairs(words: Tensor) -> Tensor:
+    def from_pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
         strips, blocks, each, _ = words.shape
-        parts = words.contiguous().view(weight.scale_dtype).view(strips, blocks, each, 8, 4, 2)
+        parts = words.contiguous().view(dtype).view(strips, blocks, each, 8, 4, 2)
         return parts.permute(0, 5, 3, 1, 4, 2).reshape(strips * STRIP, -1)[rows, :runs]
 
-    return codes, from_pairs(weight.scale), None if weight.zero is None else from_pairs(weight.zero)
+    zero = None if weight.zero is None else from_pairs(weight.zero, torch.bfloat16)
+    return codes, from_pairs(weight.scale, weight.scale_dtype), zero
 
 
 def expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

@@ -10,17 +10,12 @@ class PackedGemvPlan:
     """One to eight rows: ops/linear/packed_gemv.py."""
 
     rows: int                        # of x in shared memory: 1 or 8
-    strips: int                      # of 16 outputs that a CTA multiplies at a time: 1 or 2
-    warps: int
-    stages: int                      # units of the ring: 512 inputs of each warp and strip
+    warps: int                       # that share the inputs of a strip of 16 outputs
     programs: int                    # CTAs per SM
 
-    def shared_bytes(self, inputs: int, group: int, zeros: bool) -> int:
-        """Shared memory of one CTA."""
-        runs = -(-inputs // 512)
-        unit = self.warps * self.strips * (4096 + 128 // group * 128 * (2 if zeros else 1))
-        rounds = -(-runs // self.warps)
-        return self.stages * unit + rounds * self.warps * 512 * self.rows * 2
+    def shared_bytes(self, inputs: int) -> int:
+        """Shared memory that x takes in one CTA."""
+        return -(-inputs // (512 * self.warps)) * 512 * self.warps * self.rows * 2
 
 
 @dataclass(frozen=True, slots=True)
