@@ -8,6 +8,7 @@ be called.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,6 +79,11 @@ def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):  # type: ignore[
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=READERS)
     return full, empty
+
+
+def compile_time(function: Callable[..., Any]) -> Any:
+    """A function that kernels call while they are compiled; elsewhere it is an ordinary one."""
+    return triton.constexpr_function(function) if HAS_GLUON else function
 
 
 @functools.cache
