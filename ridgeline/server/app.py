@@ -21,7 +21,7 @@ from ridgeline.server.api.ollama import ollama_models, ollama_prepare
 from ridgeline.server.api.openai import responses_continued
 from ridgeline.server.api.openai.embeddings import embed
 from ridgeline.server.api.vllm.score import score
-from ridgeline.server.background import Responses
+from ridgeline.server.background_responses import Responses
 from ridgeline.server.endpoints import Generation, Invocations, Question
 from ridgeline.server.http.error_bodies import body_for
 from ridgeline.server.http.failures import describe, http_error

@@ -15,7 +15,7 @@ import numpy as np
 from ridgeline.config import ModelOptions
 from ridgeline.engine.client.grammar_check import GrammarChecker
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
-from ridgeline.errors import PROMPT, BadRequest, ConfigError, ModelError, RequestError
+from ridgeline.errors import PROMPT, BadRequest, ConfigError, ModelError, RequestError, Unsupported
 from ridgeline.messages import Logprobs, Request, TokenDelta
 from ridgeline.models.model_config import read_json
 from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
@@ -112,7 +112,9 @@ class Frontend:
         if params.stop:
             self._require_tokenizer("stop", "stop")
         if params.structured_outputs is not None:
-            self._require_tokenizer("structured_outputs", "structured_outputs")
+            if not self._require_tokenizer("structured_outputs", "structured_outputs").decodes_alone:
+                message = "structured_outputs needs tokens with a text of their own, which this model's tokenizer does not have"
+                raise Unsupported(message, field="structured_outputs")
             assert self.grammars is not None
             self.grammars.check(params.structured_outputs)
         request = Request(

@@ -344,15 +344,15 @@ class Writer(ABC):
         self._sent = False                               # any event
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
-        """An event for each delta; tokens without visible text wait for the next."""
+        """An event for each delta, also for tokens without visible text (half a character, a special token, what may begin a stop
+        string): clients see that the answer goes on, as with vLLM."""
         events = []
         for prompt, delta in batch:
             index = prompt * self._params.n + delta.index
             self._sent_tokens += len(delta.token_ids)
             frame = self._frames.get(index)
             if frame is not None and delta.finish_reason is None and delta.logprobs is None:
-                if delta.text:
-                    events.append(frame[0] + encode(delta.text) + frame[1])
+                events.append(frame[0] + encode(delta.text) + frame[1])
                 continue
             for choice in self._chunks(outputs[prompt], index, delta):
                 reply = self._reply([choice])
@@ -445,6 +445,11 @@ class Writer(ABC):
 
     def _bytes(self, token: int) -> list[int] | None:
         return list(self._tokenizer.token_bytes(token)) if self._tokenizer else None
+
+
+def goes_on(batch: list[tuple[int, AnswerDelta]]) -> bool:
+    """Whether more will come. Tokens without text are then a sign to a client that nothing else is sent to."""
+    return all(delta.finish_reason is None for _, delta in batch)
 
 
 def ranked(at: LogprobsAt, count: int) -> list[tuple[int, float]]:
