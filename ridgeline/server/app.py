@@ -90,6 +90,7 @@ def _ollama(service: Service) -> list[Route]:
 def _llamacpp(service: Service) -> list[Route]:
     return [
         _post("/completion", Generation(service, llama_server.prepare_completion, LLAMA, "prompt")),
+        _post("/completions", Generation(service, llama_server.prepare_alias, LLAMA, "prompt")),
         _post("/apply-template", Question(service, llama_server.apply_template, prompt_field="messages")),
         _post("/infill", Question(service, llama_server.infill)),
         *llama_server.routes(service),

@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import SamplingParams, StructuredOutputs, shown
+from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
@@ -137,6 +137,9 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         refuse(self, self.REFUSED)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", field="stream_options")
+        if self.prompt_logprobs == EVERY:
+            message = f"prompt_logprobs {EVERY}, every token of the vocabulary, is not supported; at most {MAX_LOGPROBS} are"
+            raise Unsupported(message, field="prompt_logprobs")
         if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
             raise BadRequest("logprob_token_ids needs logprobs", field="logprob_token_ids")
 
@@ -208,6 +211,7 @@ def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
             raise Unsupported(f"{name} is not supported by this server; leave it out", field=name)
 
 
+EVERY = -1                           # as prompt_logprobs
 FIT = -1                             # as truncate_prompt_tokens: cut the prompt to fit the context
 
 _SAMPLING = (

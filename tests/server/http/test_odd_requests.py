@@ -118,7 +118,7 @@ FLOAT_FIRST: dict[str, bytes] = {                        # the beginning of a bo
     "/api/chat": b'{"top_logprobs": 1.0, "keep_alive": ', "/api/generate": b'{"top_logprobs": 1.0, "keep_alive": ',
     "/api/embed": b'{"dimensions": 1.0, "keep_alive": ', "/api/embeddings": b'{"prompt": 1.0, "keep_alive": ',
     "/api/show": b'{"model": 1.0, "system": ', "/completion": b'{"n_predict": 16.0, "id_slot": ',
-    "/infill": b'{"n_predict": 1.0, "lora": ',
+    "/completions": b'{"n_predict": 16.0, "id_slot": ', "/infill": b'{"n_predict": 1.0, "lora": ',
     "/apply-template": b'{"max_tokens": 16.0, "user": ', "/invocations": b'{"prompt": "a", "max_tokens": 16.0, "user": ',
 }
 BODILESS = "/v1/responses/{id}/cancel"

@@ -20,7 +20,7 @@ from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.api.prepare import Job, checked_params, prompt_tokens
 from ridgeline.server.http.body import away_if_long, parse_body
 from ridgeline.server.http.stream import json_response
-from ridgeline.server.server_errors import Unavailable
+from ridgeline.server.server_errors import Unavailable, WrongPath
 from ridgeline.server.service import Service
 from ridgeline.version import __version__
 
@@ -43,6 +43,16 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> J
     longest = service.llm.ready.max_model_len
     writer = LlamaWriter(asked, longest, request, params, request_id, service.name, service.tokenizer)
     return Job(request, params, made, writer, [(b"x-request-id", request_id.encode())])
+
+
+async def prepare_alias(service: Service, caller: Caller, body: bytes) -> Job:
+    """/completions is another name of /completion in llama.cpp. OpenAI's clients with a base URL without /v1 arrive here:
+    they name a model, and could not read the answer."""
+    job = await prepare_completion(service, caller, body)
+    if job.request.model:
+        message = "POST /completions with a model does not exist here; did you mean /v1/completions, or llama.cpp's /completion?"
+        raise WrongPath(message)
+    return job
 
 
 async def apply_template(service: Service, caller: Caller, body: bytes) -> TemplateReply:
