@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 
+from ridgeline.text.tokenizer_limits import is_panic
 from ridgeline.text.vocabulary import SPACE_MARK, byte_of
 
 SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -82,8 +83,8 @@ def _decoded(core: tokenizers.Tokenizer, ids: list[int]) -> str:
     try:
         text: str = core.decode(ids, skip_special_tokens=False)
     except BaseException as error:
-        # A panic of the library, which is no Exception: a Strip at the end fails on an empty text, for one.
-        if type(error).__name__ != "PanicException":
+        # For one, a Strip at the end panics on an empty text.
+        if not is_panic(error):
             raise
         return ""
     return text

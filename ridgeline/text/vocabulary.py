@@ -26,6 +26,7 @@ class Vocabulary:
     chat_templates: dict[str, str]   # by name; the usual one is called "default"
     first_pieces: list[bytes] | None = None      # by id: the bytes at the start of a text, where they differ
     decodes_alone: bool = True       # False: a token's text depends on those around it, and `pieces` are only near it
+    growth: float = 1.0              # characters that normalizing may make of one (text/tokenizer_limits)
 
 
 def _byte_alphabet() -> dict[int, str]:

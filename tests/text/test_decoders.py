@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models
 
-from ridgeline.engine.client.processor import Frontend
+from ridgeline.engine.client.processor import Processor
 from ridgeline.errors import Unsupported
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 from ridgeline.text.decoders import KEPT, LONGEST
@@ -125,5 +125,5 @@ def test_tokens_behind_others_keep_their_blanks(loaded: dict[str, tuple[Tokenize
 def test_grammars_need_tokens_with_a_text_of_their_own(loaded: dict[str, tuple[Tokenizer, tokenizers.Tokenizer]]) -> None:
     grammar = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
     with pytest.raises(Unsupported, match="tokens with a text of their own") as caught:
-        Frontend(loaded["ctc"][0]).request("a", grammar)
+        Processor(loaded["ctc"][0]).request("a", grammar)
     assert caught.value.field == "structured_outputs"

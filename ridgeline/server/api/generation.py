@@ -26,7 +26,6 @@ from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
-ONLY_THE_LIKELIEST = 1e-9            # as top_p: only the most likely token is left
 DONE = b"[DONE]"
 MARK = "\x00text\x00"                # stands for an event's text; nothing after it contains it
 PADDING = 64                         # with include_obfuscation, events are padded to multiples of this length
@@ -156,8 +155,6 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         if self.truncate_prompt_tokens not in (None, FIT):
             given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        if given.get("top_p") == 0:                      # OpenAI's range includes 0
-            given["top_p"] = ONLY_THE_LIKELIEST
         try:
             return SamplingParams(**dict(defaults) | given | other)
         except BadRequest as error:

@@ -25,6 +25,7 @@ from ridgeline.errors import (
     RequestError,
     RidgelineError,
     TimedOut,
+    TryAgain,
     UnknownField,
     Unsupported,
 )
@@ -56,6 +57,7 @@ _KINDS: tuple[tuple[type[RequestError], int, str, str | None], ...] = (
     (PreviousNotStored, 400, _INVALID, "previous_response_not_found"),
     (WrongMediaType, 415, _INVALID, None),
     (Overloaded, 429, "overloaded_error", "overloaded"),
+    (TryAgain, 503, "service_unavailable_error", "try_again"),
     (TimedOut, 504, "timeout_error", "request_timeout"),
     (PromptTooLong, 400, _INVALID, "context_length_exceeded"),
     (BadRequest, 400, _INVALID, None),
@@ -73,7 +75,7 @@ def describe(
         error = as_requested(error, prompt_field, names)
         status, kind, code = next(row[1:] for row in _KINDS if isinstance(error, row[0]))
         body = error_body(str(error), kind, param_of(error), code, getattr(error, "details", None))
-        return status, body, retry if status == 429 else []
+        return status, body, retry if status in (429, 503) else []
     if isinstance(error, RidgelineError):
         # Why an engine died is for the operator only: the reason may quote a path, or another client's request.
         message = str(error) if isinstance(error, Unavailable) else STOPPED
@@ -102,7 +104,7 @@ def param_of(error: RequestError) -> str | None:
 
 def retry_after(error: Exception) -> bytes:
     """Whole seconds from 1 to 60: the predicted wait, or 1 to 5. Randomised, so that clients do not all return at once."""
-    wait = error.retry_after if isinstance(error, Overloaded) else None
+    wait = error.retry_after if isinstance(error, Overloaded | TryAgain) else None
     seconds = random.uniform(1, 5) if wait is None else wait * random.uniform(1.0, 1.25)
     return str(min(60, max(1, math.ceil(seconds)))).encode()
 

@@ -15,8 +15,8 @@ from scripted_server import ScriptedServer
 from served_model import write_model
 
 from ridgeline.errors import BadRequest
+from ridgeline.sampling_params import ONLY_THE_LIKELIEST
 from ridgeline.server.api.anthropic.messages_api import CountRequest, MessagesRequest
-from ridgeline.server.api.generation import ONLY_THE_LIKELIEST
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.api.openai.embeddings import EmbeddingRequest

@@ -37,7 +37,7 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> J
     request.max_tokens = 1 if asked.limit == 0 else asked.limit
     params = checked_params(service, request)
     if asked.limit is None:
-        params.max_tokens = service.llm.sampling_defaults.get("max_tokens")
+        params.max_tokens = service.llm.sampling_defaults.fields.get("max_tokens")
     assert service.llm.ready is not None
     request_id = f"cmpl-{secrets.token_hex(12)}"
     longest = service.llm.ready.max_model_len
@@ -72,7 +72,7 @@ def routes(service: Service) -> list[Route]:
         service.require_ready()
         assert llm.ready is not None
         longest, tokenizer = llm.ready.max_model_len, service.tokenizer
-        defaults = SamplingParams(**{"max_tokens": None} | dict(llm.sampling_defaults))
+        defaults = SamplingParams(**{"max_tokens": None} | dict(llm.sampling_defaults.fields))
         return json_response({
             "default_generation_settings": {
                 "id": 0, "id_task": -1, "n_ctx": longest, "speculative": False, "is_processing": llm.running > 0,

@@ -170,7 +170,7 @@ class Models:
         asked = parse_body(ShowRequest, body)
         service.check_name(plain_name(asked.model or asked.name or ""))
         facts = await self._known()
-        defaults = service.llm.sampling_defaults
+        defaults = service.llm.sampling_defaults.fields
         return Shown(
             f"FROM {service.name}\n", "\n".join(f"{name} {value}" for name, value in defaults.items()), facts.template,
             facts.details, facts.info, facts.capabilities, facts.modified,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.processor import ROLES
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.api.generation import (
@@ -43,7 +44,6 @@ from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schem
 from ridgeline.text.tokenizer import Tokenizer
 
 MEDIA = frozenset({"image", "image_url", "audio", "input_audio", "video_url", "file", "file_id", "file_data", "file_url"})
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.client.processor import second_begins
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
@@ -63,26 +64,17 @@ class ScoreReply(msgspec.Struct):
 
 
 async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tuple[list[int], int]]:
-    """(the tokens of both texts, where those of the second begin) for each pair. Both are tokenised as one text: a token across
-    the border counts for the second. The very first token has no likelihood, since no token is before it."""
+    """(the tokens of both texts, where those of the second begin) for each pair."""
     made: list[tuple[list[int], int]] = []
     firsts: dict[str, list[int]] = {}
     for place, (first, second) in enumerate(pairs):
         if first not in firsts:
             firsts[first] = await service.llm.text_tokens(first)
         whole = await service.llm.text_tokens(first + second)
-        mine = firsts[first]
-        differ = (at for at, (one, other) in enumerate(zip(mine, whole, strict=False)) if one != other)
-        shared = next(differ, min(len(mine), len(whole)))
-        if not mine or shared == len(whole):
-            message = f"text_1 and text_2 must have at least one token each; those of pair {place} do not"
-            raise BadRequest(message, field="text_1")
-        if len(whole) == 1:
-            raise BadRequest(
-                f"text_1 and text_2 are a single token together in pair {place}, which has no likelihood: no token is before it",
-                field="text_1",
-            )
-        made.append((whole, max(1, shared)))
+        try:
+            made.append((whole, second_begins(firsts[first], whole)))
+        except BadRequest as error:
+            raise BadRequest(f"pair {place} of text_1 and text_2: {error}", field="text_1") from None
     return made
 
 

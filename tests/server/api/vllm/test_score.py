@@ -51,9 +51,9 @@ def test_behind_a_first_token_of_the_models_own_every_token_has_a_likelihood() -
 
 
 @pytest.mark.parametrize(("first", "second", "says"), [
-    ("hel", "lo", "are a single token together in pair 0"),
-    ("", "lo there", "at least one token each; those of pair 0"),
-    ("hello", "", "at least one token each; those of pair 0"),
+    ("hel", "lo", "pair 0 of text_1 and text_2: both texts are a single token together"),
+    ("", "lo there", "pair 0 of text_1 and text_2: both texts must have at least one token"),
+    ("hello", "", "pair 0 of text_1 and text_2: both texts must have at least one token"),
 ])
 def test_pairs_without_a_score(first: str, second: str, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
