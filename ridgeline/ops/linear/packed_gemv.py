@@ -21,7 +21,7 @@ from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.linear.packed_asm import product_registers, products
 from ridgeline.ops.linear.packed_weight import RUN, PackedWeight
 from ridgeline.ops.linear.select_packed import PackedGemvPlan
-from ridgeline.ops.registry import gluon_kernel
+from ridgeline.ops.registry import gluon_kernel, triton
 
 
 @compile_time
