@@ -6,24 +6,28 @@ A subcommand is a module with `add_arguments(parser)` and `run(args)`. An error 
 
 from __future__ import annotations
 
+import errno
 import importlib
-import os
 import sys
 
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.process.head_start import keep_byte_code
+from ridgeline.process.standard_streams import discard_output, open_missing
 from ridgeline.version import __version__
 
 COMMANDS = {
     "serve": ("ridgeline.cli.cmd_serve", "OpenAI-compatible server"),
-    "chat": ("ridgeline.cli.cmd_chat", "talk to a model in the terminal"),
+    "chat": ("ridgeline.cli.chat.cmd_chat", "talk to a model in the terminal"),
     "generate": ("ridgeline.cli.cmd_generate", "answer a file of prompts: JSONL in, JSONL out"),
     "admin": ("ridgeline.cli.cmd_admin", "query or profile a running server, or switch its techniques on and off"),
     "eval": ("ridgeline.cli.cmd_eval", "evaluate a model: perplexity, KL from a reference, retrieval, multiple choice"),
     "plan": ("ridgeline.cli.cmd_plan", "predict what fits on a GPU, how fast it runs and what it costs"),
     "diagnose": ("ridgeline.cli.cmd_diagnose", "show where the time goes, what the bottleneck is, and what to change next"),
-    "pull": ("ridgeline.cli.cmd_pull", "fetch the embedded model"),
+    "pull": ("ridgeline.cli.models.cmd_pull", "fetch a model of the Hugging Face hub, or the embedded one"),
+    "list": ("ridgeline.cli.models.cmd_list", "list the models on this machine"),
+    "rm": ("ridgeline.cli.models.cmd_rm", "delete a fetched model"),
     "build": ("ridgeline.cli.cmd_build", "compile the CPU kernels for this machine"),
+    "completion": ("ridgeline.cli.cmd_completion", "print shell completions for bash or zsh"),
     "bench serve": ("ridgeline.bench.serve", "measure any OpenAI-compatible server under load"),
     "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
     "bench host": ("ridgeline.bench.host", "measure the host's share: scheduling, tokenising and detokenising"),
@@ -38,6 +42,7 @@ COMMANDS = {
     "bench compare": ("ridgeline.bench.compare", "compare two records; fails on a regression"),
     "bench studies": ("ridgeline.bench.studies", "measure the gain of batching, paging and others, each against its off version"),
 }
+ALIASES = {"run": "chat", "ls": "list", "remove": "rm"}          # as Ollama and Docker call them
 
 
 def overview(group: str = "") -> str:
@@ -64,6 +69,7 @@ def overview(group: str = "") -> str:
 
 def find_command(argv: list[str]) -> tuple[str, list[str]]:
     """(command, its arguments); a command may be two words."""
+    argv = [ALIASES.get(argv[0], argv[0]), *argv[1:]]
     for words in (2, 1):
         name = " ".join(argv[:words])
         if len(argv) >= words and name in COMMANDS:
@@ -96,17 +102,43 @@ def run(argv: list[str]) -> int:
     return int(module.run(parser.parse(rest)) or 0)
 
 
+# What the machine has run out of, by the error's number: no fault of the program, so no traceback.
+SCARCE = {
+    errno.EMFILE: "too few files may be open here; raise `ulimit -n`",
+    errno.ENFILE: "the machine has no file descriptor left",
+    errno.ENOMEM: "there is not enough memory",
+    errno.ENOSPC: "no space is left where it was to be written",
+    errno.EDQUOT: "no space is left where it was to be written",
+    errno.EAGAIN: "no further process or thread may be started here; raise `ulimit -u`",
+}
+
+
 def main(argv: list[str] | None = None) -> int:
+    open_missing()
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        code = run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()                               # here an error is one line; at Python's end it would be its own
+        return code
     except RidgelineError as error:
-        print(f"ridgeline: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, EngineDead) else 2
+        return _refuse(" ".join(str(error).split()), 1 if isinstance(error, EngineDead) else 2)
     except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:                              # the reader of a pipe has left; Python must not try to flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 141
+    except MemoryError:
+        return _refuse(SCARCE[errno.ENOMEM], 2)
+    except OSError as error:
+        if error.errno not in SCARCE:
+            raise
+        discard_output()                                 # it may be what could not be written
+        return _refuse(f"{SCARCE[error.errno]} ({error})", 2)
+
+
+def _refuse(reason: str, code: int) -> int:
+    print(f"ridgeline: error: {reason}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -72,6 +72,14 @@ class Overloaded(RequestError):
         self.retry_after = retry_after
 
 
+class TryAgain(RequestError):
+    """A part of the server failed, not the request: the same request may succeed in `retry_after` seconds (HTTP 503)."""
+
+    def __init__(self, message: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class TimedOut(RequestError):
     """The request took longer than it may (HTTP 504)."""
 

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -124,6 +125,7 @@ class Ready(msgspec.Struct, tag=True):
     seconds: float
     kv_dtype: str = ""
     techniques: list[str] = []       # that are on, by their names in `techniques`
+    memory: dict[str, int] = {}      # bytes of each part of the ledger, all ranks together
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -198,17 +200,25 @@ PLAN: Codec[StepPlan] = Codec(StepPlan)
 
 
 _LONGEST_FOLDER = 50
+_OTHER_FOLDERS = ("/tmp", "/var/tmp")
 
 
 class SocketDir:
     """A private directory for ipc sockets; gone with close()."""
 
     def __init__(self) -> None:
-        # The path of a socket has 107 characters; a long TMPDIR would leave none for its name.
-        folder = tempfile.gettempdir()
-        short = folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
-        self.path = Path(tempfile.mkdtemp(prefix=f"ridgeline-{secrets.token_hex(8)}-", dir=short))
+        self.path = self._make()
         os.chmod(self.path, 0o700)
+
+    @staticmethod
+    def _make() -> Path:
+        """Cleaners of temporary folders remove TMPDIR below a running server; then another folder is taken."""
+        # The path of a socket has 107 characters; a long TMPDIR would leave none for its name.
+        places = [place for place in (tempfile.gettempdir(), *_OTHER_FOLDERS) if len(place) <= _LONGEST_FOLDER]
+        for place in places[:-1]:
+            with suppress(OSError):
+                return Path(tempfile.mkdtemp(prefix=f"ridgeline-{secrets.token_hex(8)}-", dir=place))
+        return Path(tempfile.mkdtemp(prefix=f"ridgeline-{secrets.token_hex(8)}-", dir=places[-1]))
 
     def address(self, name: str) -> str:
         return f"ipc://{self.path / name}"

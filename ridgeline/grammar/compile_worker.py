@@ -2,8 +2,8 @@
 
 It reads frames from standard input, first the vocabulary, then Questions, and answers each on standard output. It ends with its
 input. Each grammar is compiled in a fork of this process, with limits on CPU time, wall-clock time and memory. A grammar that
-exceeds them ends its fork only: libraries stay imported and the vocabulary stays prepared for the next one. The process runs at a
-lower CPU priority than token generation.
+exceeds them ends its fork only: libraries stay imported and the vocabulary stays prepared for the next one. Once it has started,
+the process runs at a lower CPU priority than token generation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import msgspec
 from ridgeline.errors import BadRequest
 from ridgeline.grammar.background import process_steps_back
 from ridgeline.grammar.compiler import compile_grammar, make_backend
-from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
+from ridgeline.grammar.frames import Answer, Question
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.interface import Backend
+from ridgeline.process.framed_child import read_frame, write_frame
 
 MEMORY_BYTES = 2**30                 # for one grammar, on top of the vocabulary
 
@@ -36,6 +37,7 @@ def serve(name: str, vocabulary: GrammarVocabulary) -> None:
     gc.freeze()                                          # else a collection in a fork would copy every page it visits
     # Threads of numerical libraries are idle here, and the forks do not need them.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    process_steps_back()                                 # only now: on a busy machine the start would take ten times as long
     write_frame(target, b"ready")
     while (frame := read_frame(source)) is not None:
         question = msgspec.msgpack.decode(frame, type=Question)
@@ -66,6 +68,8 @@ def _in_a_copy(backend: Backend, question: Question) -> Answer:
         return Answer("busy", spent=spent)               # however much it used: its CPU time was not up
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return Answer("late", spent=spent)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGTERM):
+        return Answer("killed", spent=spent)             # not by itself: by the kernel when memory is short, or by an operator
     if status:
         return Answer("memory", spent=spent)             # the libraries abort when an allocation fails
     answer = msgspec.msgpack.decode(written, type=Answer)
@@ -91,7 +95,6 @@ def _limit_memory() -> None:
 
 
 def main() -> int:
-    process_steps_back()
     frame = read_frame(sys.stdin.buffer)
     if frame is not None:
         serve(sys.argv[1], msgspec.msgpack.decode(frame, type=GrammarVocabulary))

@@ -8,6 +8,16 @@ from typing import Any
 
 from ridgeline.errors import ModelError
 
+# The largest that any field of this kind may be, far above every model: lists and tables of these lengths are made, and a
+# file that lies must not fill the memory.
+MAX_LAYERS = 4_096
+MAX_HEADS = 65_536
+MAX_HEAD_DIM = 16_384
+MAX_HIDDEN = 1 << 20
+MAX_INTERMEDIATE = 1 << 24
+MAX_VOCABULARY = 1 << 24
+MAX_POSITIONS = 1 << 30
+
 
 class Fields:
     """Checked access to a config's fields. `None` counts as absent, as it does in transformers."""
@@ -53,6 +63,6 @@ class Fields:
         """One token id or a list of them."""
         value = self.get(name, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids):
             raise ModelError(f"{self.where}: {name} must be a token id or a list of them, got {value!r}")
         return tuple(ids)

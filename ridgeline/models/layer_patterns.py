@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ridgeline.errors import ModelError
-from ridgeline.models.config_fields import Fields
+from ridgeline.models.config_fields import MAX_POSITIONS, Fields
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.rope import Rope, make_rope, yarn_divisors, yarn_scale
+from ridgeline.models.rope import Rope, make_rope, numbers_of, yarn_divisors, yarn_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
@@ -81,15 +81,19 @@ def hf_ropes(
         local = rope(nested.get("sliding_attention", {}), "rope_local_base_freq")
     if everywhere.get("rope_type", everywhere.get("type")) == "yarn" and not family.longrope:
         before = everywhere.get("original_max_position_embeddings") or max_position
-        max_position = max(max_position, int(before * (everywhere.get("factor") or 1.0)))
+        stretched = float(before) * (everywhere.get("factor") or 1.0)        # both were checked with the rope
+        if not stretched <= MAX_POSITIONS:
+            words = f"yarn stretches the context to {stretched:g} tokens"
+            raise ModelError(f"{fields.where}: {words}; at most {MAX_POSITIONS} are allowed")
+        max_position = max(max_position, int(stretched))
     return tuple(full if window is None else local for window in windows), max_position
 
 
 def _rotated_dim(fields: Fields, family: Family, parameters: Mapping[str, Any], head_dim: int) -> int:
-    partial = parameters.get("partial_rotary_factor") or fields.number("partial_rotary_factor", 1.0)
+    partial = Fields(fields.where, parameters, {}).number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0 and not family.partial_rotary:
         raise ModelError(f"{fields.where}: partial_rotary_factor {partial!r} is not supported for {family.name}")
-    dim = int(head_dim * partial)
+    dim = int(head_dim * min(partial, 2.0))
     if dim % 2 or not 0 < dim <= head_dim:
         raise ModelError(f"{fields.where}: {dim} rotated dimensions of a head of {head_dim}: must be even")
     return dim
@@ -133,7 +137,8 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
         factor = fields.number(key("rope.scaling.factor"))
         original = fields.number(key("rope.scaling.original_context_length"), max_position)
         scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * yarn_scale(factor, 1.0)
-        return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, 32.0, 1.0, truncate=True), scale)
+        with numbers_of(fields.where):
+            return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, 32.0, 1.0, truncate=True), scale)
     if kind not in ("none", "linear", "longrope"):
         raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {kind!r} is not supported; supported: none, "
                          "linear, yarn, longrope")

@@ -6,7 +6,8 @@ Knows the formulas and transformers' field names. Builds no tables (`layers/rota
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,12 +39,28 @@ def plain_frequencies(theta: float, dim: int) -> list[float]:
     return [theta ** (-2 * i / dim) for i in range(dim // 2)]
 
 
+@contextmanager
+def numbers_of(where: str) -> Iterator[None]:
+    """ModelError for numbers that the formulas cannot use: each is valid alone, but a logarithm or a quotient of them is not."""
+    try:
+        yield
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ModelError(f"{where}: its rope cannot be computed from these numbers: {error}") from None
+
+
 def make_rope(
     scaling: Mapping[str, Any], theta: float, dim: int, max_position: int, longrope: bool, where: str
 ) -> Rope:
     """A rope from a `rope_scaling` or `rope_parameters` dictionary. `max_position` is the model's own, used where the
     dictionary does not name the original context.
     """
+    with numbers_of(where):
+        return _scaled_rope(scaling, theta, dim, max_position, longrope, where)
+
+
+def _scaled_rope(
+    scaling: Mapping[str, Any], theta: float, dim: int, max_position: int, longrope: bool, where: str
+) -> Rope:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if longrope and kind in ("su", "yarn"):      # Phi-3's older names
         kind = "longrope"

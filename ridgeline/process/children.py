@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ridgeline.process import spare_files
 from ridgeline.process.head_start import byte_code_environment
 
 _NAMES = frozenset(
@@ -37,7 +38,8 @@ def start_child(
         variables = {**variables, **byte_code_environment()}
     command = [sys.executable, "-P", "-m", module, *arguments]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} | popen
-    return subprocess.Popen(command, env={**variables, "PYTHONPATH": os.pathsep.join(module_path())}, **options)
+    with spare_files.lent():
+        return subprocess.Popen(command, env={**variables, "PYTHONPATH": os.pathsep.join(module_path())}, **options)
 
 
 def child_environment() -> dict[str, str]:

@@ -6,6 +6,8 @@ import ctypes
 import functools
 import os
 import platform as _platform
+import resource
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,13 +116,16 @@ def cpu_name() -> str:
 
 
 def available_memory() -> int:
-    """Bytes this process can still take: what the system has to give, or what is left of its container's limit."""
+    """Bytes this process can still take: what the system has to give, or what is left of its container's limit or its own."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    try:
+    with suppress(OSError, ValueError):                  # no container, or "max": no limit
         limit, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):                        # no container, or "max": no limit
-        return available
-    return min(available, limit - used)
+        available = min(available, limit - used)
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:              # ulimit -v
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        available = min(available, addresses - mapped)
+    return max(0, available)

@@ -23,7 +23,18 @@ import numpy as np
 
 from ridgeline.metrics import SPENT, RooflineStats
 from ridgeline.roofline.steps import PHASES, REMEMBERED, SUMS, PhaseSums
-from ridgeline.roofline.verdict import BUSY, Setting, Verdict, Window, judge
+from ridgeline.roofline.verdict import (
+    BUSY,
+    COMPUTE,
+    IMPLEMENTATION,
+    KV,
+    OVERHEADS,
+    WEIGHTS,
+    Setting,
+    Verdict,
+    Window,
+    judge,
+)
 
 SAMPLES = 121                        # one a second: two minutes
 WINDOW_SECONDS = 10.0
@@ -93,13 +104,16 @@ class Live:
 
     @property
     def split(self) -> dict[str, float]:
-        """The busy time by part of the verdict, in shares of 1."""
-        busy, window = self.window.busy, self.window
-        if not busy:
-            return {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
-        whole = max(busy, window.roof)                   # peaks can be beaten
-        compute, memory = window.on_compute / whole, (window.roof - window.on_compute) / whole
-        return {"compute": compute, "memory": memory, "overhead": max(0.0, 1 - compute - memory)}
+        """The busy time in shares of 1, grouped as the verdict groups it: compute and memory at the roof, kernels below their
+        roof, overhead, in which the device waits, and what other programs took."""
+        parts = self.verdict.parts
+        whole = sum(parts.values()) or 1.0
+        overhead, others = _overhead(parts)
+        found = {
+            "compute": parts[COMPUTE], "memory": parts[WEIGHTS] + parts[KV] + parts["activations"],
+            "kernels": parts[IMPLEMENTATION], "overhead": overhead, "others": others,
+        }
+        return {name: seconds / whole for name, seconds in found.items()}
 
     def line(self) -> str:
         """For a log."""
@@ -162,18 +176,26 @@ class LiveRoofline:
 
     def history(self, rates: Rates) -> list[list[float]]:
         """Per sample but the first: its moment, tokens of answers and all tokens per second, MFU, MBU, the part of the
-        time that was busy, parts of the busy time for computing and memory, requests that waited and rows of a step."""
+        time that was busy, parts of the busy time for computing, memory, overhead and other programs, requests that waited,
+        rows of a step."""
         found = []
         for (before, old), (at, new) in pairwise(self._samples):
             sums = _together({phase: PhaseSums(*(new[phase] - old[phase]).tolist()) for phase in PHASES})
             used, seconds = Utilisation.of(sums, rates), at - before
             busy = sums.seconds or 1.0
             memory = sums.on_weights + sums.on_kv + sums.on_activations
+            overhead, others = _overhead(window_of(seconds, sums).parts())
             found.append([
                 at, sums.sampled / seconds, sums.tokens / seconds, used.mfu, used.mbu, min(1.0, sums.seconds / seconds),
-                min(1.0, sums.on_compute / busy), min(1.0, memory / busy), sums.queued / busy, used.rows,
+                min(1.0, sums.on_compute / busy), min(1.0, memory / busy), min(1.0, overhead / busy),
+                min(1.0, others / busy), sums.queued / busy, used.rows,
             ])
         return found
+
+
+def _overhead(parts: Mapping[str, float]) -> tuple[float, float]:
+    """Seconds in which the device waited, and those that other programs had."""
+    return sum(parts[name] for name in OVERHEADS if name != "shared_machine"), parts.get("shared_machine", 0.0)
 
 
 def _busy(sample: _Sample) -> float:

@@ -25,12 +25,14 @@ import uvicorn
 
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
+from ridgeline.process import spare_files
 from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
-from ridgeline.server.http.connection_limits import limited_protocol
+from ridgeline.server.http.connection_limits import LINGERING, limited_protocol
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.http.root_path import RootPath
 from ridgeline.server.observe import admin
 from ridgeline.server.observe.tracing import start_tracing
 from ridgeline.server.options import ServerOptions
@@ -45,7 +47,8 @@ logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
-OTHER_FILES = 32                     # open besides connections: pipes, sockets to the engine, logs, modules
+# Open besides connections: 24 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
+OTHER_FILES = 26 + spare_files.COUNT + LINGERING
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
 LARGE_BLOCK = 512 * 1024             # bytes
 _M_MMAP_THRESHOLD = -3               # of malloc.h
@@ -76,8 +79,9 @@ class HttpServer(uvicorn.Server):
     """uvicorn with a graceful shutdown: let running requests finish for a while, then fail them and end the engine."""
 
     def __init__(self, service: Service) -> None:
+        guarded = HostGuard(make_app(service), service.options, len(service.keys) > 0)
         config = uvicorn.Config(
-            Gate(HostGuard(make_app(service), service.options, len(service.keys) > 0), service.options, service.keys),
+            RootPath(Gate(guarded, service.options, service.keys), service.options.root_path),
             http=limited_protocol(service.options),
             ws="none",
             lifespan="off",
@@ -192,6 +196,7 @@ def run(
     tracing = start_tracing(options.otlp_traces_endpoint, name)
     listener = bind(options)
     options = replace(options, max_connections=raise_file_limit(options.max_connections))
+    spare_files.keep()
     give_back_large_blocks()
     service = Service(llm, options, name, keys or Keys(), tracing=tracing)
     try:
@@ -218,7 +223,9 @@ def raise_file_limit(connections: int) -> int:
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fits = max(1, min(connections, soft - OTHER_FILES))
+    fits = min(connections, soft - OTHER_FILES)
+    if fits < 1:
+        raise ConfigError(f"this process may have {soft} files open (ulimit -n); the server needs at least {OTHER_FILES + 1}")
     if fits < connections:
         logger.warning("%d connections instead of %d: this process may have %d files open (ulimit -n)", fits, connections, soft)
     return fits

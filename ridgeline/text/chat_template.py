@@ -31,12 +31,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.process.children import start_child
+from ridgeline.errors import BadRequest, Overloaded, RequestError, TryAgain, Unsupported
+from ridgeline.process.framed_child import FramedChild, read_frame, write_frame
 
 MAX_INPUT_BYTES = 32 << 20           # messages and tools, as JSON
+LONG_INPUT_BYTES = 128 << 10         # longer ones are rendered in a process of their own
 MAX_RENDERED = 8_000_000             # characters
 RENDER_SECONDS = 1.25                # of CPU time: a busy machine makes no template fail
+_WAIT_SECONDS = 10.0                 # of wall-clock time, for a process that gets no CPU, or was stopped
+_START_SECONDS = 60.0                # the same for the first answer of a process, which it imports modules for
+_MOMENT = 0.05                       # the same for a caller that may not wait; most renders take 0.2 ms
 MEMORY_BYTES = 96 << 20              # what a render may take on top of the idle process
 
 RESERVED = frozenset(
@@ -68,8 +72,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        may_wait: bool = True,
     ) -> str:
-        """`variables` are what else the template may ask for (enable_thinking …). Every failure is a RequestError."""
+        """`variables` are what else the template may ask for (enable_thinking …). Every failure is a RequestError; without
+        `may_wait`, RendererBusy if the process that renders is busy or not started."""
         variables = variables or {}
         for name in variables.keys() & (RESERVED | self.special_tokens.keys()):
             raise BadRequest(f"chat template variable {name!r} is reserved; choose another name")
@@ -80,14 +86,14 @@ class ChatTemplate:
         if continue_final_message:
             # The space after the mark shows whether the template trims messages.
             conversation[-1]["content"] += CONTINUE_MARK + " "
-        text = _process.render(self._source(bool(tools)), {
+        text = _render(self._source(bool(tools)), {
             "documents": None,
             **self.special_tokens,
             **variables,
             "messages": conversation,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
-        })
+        }, may_wait)
         return _cut_at_mark(text) if continue_final_message else text
 
     def _source(self, with_tools: bool) -> str:
@@ -178,82 +184,125 @@ def _plain_call(call: Any, where: str) -> Any:
 # --- the process, seen from outside ---
 
 
+class RendererBusy(Exception):
+    """The template cannot be rendered without waiting."""
+
+
 class TemplateProcess:
     """A child process that renders templates, one at a time. If it dies, the next render starts a new one."""
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
         self.seconds = seconds
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: FramedChild | None = None
         self._owner = 0
+        self._has_answered = False
         self._lock = threading.Lock()
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        return self.answer(_request(source, variables, self.seconds))
+
+    def answer(self, request: bytes, may_wait: bool = True) -> str:
+        """Waits for no longer than its deadlines. Without `may_wait` it may be called on an event loop: RendererBusy if the
+        process is busy, is not started, or does not answer in a moment."""
+        if not self._lock.acquire(timeout=_WAIT_SECONDS if may_wait else 0):
+            if may_wait:
+                raise Overloaded("too many chats are waiting for their template; try again later", 1.0)
+            raise RendererBusy
         try:
-            request = _to_line({"source": source, "variables": variables, "seconds": self.seconds})
-        except (TypeError, ValueError, RecursionError):
-            message = "messages, tools and template variables must be plain JSON data"
-            raise BadRequest(message, field="messages") from None
-        if len(request) > MAX_INPUT_BYTES:
-            raise BadRequest(f"the messages take {len(request):,} bytes as JSON; {MAX_INPUT_BYTES:,} are allowed")
-        with self._lock:
-            answer = _from_line(self._exchange(request))
+            answer = _from_bytes(self._exchange(request, may_wait))
+        finally:
+            self._lock.release()
         if "error" in answer:
             raise BadRequest(f"the chat template {answer['error']}")
         return str(answer["text"])
 
+    def start(self) -> None:
+        """Before the first chat, which would wait for it."""
+        with self._lock, suppress(OSError):              # the first chat reports what is wrong
+            self._running()
+
     def close(self) -> None:
         with self._lock:
-            self._end()
+            child, self._child = self._child, None
+            if child is not None:
+                child.end()
 
-    def _exchange(self, request: bytes) -> bytes:
-        child = self._running()
-        assert child.stdin is not None and child.stdout is not None
-        answer = b""
-        with suppress(BrokenPipeError):
-            child.stdin.write(request)
-            child.stdin.flush()
-            answer = child.stdout.readline()
-        if answer.endswith(b"\n"):
+    def _exchange(self, request: bytes, may_wait: bool) -> bytes:
+        if not may_wait and not (self._is_running and self._has_answered):       # its start takes half a second
+            raise RendererBusy
+        try:
+            child = self._running()
+        except OSError as error:
+            raise TryAgain(f"the process that renders chat templates cannot be started ({error.strerror})", 1.0) from None
+        try:
+            seconds = _WAIT_SECONDS if self._has_answered else _START_SECONDS
+            answer = child.ask(request, seconds if may_wait else _MOMENT, patient=may_wait)
+            self._has_answered = True
             return answer
-        if self._end() == -signal.SIGPROF:   # it died, perhaps in the middle of its answer
-            raise BadRequest(f"the chat template took more than {self.seconds:g} s of CPU time and was stopped")
-        raise BadRequest(f"the chat template could not be rendered within {MEMORY_BYTES >> 20} MiB and was stopped")
+        except TimeoutError:
+            if not may_wait:
+                raise RendererBusy from None
+            self._child = None
+            raise TryAgain(f"the chat template was not rendered within {seconds:g} s; try again later", 1.0) from None
+        except EOFError:
+            self._child = None
+            raise self._death(child.process.returncode) from None
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
-            self._owner = os.getpid()        # a forked copy of this process must not share the pipes
+    def _death(self, code: int) -> RequestError:
+        """Why the process ended while it rendered. Signals that it does not raise itself come from outside: an operator, or the
+        kernel when memory is short. Then the messages are not to blame."""
+        if code == -signal.SIGPROF:
+            return BadRequest(f"the chat template took more than {self.seconds:g} s of CPU time and was stopped")
+        if code in (-signal.SIGKILL, -signal.SIGTERM):
+            return TryAgain("the process that rendered the chat template was killed; try again later", 1.0)
+        return BadRequest(f"the chat template could not be rendered within {MEMORY_BYTES >> 20} MiB and was stopped")
+
+    @property
+    def _is_running(self) -> bool:
+        return self._child is not None and self._owner == os.getpid() and self._child.alive
+
+    def _running(self) -> FramedChild:
+        if self._child is None or not self._is_running:
+            if self._child is not None and self._owner != os.getpid():
+                self._child.end.detach()     # a forked copy of this process must not share the pipes, nor end their process
+            self._owner = os.getpid()
             kept = {name: os.environ[name] for name in ("TZ", "LD_LIBRARY_PATH") if name in os.environ}
-            self._child = start_child(
-                __name__,
-                environment=kept,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
+            self._child, self._has_answered = FramedChild(__name__, environment=kept, stderr=subprocess.DEVNULL), False
         return self._child
 
-    def _end(self) -> int:
-        """Close the pipes, which makes it exit, and return its status."""
-        child, self._child = self._child, None
-        if child is None:
-            return 0
-        assert child.stdin is not None and child.stdout is not None
-        child.stdout.close()
-        with suppress(BrokenPipeError):
-            child.stdin.close()
-        return child.wait()
 
-
-def _to_line(value: Any) -> bytes:
+def _to_bytes(value: Any) -> bytes:
     # Lone surrogates travel too; it is the tokenizer that refuses them.
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _from_line(line: bytes) -> Any:
-    return json.loads(line.decode("utf-8", "surrogatepass"))
+def _from_bytes(frame: bytes) -> Any:
+    return json.loads(frame.decode("utf-8", "surrogatepass"))
+
+
+def _request(source: str, variables: Mapping[str, Any], seconds: float) -> bytes:
+    try:
+        request = _to_bytes({"source": source, "variables": variables, "seconds": seconds})
+    except (TypeError, ValueError, RecursionError):
+        message = "messages, tools and template variables must be plain JSON data"
+        raise BadRequest(message, field="messages") from None
+    if len(request) > MAX_INPUT_BYTES:
+        raise BadRequest(f"the messages take {len(request):,} bytes as JSON; {MAX_INPUT_BYTES:,} are allowed")
+    return request
 
 
 _process = TemplateProcess()
+_long_process = TemplateProcess()    # short chats do not wait behind long ones
+
+
+def _render(source: str, variables: Mapping[str, Any], may_wait: bool) -> str:
+    request = _request(source, variables, _process.seconds)
+    return (_long_process if len(request) > LONG_INPUT_BYTES else _process).answer(request, may_wait)
+
+
+def start_renderer() -> None:
+    """Start the process for short chats. It takes half a second of CPU time until it answers; this does not wait for it."""
+    _process.start()
 
 
 # --- the process, seen from inside ---
@@ -370,7 +419,7 @@ def _answer(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def serve() -> None:
-    """The child's whole life: a request per line on standard input, an answer per line on standard output."""
+    """The child's whole life: a request per frame on standard input, an answer per frame on standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is for the owner; it closes the pipe when it leaves
     signal.signal(signal.SIGPROF, signal.SIG_DFL)        # the timer ends the process wherever it is, in C code too
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))    # no file can be written
@@ -380,13 +429,12 @@ def serve() -> None:
     if status.exists():
         used = int(status.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-    for line in sys.stdin.buffer:
-        request = _from_line(line)
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
+        request = _from_bytes(frame)
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        answer = _to_line(_answer(request["source"], request["variables"]))
+        answer = _to_bytes(_answer(request["source"], request["variables"]))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(answer)
-        sys.stdout.buffer.flush()
+        write_frame(sys.stdout.buffer, answer)
 
 
 if __name__ == "__main__":

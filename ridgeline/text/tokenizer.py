@@ -14,14 +14,18 @@ from typing import Any, Literal, overload
 
 import tokenizers
 
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, ModelError
 from ridgeline.metrics import SPENT
 from ridgeline.models.gguf import GGUFFile
+from ridgeline.process.log import get_logger
 from ridgeline.text.chat_template import ChatTemplate
 from ridgeline.text.quoting import Quoted, Special
+from ridgeline.text.tokenizer_limits import check_text, is_panic
 from ridgeline.text.vocabulary import Vocabulary
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
 from ridgeline.text.vocabulary_hf import directory_vocabulary
+
+logger = get_logger("text")
 
 _LONG_TEXT = 4_096                   # characters
 
@@ -47,6 +51,7 @@ class Tokenizer:
         self.eos_token_ids = vocabulary.eos_token_ids        # any of them ends an answer
         self.has_prefix_space = vocabulary.has_prefix_space
         self._core = vocabulary.core
+        self._growth = vocabulary.growth
         self._plain_core: tokenizers.Tokenizer | None = None
         self._pieces = vocabulary.pieces
         self._shown_pieces = list(vocabulary.pieces)
@@ -62,10 +67,15 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """From a directory with tokenizer.json, or from a .gguf file."""
         path = Path(path)
-        if path.is_dir():
-            return cls(directory_vocabulary(path))
-        with GGUFFile(path) as file:
-            return cls(gguf_vocabulary(file.metadata, path.name))
+        try:
+            if path.is_dir():
+                return cls(directory_vocabulary(path))
+            with GGUFFile(path) as file:
+                return cls(gguf_vocabulary(file.metadata, path.name))
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise ModelError(f"{path}: its tokenizer cannot be used: {' '.join(str(error).split())[:200]}") from None
 
     @property
     def vocab_size(self) -> int:
@@ -103,10 +113,15 @@ class Tokenizer:
             if len(text) < _LONG_TEXT:
                 ids: list[int] = core.encode(text, add_special_tokens=False).ids
             else:
+                check_text(text, self._growth)
                 # Without the place of each token in the text: half the time, and memory that grows no faster than the text.
                 ids = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError):
             raise _not_text(text) from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise _not_cut(error) from None
         finally:
             SPENT["tokenising"] += time.thread_time() - began
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
@@ -116,9 +131,16 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Many texts at once, on all cores."""
         try:
+            for text in texts:
+                if len(text) >= _LONG_TEXT:
+                    check_text(text, self._growth)
             encodings = self._encoder(parse_special).encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
             return [self.encode(text, add_special_tokens, parse_special) for text in texts]    # names the bad one
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise _not_cut(error) from None
         if not add_special_tokens:
             return [encoding.ids for encoding in encodings]
         return [[*self._prefix_ids, *encoding.ids, *self._suffix_ids] for encoding in encodings]
@@ -221,6 +243,7 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
         check: Callable[[str], None] | None = None,
+        may_wait: bool = True,
         **kwargs: Any,
     ) -> list[int] | str:
         """The prompt of a conversation. The template writes its own special tokens, so none are added unless asked for. Text in
@@ -228,7 +251,7 @@ class Tokenizer:
 
         Variables of the template come as keywords, or, where a client chose their names, as `chat_template_kwargs`.
         `chat_template` is the text of one to use instead of the model's own. `check` may refuse the text before it is
-        tokenised.
+        tokenised. Without `may_wait`, RendererBusy if the template could not be rendered at once.
         """
         chat = self._chat
         if chat_template is not None:
@@ -244,6 +267,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
+            may_wait=may_wait,
         )
         if check is not None:
             check(text)
@@ -261,3 +285,9 @@ def _not_text(text: Any) -> BadRequest:
     place = next(place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff")
     surrogate = f"U+{ord(text[place]):04X}"
     return BadRequest(f"a prompt must be valid Unicode, but character {place} is the lone surrogate {surrogate}")
+
+
+def _not_cut(error: BaseException) -> BadRequest:
+    """The library gave up on this text, mostly because a pattern of the model's file went back over it too often."""
+    logger.warning("the tokenizer panicked: %s", " ".join(str(error).split())[:200])
+    return BadRequest("the model's tokenizer cannot cut this text into tokens; change it, for example long repetitions in it")

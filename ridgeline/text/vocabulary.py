@@ -24,6 +24,7 @@ class Vocabulary:
     has_prefix_space: bool           # encoding puts a space before a text, decoding takes it off again
     special_tokens: dict[str, str]   # bos_token, eos_token … as chat templates see them
     chat_templates: dict[str, str]   # by name; the usual one is called "default"
+    growth: float = 1.0              # characters that normalizing may make of one (text/tokenizer_limits)
 
 
 def _byte_alphabet() -> dict[int, str]:

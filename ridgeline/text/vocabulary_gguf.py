@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from ridgeline.errors import ModelError
 from ridgeline.models.end_tokens import gguf_end_tokens, gguf_ends_of_turn
+from ridgeline.text.tokenizer_limits import require_few_added
 from ridgeline.text.vocabulary import SPACE_MARK, Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 
 
@@ -268,6 +269,7 @@ class _VocabularyBuilder:
                 rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
                 group = user_defined if kind == _TokenType.USER_DEFINED else control
                 group.append(AddedToken(token, rstrip=rstrip, normalized=False, special=group is control))
+        require_few_added((token.content for token in (*control, *user_defined)), self.file_name)
         core.add_special_tokens(control)
         core.add_tokens(user_defined)
 

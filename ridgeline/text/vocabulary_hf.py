@@ -15,13 +15,14 @@ from tokenizers import AddedToken
 
 from ridgeline.errors import ModelError
 from ridgeline.models.end_tokens import hf_end_tokens
+from ridgeline.text.tokenizer_limits import read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 
 SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 def directory_vocabulary(path: Path) -> Vocabulary:
-    core = _read_core(path)
+    core, growth = _read_core(path)
     settings = _read_json(path / "tokenizer_config.json")
     model_config = _read_json(path / "config.json")
     generation_config = _read_json(path / "generation_config.json")
@@ -31,6 +32,8 @@ def directory_vocabulary(path: Path) -> Vocabulary:
     bos: int | None = core.token_to_id(special_tokens.get("bos_token", ""))
     eos: int | None = core.token_to_id(special_tokens.get("eos_token", ""))
     prefix_ids, suffix_ids = _added_around(core)
+    highest = max(core.get_vocab(with_added_tokens=True).values(), default=-1)
+    require_ids(highest, _vocab_size(model_config), str(path / "tokenizer.json"))
     pieces, has_prefix_space = _pieces(core, path)
     return Vocabulary(
         core=core,
@@ -43,21 +46,30 @@ def directory_vocabulary(path: Path) -> Vocabulary:
         has_prefix_space=has_prefix_space,
         special_tokens=special_tokens,
         chat_templates=_chat_templates(path, settings),
+        growth=growth,
     )
 
 
-def _read_core(path: Path) -> tokenizers.Tokenizer:
+def _vocab_size(model_config: Mapping[str, Any]) -> Any:
+    text = model_config.get("text_config")
+    return (text if isinstance(text, dict) else {}).get("vocab_size", model_config.get("vocab_size"))
+
+
+def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, float]:
+    """The library's object, and how much its normalizer may make of a character."""
     file = path / "tokenizer.json"
     if not file.is_file():
         other = " (a tokenizer.model alone cannot be read)" if (path / "tokenizer.model").is_file() else ""
-        raise ModelError(f"{path}: no tokenizer.json{other}; save the model's fast tokenizer there")
+        raise ModelError(f"{path}: no tokenizer.json{other}; save the model's fast tokenizer there: "
+                         f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(path)!r})")
+    text, growth = read_tokenizer(file)
     try:
-        core = tokenizers.Tokenizer.from_file(str(file))
+        core = tokenizers.Tokenizer.from_str(text)
     except Exception as error:       # the library raises plain Exception whatever is wrong
         raise ModelError(f"{file}: not a tokenizer: {_one_line(error)}") from None
     core.no_truncation()
     core.no_padding()
-    return core
+    return core, growth
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -100,16 +112,22 @@ def _add_missing_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any],
         contents = {token: str(fields["content"]) for token, fields in listed.items()}
     except (TypeError, ValueError, KeyError, AttributeError):
         raise ModelError(f"{file}: added_tokens_decoder must map token ids to objects with a content") from None
+    missing: dict[str, int] = {}
     for token in sorted(listed):
-        content = contents[token]
-        if core.token_to_id(content) is None:
-            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            core.add_tokens([AddedToken(content, **{name: bool(listed[token].get(name)) for name in flags})])
-            if core.token_to_id(content) != token:
-                raise ModelError(
-                    f"{file}: gives the token {content!r} the id {token}, "
-                    f"but tokenizer.json leaves {core.token_to_id(content)} for it"
-                )
+        if core.token_to_id(contents[token]) is None:
+            missing.setdefault(contents[token], token)
+    require_few_added(missing, str(file))
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    # All at once: the library prepares its search for them anew after each call.
+    core.add_tokens([
+        AddedToken(content, **{name: bool(listed[token].get(name)) for name in flags}) for content, token in missing.items()
+    ])
+    for content, token in missing.items():
+        if core.token_to_id(content) != token:
+            raise ModelError(
+                f"{file}: gives the token {content!r} the id {token}, "
+                f"but tokenizer.json leaves {core.token_to_id(content)} for it"
+            )
 
 
 def _added_around(core: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

@@ -30,7 +30,7 @@ from ridgeline import sampling_params
 from ridgeline.engine.client import grammar_check
 from ridgeline.engine.client.grammar_check import GrammarChecker, vocabulary_of
 from ridgeline.engine.ipc import TO_ENGINE, Add
-from ridgeline.errors import BadRequest, Overloaded, RequestError
+from ridgeline.errors import BadRequest, Overloaded, TryAgain
 from ridgeline.grammar import background, compile_worker
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Question
@@ -39,6 +39,7 @@ from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
 from ridgeline.grammar.llguidance_backend import LLGuidance
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
+from ridgeline.process import framed_child
 from ridgeline.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -797,7 +798,7 @@ def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarC
     """What counts is the CPU time that the compiler's process spends on it: wall-clock time depends on the machine's load."""
     checker.check(StructuredOutputs(choice=[name]))      # the process is there
     assert checker._compiler is not None
-    process = psutil.Process(checker._compiler._process.pid)
+    process = psutil.Process(checker._compiler.process.pid)
     began = sum(process.cpu_times()[:4])
     try:
         params = SamplingParams(structured_outputs=HOSTILE[name])  # type: ignore[arg-type]
@@ -860,11 +861,12 @@ def spin() -> None:
         (spin, 60.0, 0.1, "late"),                       # for ever, inside a library
         (spin, 0.3, 60.0, "busy"),                       # its time was up before its CPU time, however much it had of it
         (lambda: time.sleep(60), 0.3, 0.2, "busy"),      # it had no CPU
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, 60.0, "memory"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, 60.0, "killed"),
+        (lambda: os.kill(os.getpid(), signal.SIGABRT), 60.0, 60.0, "memory"),
         (out_of_memory, 60.0, 60.0, "memory"),
         (lambda: None, 60.0, 60.0, "refused"),
     ],
-    ids=["spins", "spins beside others", "waits", "dies", "raises", "says no"],
+    ids=["spins", "spins beside others", "waits", "is killed", "aborts", "raises", "says no"],
 )
 def test_each_grammar_is_compiled_in_a_copy_with_limits(
     does: Callable[[], object], seconds: float, cpu_seconds: float, verdict: str
@@ -878,7 +880,7 @@ def test_each_grammar_is_compiled_in_a_copy_with_limits(
 def test_the_compiler_steps_back(checker: GrammarChecker) -> None:
     checker.check(StructuredOutputs(regex="steps?back"))
     assert checker._compiler is not None
-    child = checker._compiler._process.pid
+    child = checker._compiler.process.pid
     assert os.getpriority(os.PRIO_PROCESS, child) == background.NICE
     group = Path(f"/proc/{child}/autogroup")
     if group.exists() and Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1":
@@ -891,7 +893,7 @@ def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
     checker = GrammarChecker(tokenizer)
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None
-    process, ask = checker._compiler._process, checker._compiler.ask
+    process, ask = checker._compiler.process, checker._compiler.ask
 
     def answering(verdict: str) -> None:
         def answer(*given: Any) -> bytes:
@@ -1048,7 +1050,7 @@ def test_a_compiler_that_does_not_answer_is_ended(tokenizer: Tokenizer, monkeypa
     checker = GrammarChecker(tokenizer)
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None
-    process = checker._compiler._process
+    process = checker._compiler.process
     process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(checker, "_seconds", 0.0)
     with pytest.raises(Overloaded, match="too busy"):
@@ -1059,7 +1061,7 @@ def test_a_compiler_that_does_not_answer_is_ended(tokenizer: Tokenizer, monkeypa
     checker.close()
 
 
-def test_a_compiler_that_dies_refuses_one_grammar(tokenizer: Tokenizer) -> None:
+def test_a_compiler_that_dies_costs_one_try(tokenizer: Tokenizer) -> None:
     checker = GrammarChecker(tokenizer)
     checker.check(StructuredOutputs(regex="a"))
     assert checker._compiler is not None
@@ -1069,15 +1071,43 @@ def test_a_compiler_that_dies_refuses_one_grammar(tokenizer: Tokenizer) -> None:
         alive = True
 
         def ask(self, frame: bytes, seconds: float) -> bytes:
-            compiler._process.kill()
-            compiler._process.wait()
+            compiler.process.kill()
+            compiler.process.wait()
             return compiler.ask(frame, seconds)
 
     checker._compiler = Dying()  # type: ignore[assignment]
-    with pytest.raises(BadRequest, match="takes too much memory"):
+    with pytest.raises(TryAgain, match="was killed"):    # no fault of the grammar, …
         checker.check(StructuredOutputs(regex="b"))
-    checker.check(StructuredOutputs(regex="c"))
+    checker.check(StructuredOutputs(regex="b"))          # … which is not remembered
     checker.close()
+
+
+@pytest.mark.reliability("R-03")
+def test_a_stopped_compiler_and_a_question_larger_than_a_pipe(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    checker._compiler.process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(checker, "_seconds", 0.0)
+    with pytest.raises(Overloaded, match="too busy"):
+        checker.check(StructuredOutputs(choice=[f"{n:03}" * 21 for n in range(990)]))
+    checker.close()
+
+
+@pytest.mark.reliability("R-03")
+def test_waiting_grammars_are_told_in_time_whatever_holds_up_the_compiler(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker, go_on = GrammarChecker(tokenizer), threading.Event()
+    monkeypatch.setattr(GrammarChecker, "_compile", lambda *_: go_on.wait(60) and grammar_check._Verdict(""))
+    monkeypatch.setattr(grammar_check, "_PATIENCE_SECONDS", 0.1)
+    waiting = [checker.check_soon(StructuredOutputs(regex=f"a{n}")) for n in range(3)]
+    try:
+        for each in waiting:
+            with pytest.raises(Overloaded):
+                each.result(30)
+    finally:
+        go_on.set()
 
 
 @pytest.mark.reliability("B-04")
@@ -1102,9 +1132,9 @@ def test_too_many_waiting_grammars_are_turned_away(tokenizer: Tokenizer, monkeyp
 
 
 def test_a_compiler_that_cannot_start_says_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = grammar_check.start_child
-    monkeypatch.setattr(grammar_check, "start_child", lambda module, *rest, **options: start("ridgeline.version", **options))
-    with pytest.raises(RequestError, match="could not be started"):
+    start = framed_child.start_child
+    monkeypatch.setattr(framed_child, "start_child", lambda module, *rest, **options: start("ridgeline.version", **options))
+    with pytest.raises(TryAgain, match="could not be started"):
         GrammarChecker(tokenizer).check(StructuredOutputs(regex="a"))
 
 
@@ -1112,7 +1142,7 @@ def test_the_worker_ends_with_its_parent(checker: GrammarChecker) -> None:
     made = GrammarChecker(checker._tokenizer)
     made.check(StructuredOutputs(regex="a"))
     assert made._compiler is not None
-    process = made._compiler._process
+    process = made._compiler.process
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(10) == 0

@@ -59,6 +59,16 @@ def test_yarn_stretches_the_context() -> None:
     ({"num_attention_heads": True}, "num_attention_heads must be an integer of at least 1, got True"),
     ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads evenly"),
     ({"hidden_size": 66}, "hidden_size 66 is not a multiple of 4 heads, and no head_dim is given"),
+    ({"head_dim": 1_000_000_000}, "head_dim must be at most 16384, got 1000000000"),
+    ({"hidden_size": 2**30, "num_attention_heads": 1}, "hidden_size must be at most"),
+    ({"vocab_size": 2**31 - 1}, "vocab_size must be at most"),
+    ({"intermediate_size": 2**31 - 1}, "intermediate_size must be at most"),
+    ({"num_attention_heads": 2**31 - 1}, "num_attention_heads must be at most"),
+    ({"max_position_embeddings": 2**31 - 1}, "max_position_embeddings must be at most"),
+    ({"eos_token_id": 10**30}, "eos_token_id must be a token id"),
+    ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, "yarn stretches the context to "),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "its rope cannot be computed from these numbers"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": []}}, "its rope cannot be computed"),
     ({"head_dim": 15}, "15 rotated dimensions of a head of 15: must be even"),
     ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number, got -1"),
     ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
@@ -72,8 +82,8 @@ def test_yarn_stretches_the_context() -> None:
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported; supported: float32, "),
     ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq) is not supported; use the "
-                                                        "unquantised checkpoint or a GGUF file"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported; supported: "
+                                                            "compressed-tensors, awq, gptq"),
 ])
 def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
@@ -134,7 +144,7 @@ def test_a_broken_config_is_named(content: str, message: str, tmp_path: Path) ->
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"nowhere does not exist: give a directory with config\.json or a \.gguf file$"):
         load_model_config(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match=r"^model some/name does not exist: it looks like a name on a model hub, and those"):
+    with pytest.raises(ModelError, match=r"^model some/name does not exist: give a directory"):
         load_model_config("some/name")
     with pytest.raises(ModelError, match=r"^model some/file\.gguf does not exist: give a directory"):
         load_model_config("some/file.gguf")
@@ -143,6 +153,10 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         load_model_config(tmp_path / "model.bin")
     with pytest.raises(ModelError, match=r"has no config\.json: give a Hugging Face model directory"):
         load_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ModelError, match=r"is a LoRA adapter, not a model: merge it"):
+        load_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "some.gguf").touch()
     with pytest.raises(ModelError, match=r"has no config\.json: give the file some\.gguf$"):
         load_model_config(tmp_path)

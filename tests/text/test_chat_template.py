@@ -20,9 +20,10 @@ import pytest
 import tokenizers
 import transformers
 
-from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.errors import BadRequest, Overloaded, TryAgain, Unsupported
+from ridgeline.process import framed_child
 from ridgeline.text import chat_template
-from ridgeline.text.chat_template import MEMORY_BYTES, ChatTemplate, TemplateProcess, plain_messages
+from ridgeline.text.chat_template import MEMORY_BYTES, ChatTemplate, RendererBusy, TemplateProcess, plain_messages
 
 PACKAGE = Path(chat_template.__file__).parent.parent
 USER = [{"role": "user", "content": "hello"}]
@@ -413,8 +414,8 @@ def test_bombs_are_refused_soon_and_small(
 ) -> None:
     monkeypatch.setattr(chat_template, "_process", short_fuse)
     rendered("warm")
-    child = short_fuse._child
-    assert child is not None
+    assert short_fuse._child is not None
+    child = short_fuse._child.process
     peak, used = Watcher(child.pid), cpu_meter(child)
     ours = psutil.Process().memory_info().rss
     with pytest.raises(BadRequest) as refusal:
@@ -466,8 +467,8 @@ class Watcher:
 def test_the_default_limit_is_within_two_seconds() -> None:
     """Of CPU time: on a busy machine it takes longer, but no more work."""
     rendered("warm")
-    child = chat_template._process._child
-    assert child is not None
+    assert chat_template._process._child is not None
+    child = chat_template._process._child.process
     used = cpu_meter(child)
     with pytest.raises(BadRequest, match=r"took more than 1\.25 s of CPU time and was stopped"):
         rendered(BOMBS["loops"])
@@ -480,8 +481,8 @@ def test_a_template_that_gets_no_cpu_is_waited_for() -> None:
     process.render("warm", {})
     child = process._child
     assert child is not None
-    threading.Timer(0.05, os.kill, (child.pid, signal.SIGSTOP)).start()
-    threading.Timer(1.25, os.kill, (child.pid, signal.SIGCONT)).start()
+    threading.Timer(0.05, os.kill, (child.process.pid, signal.SIGSTOP)).start()
+    threading.Timer(1.25, os.kill, (child.process.pid, signal.SIGCONT)).start()
     loop = "{% for i in range(200) %}{% for j in range(1000) %}{% set x = i + j %}{% endfor %}{% endfor %}done"
     assert process.render(loop, {}) == "done" and process._child is child
     process.close()
@@ -505,7 +506,7 @@ def test_it_sees_no_secrets_and_leaves_with_its_owner(tmp_path: Path) -> None:
         "import os\n"
         "from ridgeline.text import chat_template as c\n"
         "c.ChatTemplate({'default': 'x'}, {}).render([{'role': 'user', 'content': ''}])\n"
-        "print(c._process._child.pid, flush=True)\n"
+        "print(c._process._child.process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "API_KEY": "secret", "PYTHONPATH": str(PACKAGE.parent)}
@@ -531,7 +532,7 @@ def test_environment_of_the_process() -> None:
     try:
         assert process.render("x", {}) == "x"
         assert process._child is not None
-        assert "RIDGELINE_TEST_SECRET" not in psutil.Process(process._child.pid).environ()
+        assert "RIDGELINE_TEST_SECRET" not in psutil.Process(process._child.process.pid).environ()
     finally:
         del os.environ["RIDGELINE_TEST_SECRET"]
         process.close()
@@ -575,3 +576,77 @@ def test_no_other_file_makes_an_environment() -> None:
     source = ast.parse(Path(chat_template.__file__).read_text())
     calls = [node.func.id for node in ast.walk(source) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     assert [name for name in calls if name.endswith("Environment")] == ["ImmutableSandboxedEnvironment"]
+
+
+# --- a process that stops or dies ---
+
+
+@pytest.fixture
+def renderer() -> Iterator[TemplateProcess]:
+    process = TemplateProcess()
+    process.render("warm", {})
+    yield process
+    process.close()
+
+
+def pid_of(process: TemplateProcess) -> int:
+    assert process._child is not None
+    return process._child.process.pid
+
+
+@pytest.mark.reliability("R-03")
+@pytest.mark.parametrize("size", [1, 300_000])
+def test_a_renderer_that_stands_still_is_replaced(
+    renderer: TemplateProcess, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "_WAIT_SECONDS", 0.3)
+    os.kill(pid_of(renderer), signal.SIGSTOP)
+    with pytest.raises(TryAgain, match="try again later"):
+        renderer.render("{{ x }}", {"x": "a" * size})
+    monkeypatch.undo()
+    assert renderer.render("{{ x }}", {"x": "a" * size}) == "a" * size
+
+
+@pytest.mark.reliability("R-03")
+def test_a_caller_that_may_not_wait_does_not(renderer: TemplateProcess) -> None:
+    request = chat_template._request("{{ x }}", {"x": 1}, 1.0)
+    assert renderer.answer(request, may_wait=False) == "1"
+    os.kill(pid_of(renderer), signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(RendererBusy):
+            renderer.answer(request, may_wait=False)
+    os.kill(pid_of(renderer), signal.SIGCONT)
+    assert renderer.answer(chat_template._request("other", {}, 1.0)) == "other"
+    with renderer._lock, pytest.raises(RendererBusy):    # another thread renders
+        renderer.answer(request, may_wait=False)
+    renderer.close()
+    with pytest.raises(RendererBusy):                    # it would have to be started
+        renderer.answer(request, may_wait=False)
+
+
+@pytest.mark.reliability("R-03")
+def test_many_callers_of_a_stopped_renderer_do_not_add_up(
+    renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "_WAIT_SECONDS", 0.2)
+    with renderer._lock, pytest.raises(Overloaded):
+        renderer.render("x", {})
+
+
+@pytest.mark.reliability("R-02")
+def test_a_renderer_that_was_killed_is_not_the_clients_fault(renderer: TemplateProcess) -> None:
+    os.kill(pid_of(renderer), signal.SIGSTOP)
+    threading.Timer(0.1, os.kill, (pid_of(renderer), signal.SIGKILL)).start()
+    with pytest.raises(TryAgain, match="was killed"):
+        renderer.render("x", {})
+    assert renderer.render("x", {}) == "x"
+
+
+@pytest.mark.reliability("R-09")
+def test_no_file_for_a_pipe_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*given: Any, **options: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(framed_child, "start_child", start)
+    with pytest.raises(TryAgain, match="Too many open files"):
+        TemplateProcess().render("x", {})

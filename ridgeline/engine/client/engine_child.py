@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import zmq
 
@@ -30,13 +31,15 @@ from ridgeline.engine.ipc import (
     SocketDir,
 )
 from ridgeline.errors import EngineDead, RidgelineError
+from ridgeline.process import spare_files
 from ridgeline.process.children import start_child
 from ridgeline.process.log import get_logger
+from ridgeline.process.memory_kills import OutOfMemoryKills
 
 logger = get_logger("async_llm")
 
 _TURN_SECONDS = 0.005                # messages are handled for at most this long before other tasks run
-_STOP_SECONDS = 5.0                  # for an engine to exit when asked
+_STOP_SECONDS = (1.0, 0.5)           # for an engine to exit when asked, and when sent SIGTERM; then it is killed
 _LAST_WORDS_SECONDS = 1.0            # for reading the messages that a dead engine left
 _STACKS_SECONDS = 0.5                # for a hung engine to write its stacks
 
@@ -63,20 +66,26 @@ class EngineChild:
         self._exited = asyncio.Event()
         self._work: Iterator[None] | None = None         # the rest of the newest message
         self._bad_frames = 0
-        self._sockets = SocketDir()
-        self._context = zmq.Context()
-        self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.setsockopt(zmq.SNDHWM, 0)        # at most one per open request, and those are limited elsewhere
-        self._to_engine.bind(self._sockets.address("to-engine"))
-        self._from_engine = self._context.socket(zmq.PULL)
-        self._from_engine.bind(self._sockets.address("from-engine"))
-        self._fd: int = self._from_engine.FD
-        self._loop.add_reader(self._fd, self._read)
-        settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid()}
-        self._child = start_child(module, json.dumps(settings))
-        # Also without stop(): at the latest when the interpreter ends.
-        self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
-        threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
+        with spare_files.lent(), ExitStack() as undo:    # a failure leaves nothing behind
+            sockets = SocketDir()
+            undo.callback(sockets.close)
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, linger=0)
+            self._to_engine = self._context.socket(zmq.PUSH)
+            self._to_engine.setsockopt(zmq.SNDHWM, 0)    # at most one per open request, and those are limited elsewhere
+            self._to_engine.bind(sockets.address("to-engine"))
+            self._from_engine = self._context.socket(zmq.PULL)
+            self._from_engine.bind(sockets.address("from-engine"))
+            self._fd: int = self._from_engine.FD
+            settings = {"options": config.flat(), "folder": str(sockets.path), "parent": os.getpid()}
+            self._kills = OutOfMemoryKills()
+            self._child = start_child(module, json.dumps(settings))
+            # Also without stop(): at the latest when the interpreter ends.
+            self._cleanup = weakref.finalize(self, _abandon, self._child, sockets)
+            undo.callback(self._cleanup)
+            threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
+            self._loop.add_reader(self._fd, self._read)
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
@@ -114,9 +123,9 @@ class EngineChild:
                 self.send(TO_ENGINE.encode(Shutdown()))
             else:
                 self._child.terminate()
-            for force in (self._child.terminate, self._child.kill):
+            for force, seconds in zip((self._child.terminate, self._child.kill), _STOP_SECONDS, strict=True):
                 try:
-                    await asyncio.wait_for(self._exited.wait(), _STOP_SECONDS)
+                    await asyncio.wait_for(self._exited.wait(), seconds)
                     break
                 except TimeoutError:
                     force()
@@ -168,8 +177,7 @@ class EngineChild:
         until = time.monotonic() + _LAST_WORDS_SECONDS   # its last words say more than its exit code
         while not self._from_engine.closed and not self.lost.done() and time.monotonic() < until and self._take_next():
             pass
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        self.lose(EngineDead(f"the engine's process {how}"))
+        self.lose(EngineDead(f"the engine's process {self._kills.how_it_ended(code)}"))
         self._exited.set()
 
 

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import math
 import os
-import select
-import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
@@ -27,19 +24,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from ridgeline.errors import BadRequest, Overloaded, RequestError
-from ridgeline.grammar.frames import Answer, Question, read_frame, write_frame
+from ridgeline.errors import BadRequest, Overloaded, RequestError, TryAgain, one_line
+from ridgeline.grammar.frames import Answer, Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
-from ridgeline.process.children import start_child
+from ridgeline.process.framed_child import FramedChild
+from ridgeline.process.log import get_logger
 from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.text.tokenizer import Tokenizer
 
+logger = get_logger("grammars")
+
 COMPILE_SECONDS = 2.0                # wall-clock time after which a client is told that the machine is too busy
 _CPU_PART = 0.75                     # of it, the CPU time that one grammar may take: less, so that it ends first on a free CPU
-# Until the process is ready: half a second, but 110 s were seen with xgrammar (3 s of CPU time) at a load of 15 on two cores.
-# A limit that a busy machine exceeds would end a healthy process, and the next one after it.
-_START_SECONDS = 600.0
+# Until the process is ready: half a second, but 3 s of CPU time with xgrammar, of which a busy machine gives it a tenth.
+# A limit that such a machine exceeds would end a healthy process, and the next one after it.
+_START_SECONDS = 120.0
 _VERDICT_BYTES = 8 * 2**20           # of grammars whose verdict is remembered
 _ENTRY_BYTES = 256
 _LATE_SECONDS = 0.4                  # beyond its limit, after which no answer is expected
@@ -54,6 +54,7 @@ _TRY_TURN_SECONDS = 0.2              # … and the same before its first try
 SHARE = 0.015 * (os.cpu_count() or 1)                    # of the CPUs while requests generate, for slow grammars, …
 TRY_SHARE = 0.03 * (os.cpu_count() or 1)                 # … and for first tries, …
 AT_ONCE = 0.1                        # … beyond this many CPU seconds saved up
+_WATCH_SECONDS = 0.2                 # how often all waiting grammars are looked at, to end those that have waited for too long
 _LOOK_SECONDS = 0.05                 # how often a waiting grammar checks whether requests still generate
 
 # llguidance's reason to refuse a oneOf names an option of its own, which requests do not have.
@@ -133,6 +134,7 @@ class GrammarChecker:
         now = time.monotonic()
         waiting = _Waiting(asked, outcome, min(now + _PATIENCE_SECONDS, ends or math.inf), others_generate)
         self._pending.untried.add(waiting)
+        self._pending.give_up_in_time(waiting)
         self._tries.submit(self._try, waiting)
         return outcome
 
@@ -187,12 +189,14 @@ class GrammarChecker:
             if self._compiler is not compiler:
                 raise RequestError("the front end is closing") from None
             self._compiler = None
-            answer = Answer("busy" if isinstance(gone, TimeoutError) else "memory")
+            answer = Answer("busy" if isinstance(gone, TimeoutError) else "killed")
         (self._try_allowance if try_seconds else self._allowance).spend(answer.spent)
         if try_seconds and answer.verdict in ("late", "busy"):
             return None
         if answer.verdict == "busy":
             raise Overloaded("the machine is too busy to compile a grammar; try again later", self._seconds)
+        if answer.verdict == "killed":
+            raise TryAgain("the process that compiled the grammar was killed; try again later", self._seconds)
         if answer.verdict in ("good", "refused"):
             overlaps = _ONE_OF in answer.reason
             return _Verdict(f"structured_outputs.{asked.kind} cannot be used: {_OVERLAP}" if overlaps else answer.reason)
@@ -231,6 +235,14 @@ class _Waiting:
         if time.monotonic() + seconds > self._until:
             raise Overloaded("too many new grammars are waiting to be compiled; try again later", max(1.0, seconds))
 
+    def is_over(self) -> bool:
+        """Its request has an answer, or gets one now because it has waited for too long: whatever holds up the compiler."""
+        try:
+            self.require_patience(-_LATE_SECONDS)        # by itself it gives up before
+        except Overloaded as error:
+            self.end(error)
+        return self._outcome.done()
+
     def end(self, error: Exception | None = None) -> None:
         with suppress(InvalidStateError):                # done or cancelled
             if error is None:
@@ -244,6 +256,8 @@ class _Pending:
 
     def __init__(self) -> None:
         self.untried: set[_Waiting] = set()
+        self._waiting: list[_Waiting] = []               # all without an outcome, …
+        self._watcher: threading.Thread | None = None    # … and the thread that gives them one in the end
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -258,6 +272,26 @@ class _Pending:
     def remove(self, size: int) -> None:
         with self._lock:
             self._bytes -= size
+
+    def give_up_in_time(self, waiting: _Waiting) -> None:
+        """End its wait when its patience is over, also while the threads that compile are held up by another grammar."""
+        with self._lock:
+            self._waiting.append(waiting)
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="grammar-patience", daemon=True)
+                self._watcher.start()
+
+    def _watch(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_WATCH_SECONDS):
+            with self._lock:
+                waiting = self._waiting
+            over = {each for each in waiting if each.is_over()}          # ending one calls remove(): without the lock
+            with self._lock:
+                self._waiting = [each for each in self._waiting if each not in over]
+                if not self._waiting:
+                    self._watcher = None
+                    return
 
 
 class _Allowance:
@@ -286,44 +320,13 @@ class _Verdict(NamedTuple):
             raise BadRequest(self.refusal, field=f"structured_outputs.{asked.kind}")
 
 
-class _Compiler:
+class _Compiler(FramedChild):
     """The process (grammar/compile_worker), once it is ready."""
 
     def __init__(self, backend: str, vocabulary: GrammarVocabulary) -> None:
-        self._process = start_child(
-            "ridgeline.grammar.compile_worker", backend, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self.end = weakref.finalize(self, _end, self._process)
         try:
+            super().__init__("ridgeline.grammar.compile_worker", backend)
             self.ask(msgspec.msgpack.encode(vocabulary), _START_SECONDS)
-        except (TimeoutError, EOFError):
-            raise RequestError("the process that compiles grammars could not be started") from None
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, frame: bytes, seconds: float) -> bytes:
-        """TimeoutError or EOFError; then the process was ended."""
-        source, target = self._process.stdout, self._process.stdin
-        assert source is not None and target is not None
-        deadline = time.monotonic() + seconds
-        answer, in_time = None, True
-        with suppress(OSError):                          # the process is gone: there is no answer
-            write_frame(target, frame)
-            # An answer is short and written at once: with its first byte the rest is there.
-            in_time = bool(select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0])
-            answer = read_frame(source) if in_time else None
-        if answer is None:
-            self.end()
-            raise EOFError if in_time else TimeoutError
-        return answer
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with suppress(OSError):
-                stream.close()
+        except (TimeoutError, EOFError, OSError) as error:
+            logger.error("the process that compiles grammars could not be started: %s", one_line(error))
+            raise TryAgain("the process that compiles grammars could not be started; try again later") from None

@@ -7,6 +7,7 @@ called when an engine is ready, when it is lost, and when open requests must be 
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.client.engine_child import EngineChild
 from ridgeline.engine.client.watchdog import Pulse, Restarts, Supervision, loading_limit
 from ridgeline.engine.ipc import Alive, Deltas, Failed, FromEngine, Loading, Ready
-from ridgeline.errors import ConfigError, EngineDead, RidgelineError
+from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
 from ridgeline.process.log import get_logger
 
 logger = get_logger("async_llm")
@@ -55,7 +56,10 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         self._died = loop.create_future()
         began = time.monotonic()
-        process = self._launch()
+        try:
+            process = self._launch()
+        except Exception as error:
+            raise ConfigError(_not_started(error)) from None
         await meanwhile()
         lost = await self._loaded(process, None)
         if lost is not None:
@@ -63,6 +67,7 @@ class Supervisor:
         self.require_alive()
         self._open(process)                              # last of all: from here on requests are accepted
         self._supervising = loop.create_task(self._supervise(process, loading_limit(time.monotonic() - began)))
+        self._supervising.add_done_callback(self._supervision_ended)
 
     @property
     def is_alive(self) -> bool:
@@ -167,12 +172,23 @@ class Supervisor:
                 logger.error("engine lost (%s): restarting; %d open requests will resume", lost, self._listener.num_waiting())
                 await process.stop(at_once=True)
                 await asyncio.sleep(delay)
-                process = self._launch()
-                lost = await self._loaded(process, limit)
+                try:
+                    process = self._launch()
+                except Exception as error:               # no folder, no descriptor, no process left: perhaps in a moment
+                    lost = EngineDead(_not_started(error))
+                else:
+                    lost = await self._loaded(process, limit)
             self.num_restarts += 1
             self._open(process)
             logger.info("the engine runs again; %d open requests resume", self._listener.num_waiting())
             self._listener.replay(restarts.recent >= self.rules.max_restarts)
+
+    def _supervision_ended(self, task: asyncio.Task[None]) -> None:
+        """Without supervision a lost engine would never be replaced: any other end than a shutdown is the engine's end."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("the supervision of the engine failed", exc_info=error)
+        self.die(EngineDead(f"the supervision of the engine ended: {one_line(error)}" if error else "the engine was shut down"))
 
     async def _until_lost(self, process: EngineChild) -> RidgelineError:
         """Return when the process is gone, or hangs."""
@@ -189,3 +205,9 @@ class Supervisor:
                 logger.error("no message from the engine for %.1f s; its stacks follow", self.pulse.silent_for)
                 await process.show_stacks()
                 return EngineDead(f"the engine hung for {self.pulse.silent_for:.0f} s")
+
+
+def _not_started(error: Exception) -> str:
+    scarce = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+    advice = "; raise the limit on open files (ulimit -n)" if scarce else ""
+    return f"the engine's process cannot be started: {one_line(error)}{advice}"

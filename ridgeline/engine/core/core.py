@@ -295,6 +295,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "prompt_token_ids": request.prompt_token_ids,
         "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids or [],
+        "logprob_token_ids": params.logprob_token_ids or [],
         "logit_bias": list(params.logit_bias or {}),
         "bad_words": [token for word in request.bad_words_token_ids for token in word],
         "resumed": [token for produced in (request.resumed or {}).values() for token in produced],

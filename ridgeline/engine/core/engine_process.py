@@ -8,27 +8,40 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 from ridgeline.process import head_start
+from ridgeline.process.orphans import end_with_parent
+from ridgeline.process.standard_streams import open_missing
 
 
 def main(settings: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the front end's to handle
+    open_missing()
     faulthandler.enable()
     given = json.loads(settings)
-    head_start.begin(gpu=given["options"].get("device") != "cpu")
+    end_with_parent(given["parent"], lambda: shutil.rmtree(given["folder"], ignore_errors=True))
+    unusable = ""
+    try:
+        head_start.begin(gpu=given["options"].get("device") != "cpu")
+        from ridgeline.engine.core.loop import run
+    except (ImportError, OSError, MemoryError) as error: # a broken installation, or no memory for its libraries
+        unusable = f"the engine's libraries cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
     from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
-    from ridgeline.engine.core.loop import run
-    from ridgeline.engine.ipc import SHOW_STACKS
+    from ridgeline.engine.ipc import SHOW_STACKS, Failed
     from ridgeline.sampling_params import take_schemas_as_checked
 
+    link = FrontEndLink(Path(given["folder"]), given["parent"])
+    if unusable:
+        link.send(Failed(unusable, config=True))
+        link.close()
+        return 2
     head_start.imported()
     faulthandler.register(SHOW_STACKS, all_threads=True) # works in the middle of a kernel or a lock, too
     take_schemas_as_checked()                            # by the front end, which had to make text of them
-    link = FrontEndLink(Path(given["folder"]), given["parent"])
     try:
         code = run(given["options"], link)
     except FrontEndGone:

@@ -36,6 +36,7 @@ from ridgeline.engine.ipc import (
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.messages import TokenDelta
 from ridgeline.process.log import get_logger
+from ridgeline.runner.memory_errors import is_out_of_memory
 
 logger = get_logger("engine")
 
@@ -161,6 +162,7 @@ def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
         seconds=time.monotonic() - started,
         kv_dtype=config.kv_dtype,
         techniques=active_techniques(config),
+        memory={part: size * config.options.parallel.tensor_parallel_size for part, size in config.memory.items()},
     )
     spare_the_old()
     link.send(ready)
@@ -177,6 +179,9 @@ def run(options: dict[str, object], link: FrontEndLink) -> int:
     except FrontEndGone:
         raise
     except Exception as error:
+        if core is None and is_out_of_memory(error):
+            error = ConfigError(f"memory ran out while the engine loaded ({one_line(error)}); use a smaller model, "
+                                "max_model_len, max_num_seqs or kv_cache_memory_bytes")
         if not isinstance(error, RidgelineError):
             logger.exception("the engine failed")
         refused = core is None and isinstance(error, (ConfigError, ModelError))

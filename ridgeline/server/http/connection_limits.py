@@ -29,6 +29,7 @@ BODY_SECONDS = 28.0                  # from there to the end of the body: refuse
 WRITE_SECONDS = 60.0                 # a client that reads nothing for this long is disconnected
 WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
+LINGERING = 8                        # connections beyond the limit that are sent an error; others are closed at once
 
 
 class Slots:
@@ -131,7 +132,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
-        if len(self.connections) > self.options.max_connections:
+        if len(self.connections) > self.options.max_connections + LINGERING:
+            self._refused = True
+            transport.abort()
+        elif len(self.connections) > self.options.max_connections:
             self._refuse(503, f"all {self.options.max_connections} connections of this server are in use; try again later")
         else:
             self._expect_within(HEAD_SECONDS)

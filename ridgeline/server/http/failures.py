@@ -15,6 +15,7 @@ from types import MappingProxyType
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ridgeline.errors import (
     PROMPT,
@@ -24,11 +25,13 @@ from ridgeline.errors import (
     RequestError,
     RidgelineError,
     TimedOut,
+    TryAgain,
     UnknownField,
     Unsupported,
 )
 from ridgeline.process.log import get_logger
 from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.near_paths import suggestion
 from ridgeline.server.http.stream import Headers
 from ridgeline.server.server_errors import (
     STOPPED,
@@ -52,6 +55,7 @@ _KINDS: tuple[tuple[type[RequestError], int, str, str | None], ...] = (
     (PreviousNotStored, 400, _INVALID, "previous_response_not_found"),
     (WrongMediaType, 415, _INVALID, None),
     (Overloaded, 429, "overloaded_error", "overloaded"),
+    (TryAgain, 503, "service_unavailable_error", "try_again"),
     (TimedOut, 504, "timeout_error", "request_timeout"),
     (PromptTooLong, 400, _INVALID, "context_length_exceeded"),
     (BadRequest, 400, _INVALID, None),
@@ -69,7 +73,7 @@ def describe(
         error = as_requested(error, prompt_field, names)
         status, kind, code = next(row[1:] for row in _KINDS if isinstance(error, row[0]))
         body = error_body(str(error), kind, param_of(error), code, getattr(error, "details", None))
-        return status, body, retry if status == 429 else []
+        return status, body, retry if status in (429, 503) else []
     if isinstance(error, RidgelineError):
         # Why an engine died is for the operator only: the reason may quote a path, or another client's request.
         message = str(error) if isinstance(error, Unavailable) else STOPPED
@@ -98,7 +102,7 @@ def param_of(error: RequestError) -> str | None:
 
 def retry_after(error: Exception) -> bytes:
     """Whole seconds from 1 to 60: the predicted wait, or 1 to 5. Randomised, so that clients do not all return at once."""
-    wait = error.retry_after if isinstance(error, Overloaded) else None
+    wait = error.retry_after if isinstance(error, Overloaded | TryAgain) else None
     seconds = random.uniform(1, 5) if wait is None else wait * random.uniform(1.0, 1.25)
     return str(min(60, max(1, math.ceil(seconds)))).encode()
 
@@ -108,6 +112,9 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path, allowed = request.method, request.scope["path"][:200], (error.headers or {}).get("Allow", "")
     message, code = f"{method} {path} does not exist here", "not_found"
+    known = {each.path for each in request.app.routes if isinstance(each, Route)}
+    if error.status_code == 404 and (words := suggestion(path, known)):
+        message += f"; {words}"
     if error.status_code == 405 and allowed:
         methods = sorted(allowed.split(", "))
         works = "works" if len(methods) == 1 else "work"

@@ -20,7 +20,7 @@ from ridgeline.roofline.verdict import Setting
 from ridgeline.sizes.abilities import SHEET_NAMES
 from ridgeline.sizes.hardware import data_sheet
 
-HISTORY = ("at", "sampled_s", "tokens_s", "mfu", "mbu", "busy", "compute", "memory", "waiting", "rows")
+HISTORY = ("at", "sampled_s", "tokens_s", "mfu", "mbu", "busy", "compute", "memory", "overhead", "others", "waiting", "rows")
 LONGEST_SECONDS = 120.0              # the history that is kept
 _RECENT_SECONDS = 300.0              # of the percentiles
 
@@ -66,7 +66,7 @@ class RooflineReply(msgspec.Struct):
     window: dict[str, float]
     utilisation: dict[str, Any]      # steps, tokens per second, MFU, HFU, MBU, what was wasted …
     phases: dict[str, dict[str, Any]]                    # … and the same by phase
-    split: dict[str, float]          # of the busy time: compute, memory, overhead
+    split: dict[str, float]          # of the busy time: compute, memory, kernels below their roof, overhead, others
     verdict: dict[str, Any]
     batch: dict[str, Any]
     kv: dict[str, Any]

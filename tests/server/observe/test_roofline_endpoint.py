@@ -271,6 +271,19 @@ def test_a_window_is_a_difference() -> None:
     assert history[-1][1] == pytest.approx(50) and history[-1][5] == pytest.approx(0.9)
 
 
+def test_overhead_and_kernels_below_their_roof_are_two_things() -> None:
+    """The page's verdict says "no overhead explains it": its step time must not call the same seconds overhead."""
+    live = LiveRoofline()
+    for second in range(5):
+        values = PhaseSums(steps=second, seconds=second, device=0.9 * second, on_weights=0.2 * second, on_compute=0.1 * second)
+        live.take(100.0 + second, {"decode": values.values()})
+    found = live.look(104.0, RATES, Setting())
+    assert found.verdict.term == "implementation"
+    assert found.split == pytest.approx({"compute": 0.1, "memory": 0.2, "kernels": 0.6, "overhead": 0.1, "others": 0.0})
+    row = dict(zip(HISTORY, live.history(RATES)[-1], strict=True))
+    assert (row["compute"], row["memory"], row["overhead"]) == pytest.approx((0.1, 0.2, 0.1))
+
+
 def test_a_window_begins_with_the_work() -> None:
     live = LiveRoofline()
     live.take(100.0, sums(1, 0.01))
@@ -416,7 +429,7 @@ def test_metrics_agree_with_the_roofline(server: str) -> None:
     [mbu] = [float(line.split()[-1]) for line in lines if line.startswith("ridgeline:mbu{")]
     assert 0 < mbu < 1
     shares = [float(line.split()[-1]) for line in lines if line.startswith("ridgeline:step_time_share{")]
-    assert len(shares) == 3 and sum(shares) == pytest.approx(1)
+    assert len(shares) == 5 and sum(shares) == pytest.approx(1)
 
 
 def test_a_server_that_is_still_loading_has_a_roofline() -> None:

@@ -1,0 +1,140 @@
+"""A child process that answers questions on its standard streams, and never holds up the one who asks.
+
+A frame is a length of four bytes, then that many bytes; one goes to the child, one comes back. Every wait has a deadline, for
+writing too: a child that was stopped, or that swaps, neither reads nor answers. One that misses its deadline is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import subprocess
+import time
+import weakref
+from contextlib import suppress
+from typing import IO, Any
+
+from ridgeline.process.children import start_child
+
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 20
+
+
+def write_frame(stream: IO[bytes], data: bytes) -> None:
+    """Writes everything, also where the pipe takes only part at a time."""
+    rest = memoryview(_LENGTH.pack(len(data)) + data)
+    while rest:
+        rest = rest[stream.write(rest) :]
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """None: the other side has closed the pipe."""
+    head = _read(stream, _LENGTH.size)
+    return None if head is None else _read(stream, _LENGTH.unpack(head)[0])
+
+
+def _read(stream: IO[bytes], size: int) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        part = stream.read(size - len(data))
+        if not part:
+            return None
+        data += part
+    return data
+
+
+class FramedChild:
+    """`python -m module arguments…`, as its owner holds it. One caller at a time. OSError if it cannot be started."""
+
+    def __init__(self, module: str, *arguments: str, **options: Any) -> None:
+        pipe = subprocess.PIPE
+        self.process = start_child(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
+        self.end = weakref.finalize(self, _end, self.process)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._target, self._source = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self._target, False)
+        os.set_blocking(self._source, False)
+        self._unwritten = memoryview(b"")
+        self._received = bytearray()
+        self._owed = 0                                   # answers under way that no caller waits for any more
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def ask(self, frame: bytes, seconds: float, patient: bool = True) -> bytes:
+        """The answer. EOFError if the child is gone, TimeoutError after `seconds`; in both cases the child was ended.
+
+        A caller that is not `patient` only gives up waiting: the child stays, and its late answer is dropped.
+        """
+        deadline = time.monotonic() + seconds
+        self._unwritten = memoryview(bytes(self._unwritten) + _LENGTH.pack(len(frame)) + frame)
+        self._owed += 1
+        try:
+            while self._owed:
+                answer = self._next_answer(deadline)
+                self._owed -= 1
+            return answer
+        except TimeoutError:
+            if patient:
+                self.end()
+            raise
+        except EOFError:
+            self.end()
+            raise
+
+    def _next_answer(self, deadline: float) -> bytes:
+        poller = select.poll()                           # select() knows only the first 1,024 descriptors
+        poller.register(self._source, select.POLLIN)
+        if self._unwritten:
+            poller.register(self._target, select.POLLOUT)
+        while (answer := self._complete()) is None:
+            left = deadline - time.monotonic()
+            ready = poller.poll(left * 1000 + 1) if left > 0 else []
+            if not ready:
+                raise TimeoutError
+            for descriptor, _ in ready:
+                if descriptor == self._source:
+                    self._receive()
+                elif not self._write():
+                    poller.unregister(self._target)
+        return answer
+
+    def _complete(self) -> bytes | None:
+        """The first whole frame of what has been received."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+        if len(self._received) < end:
+            return None
+        answer = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return answer
+
+    def _receive(self) -> None:
+        with suppress(BlockingIOError):
+            part = os.read(self._source, _READ_BYTES)
+            if not part:
+                raise EOFError
+            self._received += part
+
+    def _write(self) -> bool:
+        """False: there is nothing left to write, or no one to read it."""
+        try:
+            self._unwritten = self._unwritten[os.write(self._target, self._unwritten) :]
+        except BlockingIOError:
+            return True
+        except OSError:                                  # the child is gone; what it has answered can still be read
+            self._unwritten = memoryview(b"")
+        return bool(self._unwritten)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()

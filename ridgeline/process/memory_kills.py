@@ -1,0 +1,54 @@
+"""How a child process ended, in words: among them that the kernel killed it because memory ran out.
+
+The kernel tells neither the process nor its parent why it sends SIGKILL, but it counts such kills: for the machine in
+/proc/vmstat, and for a container in its cgroup. A count that grew while the child ran is the only sign there is.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
+
+
+class OutOfMemoryKills:
+    """Made before the child is started."""
+
+    def __init__(self, counters: tuple[Path, ...] = _COUNTERS) -> None:
+        self._counters = (*counters, *_own_cgroup()) if counters is _COUNTERS else counters
+        self._before = self._counted()
+
+    def how_it_ended(self, code: int) -> str:
+        """For its exit code, as subprocess gives it."""
+        if code >= 0:
+            return f"ended with code {code}"
+        number = -code
+        name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+        if number == signal.SIGKILL and self._counted() > self._before:
+            return (
+                f"was killed by {name}, probably because the machine ran out of memory: use a smaller model, a smaller "
+                "max_model_len or kv_cache_memory_bytes, or end other programs"
+            )
+        return f"was killed by {name}"
+
+    def _counted(self) -> int:
+        """Processes killed so far, in all counters together."""
+        total = 0
+        for file in self._counters:
+            with suppress(OSError, ValueError):
+                total += sum(
+                    int(value) for name, _, value in (line.partition(" ") for line in file.read_text().splitlines())
+                    if name == "oom_kill"
+                )
+        return total
+
+
+def _own_cgroup() -> tuple[Path, ...]:
+    """The counter of this process's cgroup, where that is not the one that the container shows at the top."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::/") and len(line) > 4:
+                return (Path("/sys/fs/cgroup") / line[4:] / "memory.events",)
+    return ()

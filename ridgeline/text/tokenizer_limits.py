@@ -1,0 +1,131 @@
+"""Limits on what a tokenizer's files and a client's text may cost: checked before the `tokenizers` library begins.
+
+That library can neither be interrupted nor limited: a file with 16 MB of added tokens takes it a minute and gigabytes, and
+three rules that write a thousand letters for one make 10^9 of each. Its panics are no ordinary exceptions of Python.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ridgeline.errors import BadRequest, ModelError
+
+MAX_FILE_BYTES = 256 << 20           # of tokenizer.json; Gemma's has 33 MB
+MAX_ADDED_BYTES = 2 << 20            # of the texts of added tokens: 2 s and 200 MB; Gemma has 6,400 tokens of 70 kB
+MAX_ID = 1 << 24                     # where the model does not say how many tokens it has
+SPARE_IDS = 1 << 20                  # that a tokenizer may have beyond those of the model
+MAX_GROWTH = 128.0                   # characters that a normalizer may make of one; the longest of Unicode's own has 18
+MAX_NORMALIZED = 64_000_000          # characters of one text after it
+MAX_BLANKS = 500_000                 # in a row; patterns go back over them, and the library panics at 10,000,000 steps back
+_UNICODE_GROWTH = 18.0
+
+
+class _Facts(msgspec.Struct):
+    """The parts of tokenizer.json that are looked at; all others are skipped."""
+
+    added_tokens: Any = None
+    normalizer: Any = None
+
+
+def read_tokenizer(file: Path) -> tuple[str, float]:
+    """(text, growth) of a tokenizer.json whose cost is bounded. `growth`: the characters that its normalizer makes of one."""
+    try:
+        size = file.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ModelError(f"{file}: {size:,} bytes are more than a tokenizer may have ({MAX_FILE_BYTES:,})")
+        content = file.read_bytes()
+        facts = msgspec.json.decode(content, type=_Facts)
+        text = content.decode()
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{file}: not a tokenizer: {' '.join(str(error).split())[:200]}") from None
+    listed = facts.added_tokens if isinstance(facts.added_tokens, list) else []
+    require_few_added((str(each.get("content", "")) for each in listed if isinstance(each, dict)), str(file))
+    growth = _growth(facts.normalizer)
+    if growth > MAX_GROWTH:
+        words = f"its normalizer makes up to {growth:,.0f} characters of one"
+        raise ModelError(f"{file}: {words}; at most {MAX_GROWTH:.0f} are allowed")
+    return text, growth
+
+
+def require_few_added(contents: Iterable[str], where: str) -> None:
+    total = sum(len(content.encode("utf-8", "surrogatepass")) for content in contents)
+    if total > MAX_ADDED_BYTES:
+        raise ModelError(f"{where}: its added tokens have {total:,} bytes of text; at most {MAX_ADDED_BYTES:,} are allowed")
+
+
+def require_ids(highest: int, vocab_size: Any, where: str) -> None:
+    """`vocab_size` is what config.json says, of any type."""
+    known = isinstance(vocab_size, int) and 0 < vocab_size <= MAX_ID
+    most = vocab_size + SPARE_IDS if known else MAX_ID
+    if highest >= most:
+        words = f"the model has {vocab_size:,} tokens" if known else f"at most {MAX_ID:,} are allowed"
+        raise ModelError(f"{where}: a token has the id {highest:,}; {words}")
+
+
+def _growth(normalizer: Any) -> float:
+    """The most characters that one becomes. Of unknown kinds the library itself refuses the file."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        steps = normalizer.get("normalizers")
+        return _product(steps if isinstance(steps, list) else [])
+    if kind in ("NFD", "NFKD", "NFC", "NFKC", "Nmt", "BertNormalizer"):
+        return _UNICODE_GROWTH
+    if kind == "ByteLevel":
+        return 2.0
+    if kind == "Precompiled":
+        return _charsmap_growth(normalizer.get("precompiled_charsmap"))
+    if kind == "Prepend":
+        return 1.0 + len(str(normalizer.get("prepend", "")))             # at most: of a text of one character
+    if kind == "Replace":
+        pattern, content = normalizer.get("pattern"), len(str(normalizer.get("content", "")))
+        fixed = pattern.get("String") if isinstance(pattern, dict) else None
+        return max(1.0, content / len(fixed)) if isinstance(fixed, str) and fixed else 1.0 + content
+    return 1.0
+
+
+def _product(steps: list[Any]) -> float:
+    """Unicode's normal forms count once: applied again, they change little."""
+    growth, is_normal = 1.0, False
+    for step in steps:
+        each = _growth(step)
+        if each == _UNICODE_GROWTH and not isinstance(step.get("normalizers"), list):
+            each, is_normal = (1.0 if is_normal else each), True
+        growth = min(growth * each, 1e18)
+    return growth
+
+
+def _charsmap_growth(coded: Any) -> float:
+    """SentencePiece's table of replacements: the size of a trie, the trie, then texts that end with a zero byte."""
+    try:
+        data = base64.b64decode(coded)
+        (size,) = struct.unpack_from("<I", data)
+        return max(_UNICODE_GROWTH, *(float(len(text)) for text in data[4 + size :].split(b"\0")))
+    except (TypeError, ValueError, binascii.Error, struct.error):
+        return _UNICODE_GROWTH
+
+
+def check_text(text: str, growth: float) -> None:
+    """BadRequest for a text that would take the library too long. Costs nothing for a short one."""
+    if len(text) * growth > MAX_NORMALIZED and growth > 1:
+        most = int(MAX_NORMALIZED / growth)
+        raise BadRequest(f"the text has {len(text):,} characters; this model's tokenizer takes at most {most:,} at once")
+    # A run of twice the limit covers one of these places from end to end; isspace() stops at the first other character.
+    for start in range(0, len(text) - MAX_BLANKS + 1, MAX_BLANKS):
+        if text[start : start + MAX_BLANKS].isspace():
+            raise BadRequest(f"the text has more than {MAX_BLANKS:,} blanks in a row")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the library panicked: it raises a class of its own that is no Exception, and that no module exports."""
+    return type(error).__name__ == "PanicException"

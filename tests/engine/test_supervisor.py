@@ -1,0 +1,185 @@
+"""The supervisor when an engine's process cannot be started, with a child that is no process."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ridgeline.config import EngineConfig
+from ridgeline.engine import ipc
+from ridgeline.engine.client import engine_child, supervisor
+from ridgeline.engine.client.engine_child import EngineChild
+from ridgeline.engine.client.supervisor import Listener, Supervisor
+from ridgeline.engine.client.watchdog import Supervision
+from ridgeline.engine.ipc import Ready
+from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.process import spare_files
+
+RULES = Supervision(max_restarts=3, backoff=0.001, silence=0.0)
+READY = Ready("m", 16, 4, 10, "float32", "cpu", 8, 16, 0.1)
+
+
+class Child:
+    """An engine that is ready at once. `errors` are raised by the next starts."""
+
+    errors: list[Exception] = []     # noqa: RUF012 - each test sets its own
+
+    def __init__(self, module: str, config: EngineConfig, on_message: Any, on_lost: Callable[[], None]) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Ready] = loop.create_future()
+        self.lost: asyncio.Future[Any] = loop.create_future()
+        self.ready.set_result(READY)
+
+    async def stop(self, gently: bool = False, at_once: bool = False) -> None:
+        pass
+
+
+def make(monkeypatch: pytest.MonkeyPatch, replay: Callable[[bool], None] = lambda last: None) -> Supervisor:
+    monkeypatch.setattr(supervisor, "EngineChild", Child)
+    listener = Listener(lambda m: None, lambda r: None, lambda: None, replay, lambda e: None, lambda: 0)
+    return Supervisor("module", EngineConfig.of(), RULES, listener)
+
+
+async def nothing() -> None:
+    pass
+
+
+async def lose(engine: Supervisor) -> None:
+    assert engine.process is not None
+    engine.process.lost.set_result(EngineDead("it was killed"))
+    await asyncio.sleep(0)
+
+
+@pytest.mark.reliability("R-02")
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file"), OSError(24, "Too many files"), RuntimeError("thread")])
+def test_a_launch_that_fails_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        engine = make(monkeypatch)
+        await engine.start(nothing)
+        monkeypatch.setattr(Child, "errors", [error, error])
+        await lose(engine)
+        async with asyncio.timeout(20):
+            while not (engine.is_up and engine.num_restarts):
+                await asyncio.sleep(0.001)
+        assert engine.state == "ok"
+        await engine.shutdown()
+
+    said: list[str] = []
+    monkeypatch.setattr(supervisor.logger, "error", lambda text, *given: said.append(text % given))
+    asyncio.run(scene())
+    failed = [line for line in said if "cannot be started" in line]
+    assert len(failed) == 2 and all("\n" not in line for line in failed)
+
+
+@pytest.mark.reliability("R-02")
+def test_launches_that_keep_failing_are_the_end_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> str:
+        engine = make(monkeypatch)
+        await engine.start(nothing)
+        monkeypatch.setattr(Child, "errors", [OSError(errno.EMFILE, "Too many open files")] * 50)
+        await lose(engine)
+        reason = await asyncio.wait_for(engine.died(), 20)
+        assert engine.state == "dead"
+        await engine.shutdown()
+        return str(reason)
+
+    reason = asyncio.run(scene())
+    assert "cannot be started" in reason and "after 3 restarts" in reason and "ulimit -n" in reason
+
+
+@pytest.mark.reliability("R-02")
+def test_supervision_that_fails_itself_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(last: bool) -> None:
+        raise ValueError("a fault of ours")
+
+    async def scene() -> str:
+        engine = make(monkeypatch, replay=faulty)
+        await engine.start(nothing)
+        await lose(engine)
+        return str(await asyncio.wait_for(engine.died(), 20))
+
+    assert "a fault of ours" in asyncio.run(scene())
+
+
+def test_a_first_launch_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        engine = make(monkeypatch)
+        monkeypatch.setattr(Child, "errors", [OSError(errno.EMFILE, "Too many open files")])
+        with pytest.raises(ConfigError, match="ulimit -n"):
+            await engine.start(nothing)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("site", ["start_child", "thread"])
+def test_a_child_that_cannot_be_made_leaves_nothing(site: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[Any] = []
+    start_child = engine_child.start_child
+
+    def sleeper(module: str, *given: str, **options: Any) -> Any:
+        if site == "start_child":
+            raise OSError(errno.EAGAIN, "no process left")
+        started.append(start_child("this", *given))
+        return started[0]
+
+    class NoThread:
+        def __init__(self, **options: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine_child, "start_child", sleeper)
+    if site == "thread":
+        monkeypatch.setattr(engine_child.threading, "Thread", NoThread)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def scene() -> None:
+        before = psutil.Process().num_fds()
+        with pytest.raises((OSError, RuntimeError)):
+            EngineChild("ridgeline.no.such.module", EngineConfig.of(), lambda m: None, lambda: None)
+        assert psutil.Process().num_fds() == before
+
+    asyncio.run(scene())
+    assert not list(tmp_path.iterdir()) and all(child.poll() is not None for child in started)
+
+
+@pytest.mark.reliability("R-02")
+def test_without_the_temporary_folder_another_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone, other = tmp_path / "gone", tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(gone))
+    monkeypatch.setattr(ipc, "_OTHER_FOLDERS", (str(other),))
+    monkeypatch.setattr(ipc, "_LONGEST_FOLDER", 500)
+    sockets = ipc.SocketDir()
+    assert sockets.path.parent == other
+    sockets.close()
+
+
+def test_spare_files_are_free_while_they_are_lent() -> None:
+    def next_free() -> int:
+        read, write = os.pipe()
+        os.close(read)
+        os.close(write)
+        return psutil.Process().num_fds()
+
+    before = next_free()
+    spare_files.keep(5)
+    try:
+        assert next_free() == before + 5
+        with spare_files.lent():
+            assert next_free() == before
+            with spare_files.lent():
+                pass
+            assert next_free() == before                 # the inner one has not taken them back
+        assert next_free() == before + 5
+    finally:
+        spare_files.keep(0)
+    assert next_free() == before

@@ -1,0 +1,73 @@
+"""A child that answers frames: stopped, killed, flooded. The renderer of chat templates is such a child."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from ridgeline.process.framed_child import FramedChild
+
+
+@pytest.fixture
+def child() -> Iterator[FramedChild]:
+    made = FramedChild("ridgeline.text.chat_template")
+    made.ask(question("warm"), 120)
+    yield made
+    made.end()
+
+
+def question(text: str, source: str = "{{ text }}") -> bytes:
+    return json.dumps({"source": source, "variables": {"text": text}, "seconds": 1.0}).encode()
+
+
+def text_of(answer: bytes) -> str:
+    return json.loads(answer)["text"]
+
+
+def test_frames_larger_than_a_pipe_pass_in_both_directions(child: FramedChild) -> None:
+    text = "ab" * 1_000_000
+    assert text_of(child.ask(question(text), 120)) == text
+
+
+@pytest.mark.reliability("R-03")
+@pytest.mark.parametrize("size", [10, 1_000_000])        # one fits into a pipe, one does not
+def test_a_child_that_stands_still_is_ended_at_the_deadline(child: FramedChild, size: int) -> None:
+    child.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        child.ask(question("a" * size), 0.2)
+    assert child.process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_late_answer_is_dropped(child: FramedChild, size: int) -> None:
+    child.process.send_signal(signal.SIGSTOP)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            child.ask(question("late" * size), 0.01, patient=False)
+    child.process.send_signal(signal.SIGCONT)
+    assert text_of(child.ask(question("in time"), 120)) == "in time"
+    assert child.alive
+
+
+def test_a_child_that_died_is_told_apart(child: FramedChild) -> None:
+    child.process.kill()
+    child.process.wait()
+    with pytest.raises(EOFError):
+        child.ask(question("a" * 1_000_000), 60)
+
+
+def test_descriptors_beyond_those_of_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    high = []
+    try:
+        while not high or high[-1] < 1100:
+            high.append(os.dup(0))
+        child = FramedChild("ridgeline.text.chat_template")
+        assert text_of(child.ask(question("high"), 120)) == "high"
+        child.end()
+    finally:
+        for each in high:
+            os.close(each)

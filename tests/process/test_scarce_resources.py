@@ -1,0 +1,129 @@
+"""Starts and children without what they are used to: no standard streams, a full disk, little memory, no parent."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ridgeline import __main__ as command
+from ridgeline.process import platform
+from ridgeline.process.memory_kills import OutOfMemoryKills
+
+
+def python(source: str, redirect: str = "") -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-c", f'"$0" -c "$1" {redirect}', sys.executable, source]
+    env = os.environ | {"PYTHONUNBUFFERED": ""}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
+STREAMS = """
+import os, sys
+from ridgeline.process.standard_streams import open_missing
+open_missing()
+print("out"); print("err", file=sys.stderr); sys.stdout.flush(); sys.stderr.flush()
+assert os.open("/dev/null", os.O_RDONLY) > 2
+import faulthandler; faulthandler.enable()
+import subprocess; subprocess.run([sys.executable, "-c", "import os; [os.fstat(n) for n in (0, 1, 2)]"], check=True)
+"""
+
+
+@pytest.mark.reliability("R-09")
+@pytest.mark.parametrize("redirect", ["", "2>&-", ">&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_opened(redirect: str) -> None:
+    done = python(STREAMS, redirect)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if ">&-" in redirect.replace("2>&-", "") else "out\n")
+
+
+@pytest.mark.reliability("R-09")
+def test_a_greeting_that_does_not_fit_ends_nothing() -> None:
+    source = "from ridgeline.process.standard_streams import say\nassert not say('hi')\nassert say('more')"
+    done = python(source, ">/dev/full")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.reliability("R-09")
+def test_output_on_a_full_disk_is_one_line_and_code_2() -> None:
+    done = python("import sys; from ridgeline.__main__ import main; sys.exit(main(['--help']))", ">/dev/full")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no space" in done.stderr
+
+
+@pytest.mark.reliability("R-09")
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(MemoryError(), "not enough memory"), (OSError(24, "Too many open files"), "ulimit -n"), (OSError(28, "full"), "no space")],
+)
+def test_what_has_run_out_is_one_line_and_code_2(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "discard_output", lambda: None)
+    assert command.main(["serve"]) == 2
+    said = capfd.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_a_limit_on_addresses_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = (2 << 40, resource.RLIM_INFINITY)
+    before = platform.available_memory()
+    monkeypatch.setattr(platform.resource, "getrlimit", lambda which: limit)
+    assert platform.available_memory() <= max(before * 2, before + 2**30)        # such a limit leaves what there is
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = (mapped + (64 << 20), resource.RLIM_INFINITY)
+    assert platform.available_memory() <= 64 << 20
+    limit = (1, resource.RLIM_INFINITY)
+    assert platform.available_memory() == 0
+
+
+@pytest.mark.reliability("R-02")
+def test_a_kill_for_memory_is_told_as_such(tmp_path: Path) -> None:
+    counter, other = tmp_path / "vmstat", tmp_path / "memory.events"
+    counter.write_text("nr_free_pages 7\noom_kill 3\n")
+    kills = OutOfMemoryKills((counter, other))
+    assert kills.how_it_ended(-signal.SIGKILL) == "was killed by SIGKILL"
+    other.write_text("low 0\noom 1\noom_kill 1\n")
+    assert "ran out of memory" in kills.how_it_ended(-signal.SIGKILL)
+    assert kills.how_it_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert kills.how_it_ended(-40) == "was killed by signal 40" and kills.how_it_ended(3) == "ended with code 3"
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", '''
+import os, sys, time
+from pathlib import Path
+from ridgeline.process.orphans import end_with_parent
+end_with_parent(os.getppid(), lambda: Path(sys.argv[1]).unlink())
+print(os.getpid(), flush=True)
+while True:
+    sum(range(1000000))              # busy, and never looks
+''', sys.argv[1]])
+time.sleep(600)
+"""
+
+
+@pytest.mark.reliability("R-02")
+def test_an_orphan_ends_whatever_it_does(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(mark)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    orphan = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    began = time.monotonic()
+    while orphan.is_running() and orphan.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 60
+        time.sleep(0.02)
+    assert not mark.exists()

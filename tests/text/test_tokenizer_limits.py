@@ -1,0 +1,146 @@
+"""Tokenizer files and texts that would cost too much: refused before the library begins, in one line."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from served_model import write_model
+from tokenizers import Regex, models, pre_tokenizers
+
+from ridgeline.errors import BadRequest, ModelError
+from ridgeline.text import tokenizer_limits
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.vocabulary_gguf import PRE_TOKENIZERS
+
+
+def changed(path: Path, **parts: Any) -> Path:
+    """A model directory whose tokenizer.json has other parts."""
+    model = write_model(path / "tiny")
+    file = model / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | parts))
+    return model
+
+
+def added(first: int, contents: list[str], **flags: Any) -> list[dict[str, Any]]:
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True} | flags
+    return [{"id": first + n, "content": content, **usual} for n, content in enumerate(contents)]
+
+
+def replace(content: str, pattern: dict[str, str] | None = None) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern or {"String": "a"}, "content": content}
+
+
+def charsmap(longest: int) -> dict[str, Any]:
+    data = struct.pack("<I", 4) + b"trie" + b"x" * longest + b"\0y\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+@pytest.mark.reliability("S-10")
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 250_000_000}, "merges": []}}, "250,000,00.; the model has 260 tokens"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**32 - 9}, "merges": []}}, "4,294,967,2..; the model has 260 tokens"),
+        ({"added_tokens": added(256, [f"{n}" + "x" * 270 for n in range(8_000)])}, "bytes of text; at most"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [replace("a" * 1000)] * 3}}, "characters of one; at most 128"),
+        ({"normalizer": replace("b" * 200, {"Regex": ""})}, "makes up to 201 characters of one"),
+        ({"normalizer": charsmap(5_000)}, "makes up to 5,000 characters"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}}, "characters of one"),
+    ],
+    ids=["id", "largest id", "added tokens", "three times a thousand", "nothing replaced", "table", "byte levels"],
+)
+def test_files_that_would_cost_too_much_are_refused(parts: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=words) as refusal:
+        Tokenizer.load(changed(tmp_path, **parts))
+    assert "\n" not in str(refusal.value) and "tokenizer.json" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "NFKC"}, {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "NFC"}, replace("▁", {"String": " "})]},
+        {"type": "Prepend", "prepend": "▁"},
+    ],
+)
+def test_usual_normalizers_are_taken(normalizer: dict[str, Any], tmp_path: Path) -> None:
+    Tokenizer.load(changed(tmp_path, normalizer=normalizer))
+
+
+def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_limits, "MAX_FILE_BYTES", 1_000)
+    with pytest.raises(ModelError, match="more than a tokenizer may have"):
+        Tokenizer.load(write_model(tmp_path / "tiny"))
+
+
+def test_added_tokens_of_the_other_file_are_counted_too(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny")
+    listed = {str(260 + n): {"content": f"{n}" + "x" * 300} for n in range(8_000)}
+    (model / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    with pytest.raises(ModelError, match="bytes of text; at most"):
+        Tokenizer.load(model)
+
+
+@pytest.fixture
+def backtracking(tmp_path: Path) -> Path:
+    """A pattern that goes back exponentially often."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return changed(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]})
+
+
+@pytest.mark.reliability("S-10")
+def test_a_text_that_makes_the_library_panic_is_refused(backtracking: Path) -> None:
+    tokenizer = Tokenizer.load(backtracking)
+    text = "a" * 40 + "!"
+    with pytest.raises(BadRequest, match="cannot cut this text"):
+        tokenizer.encode(text)
+    with pytest.raises(BadRequest, match="cannot cut this text"):
+        tokenizer.encode_batch([text, "b"])
+    assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
+
+
+def test_a_file_that_makes_the_library_panic_is_refused(backtracking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panics(*given: Any) -> Any:
+        raise type("PanicException", (BaseException,), {})("boom\nboom")
+
+    monkeypatch.setattr("ridgeline.text.tokenizer.directory_vocabulary", panics)
+    with pytest.raises(ModelError, match="cannot be used: boom boom"):
+        Tokenizer.load(backtracking)
+
+
+@pytest.mark.reliability("R-20")
+def test_long_runs_of_blanks_are_refused_without_work(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_model(tmp_path / "tiny"))
+    for text in (" " * 11_000_000, "word " + "\t\n \u3000" * 300_000 + "word", "x" * 999_999 + " " * 1_000_000):
+        with pytest.raises(BadRequest, match="blanks in a row"):
+            tokenizer.encode(text)
+        with pytest.raises(BadRequest, match="blanks in a row"):
+            tokenizer.encode_batch(["a", text])
+    assert len(tokenizer.encode(" " * 400_000 + "a" + " " * 400_000)) == 800_001
+
+
+@pytest.mark.slow
+def test_the_longest_runs_that_are_taken_make_no_pattern_panic() -> None:
+    """Every pattern of the GGUF vocabularies, on twice the limit: what no check stops."""
+    blanks = " " * (2 * tokenizer_limits.MAX_BLANKS - 1)
+    for name, pre in PRE_TOKENIZERS.items():
+        core = tokenizers.Tokenizer(models.WordLevel({"x": 0}, "x"))
+        core.pre_tokenizer = pre_tokenizers.Sequence([
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns),
+        ])
+        for text in (blanks, blanks + "a", "a" + blanks + "1"):
+            assert core.encode(text).ids, name
+
+
+@pytest.mark.reliability("R-20")
+def test_texts_that_a_normalizer_makes_huge_are_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(changed(tmp_path, normalizer=replace("a" * 100)))
+    with pytest.raises(BadRequest, match="takes at most 640,000 at once"):
+        tokenizer.encode("a" * 700_000)
+    assert len(tokenizer.encode("a" * 50)) == 5_000
