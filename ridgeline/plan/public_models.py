@@ -17,6 +17,7 @@ from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
 from ridgeline.plan.experts import Experts, read_experts
 from ridgeline.plan.latent import Latent, read_latent
+from ridgeline.quant.layout import STORED_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +237,18 @@ def find_model(name: str) -> PlannedModel:
 
 
 def packed_format(name: str) -> str | None:
-    """Of a .gguf file, the format that its matrices are nearest to; None where they are wide, or it is no such file."""
+    """Of a .gguf file, the format that a CPU's reads of its matrices are nearest to; None where they are wide, or it is no such
+    file. Only some packings are multiplied as they are stored; the others are expanded when they are loaded."""
     path = Path(name)
     if path.suffix != ".gguf" or not path.is_file():
         return None
     with GGUFFile(path) as file:
         matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
-        bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(1, sum(math.prod(tensor.shape) for tensor in matrices))
+        numbers = sum(math.prod(tensor.shape) for tensor in matrices)
+        read = sum(
+            tensor.nbytes if tensor.type in STORED_KINDS else 4 * math.prod(tensor.shape) for tensor in matrices
+        )
+    bits = 8 * read / max(1, numbers)
     return "int4" if bits < 6.5 else "int8" if bits < 12 else None
 
 

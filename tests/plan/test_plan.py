@@ -501,7 +501,8 @@ def test_what_the_engine_does_not_run_is_planned_and_said(capsys: pytest.Capture
 
 def test_littles_law_and_prices() -> None:
     point = operate(setup(), 32, Traffic(1024, 256))
-    assert point.requests_s * 256 * point.tpot == pytest.approx(32)
+    # A request has a row for its tokens, and for what its own prompt adds to the steps of all.
+    assert point.requests_s * (256 * point.tpot + point.prompt) == pytest.approx(32)
     assert point.tok_s == pytest.approx(point.requests_s * 256)
     assert point.dollars_per_million(3.6) == pytest.approx(1e-3 / point.tok_s * 1e6)
 
