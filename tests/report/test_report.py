@@ -139,6 +139,27 @@ def test_a_limit_is_a_line_with_its_words() -> None:
     assert f'class="limit" x1="0%" x2="100%" y1="{HEIGHT / 2:.1f}"' in up and ">SLO 10 ms</text>" in up
 
 
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_on_every_ground(scheme: int) -> None:
+    """WCAG's 4.5 to 1, for the colours that text has on the dashboard and in the reports."""
+    colours = dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", COLOURS.split("@media")[scheme]))
+    for text, ground in [
+        *((text, ground) for text in ("ink", "soft", "good", "bad") for ground in ("bg", "card", "faint")),
+        ("card", "accent"), ("card", "bad"), ("card", "ink"),
+    ]:
+        low, high = sorted((luminance(colours[text]), luminance(colours[ground])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
+
+
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
