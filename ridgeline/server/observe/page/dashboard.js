@@ -90,7 +90,7 @@ function showVerdict(verdict, answer) {
   write("why", none ? "No steps in the last ten seconds." : `${verdict.why}.`);
   at("ask").hidden = !none || !at("chat").hidden;
   at("others").hidden = others < 0.1 || none || verdict.term === "shared_machine";          // the verdict says it then
-  at("advice").hidden = !verdict.changes.length;
+  at("advice").hidden = idle || !verdict.changes.length;
   write("others", `Shared machine: other programs had the engine's core for ${percent(others, 0)} of the busy time.`);
   at("parts").hidden = idle;
   write("headroom", `${verdict.headroom.toFixed(verdict.headroom < 10 ? 1 : 0)}×`);
