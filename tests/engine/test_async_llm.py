@@ -632,7 +632,7 @@ def test_faults_inside_the_engines_process(
 ) -> None:
     core = FaultyCore(fault)
     link = FakeLink(ipc.Abort("unknown"), ipc.Add(Request("1", [1], GREEDY)), ipc.Shutdown())
-    monkeypatch.setattr(loop, "load", lambda options, link: core)
+    monkeypatch.setattr(loop, "load", lambda options, link, sizes: core)
     assert loop.run({}, link) == code                    # type: ignore[arg-type]
     assert [each for each in link.sent if not isinstance(each, ipc.Stats)] == sent and core.closed
 
