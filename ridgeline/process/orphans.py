@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-LOOK_SECONDS = 0.25                  # between two looks
-GRACE_SECONDS = 1.0                  # for the child to notice by itself and to end in order
+LOOK_SECONDS = 0.2                   # between two looks
+GRACE_SECONDS = 0.4                  # for the child to notice by itself and to end in order
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], None] = lambda: None) -> None:
