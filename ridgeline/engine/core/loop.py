@@ -37,6 +37,7 @@ from ridgeline.engine.ipc import (
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.messages import TokenDelta
 from ridgeline.process.log import get_logger
+from ridgeline.process.orphans import may_clean_up
 from ridgeline.runner.memory_errors import is_out_of_memory
 
 logger = get_logger("engine")
@@ -166,6 +167,7 @@ def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] |
         sizes={"num_gpu_blocks_override": config.num_blocks, "max_model_len": config.max_model_len},
     )
     spare_the_old()
+    may_clean_up()
     link.send(ready)
     return core
 
