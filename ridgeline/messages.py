@@ -118,7 +118,8 @@ class StepResult:
     logprobs: dict[int, Logprobs] = field(default_factory=dict)          # by place in the batch
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)          # float [hidden], for either way of pooling
-    failed: dict[int, str] = field(default_factory=dict)                 # rows that failed alone, and why
+    failed: dict[int, str] = field(default_factory=dict)                 # rows that failed alone, and why; …
+    overconstrained: list[int] = field(default_factory=list)             # … of these, the ones whose own settings leave no token
     useful: int = 0                  # token counts: what the step computed for the first time …
     recomputed: int = 0              # … again, after a preemption …
     padded: int = 0                  # … to fill up a captured shape …
@@ -142,6 +143,7 @@ class TokenDelta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str = ""
+    bad_request: bool = False        # what its request asked for is the cause of the error
     grammar_ended: bool = False      # it stops because its grammar is complete: its last token is text, not an end token
     hidden: np.ndarray | None = None # float32 [hidden]: the prompt, pooled, with the first token
 

@@ -44,6 +44,7 @@ class DeviceFacts:
     runtime: int = 0                 # bytes that the driver and libraries take of it
     free: int = 0                    # bytes that no process has taken yet; 0: not known
     name: str = ""                   # as its vendor spells it
+    unusable: tuple[str, ...] = ()   # dtypes that it would need minutes for
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +321,7 @@ class Memory:
             raise ConfigError(
                 f"the weights need {self.weights / GIB:.2f} GiB in {self.dtype}, but only "
                 f"{(self.room - self.runtime) / GIB:.2f} GiB of "
-                f"{self.kind} memory are available{self._without_others()}; use a smaller model, a smaller dtype or a larger "
-                "tensor_parallel_size"
+                f"{self.kind} memory are available{self._without_others()}; {self._advice()}"
             )
         free = self.room - self.weights - self.runtime
         per_kv, kv = (1, num_blocks * self.per_block) if self.kv_option == "kv_cache_memory_bytes" else (
@@ -341,6 +341,13 @@ class Memory:
                     + (f"the largest that fits is {largest}" if largest > 0 else "none fits")
                 )
             free -= needs(count)
+
+    def _advice(self) -> str:
+        """What makes weights smaller on this device. Ranks on a CPU share one memory, and a CPU expands quantised weights."""
+        if self.kind == "cpu":
+            return "use a smaller model, or end other programs"
+        smaller = {"float64": "dtype float32", "float32": "dtype bfloat16", "bfloat16": "quantization fp8"}.get(self.dtype)
+        return f"use a smaller model, {f'{smaller}, ' if smaller else ''}or more GPUs (tensor_parallel_size)"
 
     def _without_others(self) -> str:
         """For error messages: the memory that other processes have taken."""
@@ -377,6 +384,10 @@ def _step_seconds(config: EngineConfig, device: DeviceFacts) -> float:
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: DeviceFacts, reasons: dict[str, str]) -> str:
     if config.model.dtype != "auto":
+        if config.model.dtype in device.unusable:
+            raise ConfigError(
+                f"this {device.kind} has no instructions for {config.model.dtype}: a token would take minutes; use dtype float32"
+            )
         if config.model.dtype not in (*device.fast_dtypes, "float64"):
             fast = device.fast_dtypes[0]
             reasons["dtype"] = f"{config.model.dtype} as asked; it is slow on this {device.kind}, {fast} is fast"

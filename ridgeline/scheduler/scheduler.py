@@ -121,10 +121,12 @@ class Scheduler:
         """It cannot run; its answers end with an error."""
         return [self.fail(sequence, reason) for sequence in self._live.same(request)]
 
-    def fail(self, sequence: Sequence, reason: str) -> TokenDelta:
+    def fail(self, sequence: Sequence, reason: str, bad_request: bool = False) -> TokenDelta:
         """One answer ends with an error that does not cast doubt on its KV. Its token in flight will be dropped."""
         self._end(sequence)
-        return TokenDelta(sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason)
+        delta = TokenDelta(sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason)
+        delta.bad_request = bad_request
+        return delta
 
     @property
     def num_constrained(self) -> int:
@@ -151,7 +153,7 @@ class Scheduler:
     def fail_constrained(self) -> list[TokenDelta]:
         """End the answers of the newest step whose matcher has failed."""
         listed = [sequence for _, sequence in self._flights[-1].constrained if not sequence.finished]
-        return [self.fail(each, each.matcher.error) for each in listed if each.matcher is not None and each.matcher.error]
+        return [self.fail(each, each.matcher.error, True) for each in listed if each.matcher is not None and each.matcher.error]
 
     @property
     def num_arrived(self) -> int:
@@ -404,6 +406,7 @@ class Scheduler:
             if more:
                 if place in result.failed:
                     deltas.append(self._fail(sequence, result.failed[place]))
+                    deltas[-1].bad_request = place in result.overconstrained
                     continue
                 if place in result.prompt_logprobs and _still_there(sequence, flight):
                     sequence.prefill.logprobs += (result.prompt_logprobs[place],)
@@ -430,7 +433,7 @@ class Scheduler:
                 delta.finish_reason = "stop"
                 delta.stop_reason = token if token in sequence.request.params.stop_token_ids else None
             elif sequence.matcher is not None and not sequence.matcher.accept(token):
-                deltas.append(self.fail(sequence, sequence.matcher.error))
+                deltas.append(self.fail(sequence, sequence.matcher.error, bad_request=True))
                 continue
             elif sequence.matcher is not None and sequence.matcher.ended:
                 delta.finish_reason, delta.grammar_ended = "stop", True

@@ -47,8 +47,8 @@ logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
-# Open besides connections: 24 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
-OTHER_FILES = 26 + spare_files.COUNT + LINGERING
+# Open besides connections: 26 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
+OTHER_FILES = 28 + spare_files.COUNT + LINGERING
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
 LARGE_BLOCK = 512 * 1024             # bytes
 _M_MMAP_THRESHOLD = -3               # of malloc.h

@@ -119,7 +119,7 @@ def test_seventy_billion_weights_start_with_defaults() -> None:
 
 
 def test_weights_that_do_not_fit(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the weights need .* GiB in float32, .* a smaller dtype or a larger tensor_parallel"):
+    with pytest.raises(ConfigError, match=r"the weights need .* GiB in float32, .*; use a smaller model, or end other programs$"):
         resolved(model, memory=100_000)
 
 
@@ -151,6 +151,20 @@ def test_the_blocks_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
     assert needed == weight_bytes(plain, "float32", "cpu") + model.stored_block_bytes
     with pytest.raises(ConfigError, match="the weights need"):
         resolved(path, memory=needed)
+
+
+def test_only_what_helps_on_this_device_is_recommended(model: Path) -> None:
+    for dtype, words in (("float32", "dtype bfloat16, or more GPUs"), ("bfloat16", "quantization fp8, or more GPUs"),
+                         ("float16", "use a smaller model, or more GPUs")):
+        with pytest.raises(ConfigError, match=words):
+            resolved(model, 2**10, "cuda", dtype=dtype)
+
+
+def test_a_dtype_that_the_cpu_cannot_multiply_is_refused(model: Path) -> None:
+    facts = DeviceFacts("cpu", 2**34, ("float32",), unusable=("bfloat16",))
+    with pytest.raises(ConfigError, match=r"no instructions for bfloat16.*use dtype float32"):
+        resolve(EngineConfig.of(model=str(model), dtype="bfloat16"), facts)
+    assert resolve(EngineConfig.of(model=str(model)), facts).dtype == "float32"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

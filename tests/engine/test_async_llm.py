@@ -32,12 +32,17 @@ from ridgeline.errors import BadRequest, ConfigError, EngineDead, ModelError
 from ridgeline.messages import Request
 from ridgeline.roofline.step_cost import DecoderShape
 from ridgeline.roofline.steps import StepRecorder
-from ridgeline.sampling_params import RequestOutputKind
+from ridgeline.sampling_params import RequestOutputKind, StructuredOutputs
 from ridgeline.scheduler.scheduler import SchedulerCounters
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "num_gpu_blocks_override": 600, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=CONTEXT, ignore_eos=True)
+
+def doubling(times: int) -> str:
+    """A grammar of 2^times letters: it compiles, and has too many items once an answer has begun."""
+    return "\n".join(["start: a0", *(f"a{n}: a{n + 1} a{n + 1}" for n in range(times)), f'a{times}: "a"'])
+
 
 Run = Callable[[Awaitable[Any]], Any]
 
@@ -279,6 +284,27 @@ def test_a_bad_request_fails_alone(llm: AsyncLLM, run: Run, prompt: Any, says: s
         return await good
 
     assert len(run(beside_a_good_one()).outputs[0].token_ids) == 20
+
+
+@pytest.mark.reliability("R-07")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"allowed_token_ids": [1, 2, 3], "structured_outputs": StructuredOutputs(regex="a+")}, "leaves no token to choose"),
+        ({"allowed_token_ids": [65], "bad_words": ["b"], "logit_bias": {65: 1.0}}, "leaves no token to choose"),
+        ({"structured_outputs": StructuredOutputs(grammar=doubling(28))}, "the grammar of structured_outputs failed"),
+    ],
+    ids=["ids and a grammar", "ids and bad words", "a grammar that grows"],
+)
+def test_constraints_that_cannot_be_kept_are_the_clients_mistake(
+    llm: AsyncLLM, run: Run, settings: dict[str, Any], words: str
+) -> None:
+    async def scene() -> None:
+        stream = await llm.stream(["a"], SamplingParams(max_tokens=8, **settings))
+        await stream.complete()
+
+    with pytest.raises(BadRequest, match=words):
+        run(scene())
 
 
 def test_a_request_id_is_used_once_at_a_time(llm: AsyncLLM, run: Run) -> None:
@@ -606,7 +632,7 @@ def test_faults_inside_the_engines_process(
 ) -> None:
     core = FaultyCore(fault)
     link = FakeLink(ipc.Abort("unknown"), ipc.Add(Request("1", [1], GREEDY)), ipc.Shutdown())
-    monkeypatch.setattr(loop, "load", lambda options, link: core)
+    monkeypatch.setattr(loop, "load", lambda options, link, sizes: core)
     assert loop.run({}, link) == code                    # type: ignore[arg-type]
     assert [each for each in link.sent if not isinstance(each, ipc.Stats)] == sent and core.closed
 

@@ -19,6 +19,7 @@ from ridgeline.engine.client import engine_child, supervisor
 from ridgeline.engine.client.engine_child import EngineChild
 from ridgeline.engine.client.supervisor import Listener, Supervisor
 from ridgeline.engine.client.watchdog import Supervision
+from ridgeline.engine.core import loop
 from ridgeline.engine.ipc import Ready
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process import spare_files
@@ -32,13 +33,16 @@ class Child:
 
     errors: list[Exception] = []     # noqa: RUF012 - each test sets its own
 
-    def __init__(self, module: str, config: EngineConfig, on_message: Any, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, module: str, config: EngineConfig, on_message: Any, on_lost: Callable[[], None], sizes: Any
+    ) -> None:
         if self.errors:
             raise self.errors.pop(0)
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self.lost: asyncio.Future[Any] = loop.create_future()
         self.ready.set_result(READY)
+        self.sizes = dict(sizes)
 
     async def stop(self, gently: bool = False, at_once: bool = False) -> None:
         pass
@@ -79,6 +83,40 @@ def test_a_launch_that_fails_is_tried_again(error: Exception, monkeypatch: pytes
     asyncio.run(scene())
     failed = [line for line in said if "cannot be started" in line]
     assert len(failed) == 2 and all("\n" not in line for line in failed)
+
+
+@pytest.mark.reliability("R-02")
+def test_the_next_engine_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> list[Any]:
+        engine = make(monkeypatch)
+        monkeypatch.setattr(READY, "sizes", {"num_gpu_blocks_override": 77})
+        await engine.start(nothing)
+        seen = [engine.process.sizes]                    # type: ignore[union-attr]
+        await lose(engine)
+        async with asyncio.timeout(20):
+            while not (engine.is_up and engine.num_restarts):
+                await asyncio.sleep(0.001)
+        seen.append(engine.process.sizes)                # type: ignore[union-attr]
+        await engine.shutdown()
+        return seen
+
+    assert asyncio.run(scene()) == [{}, {"num_gpu_blocks_override": 77}]
+
+
+@pytest.mark.reliability("R-02")
+@pytest.mark.parametrize("fits", [True, False])
+def test_an_engine_has_the_sizes_of_the_one_before_if_they_fit(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+
+    def start(options: EngineConfig, progress: Any) -> str:
+        asked.append(options.cache.num_gpu_blocks_override)
+        if options.cache.num_gpu_blocks_override and not fits:
+            raise ConfigError("too much")
+        return "a core"
+
+    monkeypatch.setattr(loop.EngineCore, "start", start)
+    assert loop._started({"kv_cache_memory_bytes": 10**6}, {"num_gpu_blocks_override": 9}, lambda *_: None) == "a core"
+    assert asked == ([9] if fits else [9, None])
 
 
 @pytest.mark.reliability("R-02")

@@ -461,6 +461,7 @@ def test_broken_logits_fail_their_row_and_no_other(wrong: float, dtype: torch.dt
             sampler.add_row(place, rows[place].added(place))
         sampled = sampler.sample(poisoned, np.arange(len(rows)))
         assert sampled.failed.nonzero().tolist() == [[broken]]
+        assert wrong == -math.inf or sampled.none_left is None or not sampled.none_left.any()    # the model's fault
         others = torch.arange(len(rows)) != broken
         assert torch.equal(sampled.tokens[others], expected[others])
         assert 0 <= sampled.tokens[broken] < VOCAB
@@ -477,6 +478,7 @@ def test_a_row_with_nothing_left_to_choose_fails() -> None:
         sampler.add_row(place, row.added(place))
     sampled = sampler.sample(torch.arange(50.0).expand(3, -1), np.arange(3))
     assert sampled.failed.tolist() == [True, True, False]
+    assert sampled.none_left is not None and sampled.none_left.tolist() == [True, True, False]   # by their own settings
     assert sampled.tokens[2] == 49
 
 

@@ -14,8 +14,9 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 
 import zmq
 
@@ -38,6 +39,7 @@ from ridgeline.process.memory_kills import OutOfMemoryKills
 
 logger = get_logger("async_llm")
 
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
 _TURN_SECONDS = 0.005                # messages are handled for at most this long before other tasks run
 _STOP_SECONDS = (1.0, 0.5)           # for an engine to exit when asked, and when sent SIGTERM; then it is killed
 _LAST_WORDS_SECONDS = 1.0            # for reading the messages that a dead engine left
@@ -48,7 +50,8 @@ class EngineChild:
     """The child process and its sockets. Calls back on the event loop, with each message and when the process is lost.
 
     A large message is handled piece by piece: the iterator that `on_message` returns is run to its end, and other tasks may
-    run in between. `lost` is the reason why the process is unusable: it ended, reported a failure, or was stopped.
+    run in between. `sizes` are those that the engine before it reported.
+    `lost` is the reason why the process is unusable: it ended, reported a failure, or was stopped.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class EngineChild:
         config: EngineConfig,
         on_message: Callable[[FromEngine], Iterator[None] | None],
         on_lost: Callable[[], None],
+        sizes: Mapping[str, int] = NO_SIZES,
     ) -> None:
         self._on_message = on_message
         self._on_lost = on_lost
@@ -67,21 +71,21 @@ class EngineChild:
         self._work: Iterator[None] | None = None         # the rest of the newest message
         self._bad_frames = 0
         with spare_files.lent(), ExitStack() as undo:    # a failure leaves nothing behind
-            sockets = SocketDir()
-            undo.callback(sockets.close)
-            self._context = zmq.Context()
-            undo.callback(self._context.destroy, linger=0)
-            self._to_engine = self._context.socket(zmq.PUSH)
+            self._sockets = SocketDir()
+            undo.callback(self._sockets.close)
+            context = zmq.Context()
+            undo.callback(context.destroy, linger=0)
+            self._to_engine = context.socket(zmq.PUSH)
             self._to_engine.setsockopt(zmq.SNDHWM, 0)    # at most one per open request, and those are limited elsewhere
-            self._to_engine.bind(sockets.address("to-engine"))
-            self._from_engine = self._context.socket(zmq.PULL)
-            self._from_engine.bind(sockets.address("from-engine"))
+            self._to_engine.bind(self._sockets.address("to-engine"))
+            self._from_engine = context.socket(zmq.PULL)
+            self._from_engine.bind(self._sockets.address("from-engine"))
             self._fd: int = self._from_engine.FD
-            settings = {"options": config.flat(), "folder": str(sockets.path), "parent": os.getpid()}
+            settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid(), "sizes": dict(sizes)}
             self._kills = OutOfMemoryKills()
             self._child = start_child(module, json.dumps(settings))
             # Also without stop(): at the latest when the interpreter ends.
-            self._cleanup = weakref.finalize(self, _abandon, self._child, sockets)
+            self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
             undo.callback(self._cleanup)
             threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
             self._loop.add_reader(self._fd, self._read)
@@ -131,7 +135,7 @@ class EngineChild:
                     force()
             await self._exited.wait()
             self._loop.remove_reader(self._fd)
-            self._context.destroy(linger=0)
+            self._from_engine.context.destroy(linger=0)
             self._cleanup()
 
     def _read(self) -> None:

@@ -217,7 +217,7 @@ class RequestState:
         stream = self._streams[delta.index] if self._streams is not None else None
         if delta.finish_reason == "error":
             self._end(answer, "error", delta.error)
-            raise RequestError(delta.error)
+            raise BadRequest(delta.error) if delta.bad_request else RequestError(delta.error)
         if delta.index == 0:                             # the others reuse what the first has computed
             self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.hidden is not None:

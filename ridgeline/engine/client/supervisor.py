@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.config import EngineConfig
-from ridgeline.engine.client.engine_child import EngineChild
+from ridgeline.engine.client.engine_child import NO_SIZES, EngineChild
 from ridgeline.engine.client.watchdog import Pulse, Restarts, Supervision, loading_limit
 from ridgeline.engine.ipc import Alive, Deltas, Failed, FromEngine, Loading, Ready
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
@@ -47,6 +47,7 @@ class Supervisor:
         self.num_restarts = 0
         self.on_loading: Callable[[int, int], None] = lambda done, total: None
         self._config = config
+        self._sizes: Mapping[str, int] = NO_SIZES        # of the first engine that was ready, for those after it
         self._listener = listener
         self._supervising: asyncio.Task[None] | None = None
         self._died: asyncio.Future[RidgelineError] | None = None
@@ -116,7 +117,7 @@ class Supervisor:
     # -- one engine ----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> EngineChild:
-        self.process = EngineChild(self.module, self._config, self._take, self._lost)
+        self.process = EngineChild(self.module, self._config, self._take, self._lost, self._sizes)
         return self.process
 
     def _take(self, message: FromEngine) -> Iterator[None] | None:
@@ -149,6 +150,7 @@ class Supervisor:
     def _open(self, process: EngineChild) -> None:
         self.pulse = Pulse(self.rules.silence)
         self.is_up = True
+        self._sizes = self._sizes or process.ready.result().sizes
         self._listener.opened(process.ready.result())
 
     def _lost(self) -> None:

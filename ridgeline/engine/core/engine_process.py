@@ -43,7 +43,7 @@ def main(settings: str) -> int:
     faulthandler.register(SHOW_STACKS, all_threads=True) # works in the middle of a kernel or a lock, too
     take_schemas_as_checked()                            # by the front end, which had to make text of them
     try:
-        code = run(given["options"], link)
+        code = run(given["options"], link, given.get("sizes"))
     except FrontEndGone:
         link.abandon()
         return 0

@@ -117,7 +117,7 @@ class Grammars:
     def begin(self) -> None:
         """Submit the requests that have arrived and were not aborted."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=thread_steps_back)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         for request in self._arrived:
             if self._waiting.get(request.request_id) is request:
                 self._thread.submit(self._prepare_waiting, request)
@@ -197,6 +197,7 @@ class Grammars:
         if self._vocabulary is None or self._backend is None:
             self._vocabulary = self._load_vocabulary()
             self._backend = make_backend(self._name, self._vocabulary)
+            thread_steps_back()                          # not before: on a busy machine loading would take ten times as long
         backend, compiled = self._backend, self.cache.get(asked.key)
         if compiled is None:
             alone = self._name == "xgrammar" or num_threads() == 1       # no shared lock, or only one thread to take it

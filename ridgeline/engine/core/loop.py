@@ -7,6 +7,7 @@ Frames that cannot be decoded are counted and dropped.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
@@ -36,6 +37,7 @@ from ridgeline.engine.ipc import (
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.messages import TokenDelta
 from ridgeline.process.log import get_logger
+from ridgeline.process.orphans import may_clean_up
 from ridgeline.runner.memory_errors import is_out_of_memory
 
 logger = get_logger("engine")
@@ -137,8 +139,8 @@ class EngineLoop:
         return scheduler.num_running, scheduler.manager.num_free
 
 
-def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
-    """The core, ready to step, with news of its loading to the front end."""
+def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] | None = None) -> EngineCore:
+    """The core, ready to step, with news of its loading to the front end. `sizes`: those of the engine before it."""
     started = reported = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -148,7 +150,7 @@ def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
             reported = time.monotonic()
             link.send(Loading(done, total))
 
-    core = EngineCore.start(EngineConfig.of(**options), progress)
+    core = _started(options, sizes or {}, progress)
     config = core.config
     ready = Ready(
         model=str(config.model_path),
@@ -163,17 +165,30 @@ def load(options: dict[str, object], link: FrontEndLink) -> EngineCore:
         kv_dtype=config.kv_dtype,
         techniques=active_techniques(config),
         memory={part: size * config.options.parallel.tensor_parallel_size for part, size in config.memory.items()},
+        sizes={"num_gpu_blocks_override": config.num_blocks, "max_model_len": config.max_model_len},
     )
     spare_the_old()
+    may_clean_up()
     link.send(ready)
     return core
 
 
-def run(options: dict[str, object], link: FrontEndLink) -> int:
+def _started(options: dict[str, object], sizes: dict[str, int], progress: Callable[[int, int], None]) -> EngineCore:
+    """With the sizes of the engine before, if they fit: open requests may need all of its context, and free memory as it is
+    measured at the moment may be less."""
+    if sizes:
+        try:
+            return EngineCore.start(EngineConfig.of(**options | {"kv_cache_memory_bytes": None} | sizes), progress)
+        except ConfigError as error:
+            logger.warning("the KV cache cannot be as large as before: %s", error)
+    return EngineCore.start(EngineConfig.of(**options), progress)
+
+
+def run(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] | None = None) -> int:
     """Load and serve; the exit code. 1: a fault. 2: it cannot start with these options."""
     core = None
     try:
-        core = load(options, link)
+        core = load(options, link, sizes)
         EngineLoop(core, link).run()
         return 0
     except FrontEndGone:

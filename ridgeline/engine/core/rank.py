@@ -18,6 +18,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import ProcessGroup
 from ridgeline.engine.ipc import PLAN
 from ridgeline.errors import one_line
+from ridgeline.process.orphans import end_with_parent
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.runner.worker import make_runner
 
@@ -69,6 +70,7 @@ def obey(given: dict[str, Any], link: Link) -> None:
 
 def main(settings: str) -> int:
     given = json.loads(settings)
+    end_with_parent(given["parent"])
     context = zmq.Context()
     link = Link(given, context)
     try:

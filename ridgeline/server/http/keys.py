@@ -14,6 +14,7 @@ from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from ridgeline.errors import ConfigError
+from ridgeline.process.environment import erase_variable
 from ridgeline.process.log import get_logger
 from ridgeline.server.options import ServerOptions
 
@@ -54,6 +55,8 @@ class Keys:
 def load_keys(options: ServerOptions, environment: MutableMapping[str, str] = os.environ) -> Keys:
     """All keys of the environment (removed from it), the file and the command line."""
     keys = [key.strip() for key in environment.pop(VARIABLE, "").split(",")]
+    if environment is os.environ:
+        erase_variable(VARIABLE)
     if options.api_key_file:
         keys += _lines(Path(options.api_key_file))
     if options.api_key:

@@ -1,0 +1,107 @@
+"""Cached files that were changed are not used, and a start does not hash large files twice. Secrets leave the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ridgeline.errors import ConfigError, ModelError
+from ridgeline.ops import native
+from ridgeline.process import embedded, integrity, platform
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
+    return platform.cache_dir()
+
+
+@pytest.mark.reliability("S-10")
+def test_a_damaged_embedded_model_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = cache / embedded.FILE
+    file.write_bytes(b"a model")
+    monkeypatch.setattr(embedded, "SIZE", 7)
+    monkeypatch.setattr(embedded, "SHA256", integrity.sha256_of(file))
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    hashed: list[Path] = []
+    whole = integrity.sha256_of
+    monkeypatch.setattr(integrity, "sha256_of", lambda path: hashed.append(path) or whole(path))
+    assert embedded.find() == embedded.find() == file and len(hashed) == 1       # the second time nothing is hashed
+    file.write_bytes(b"amodel!")
+    assert embedded.find() is None
+    with pytest.raises(ModelError, match="ridgeline pull"):
+        embedded.require()
+
+
+@pytest.mark.reliability("S-10")
+def test_a_library_that_was_changed_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        Path(command[command.index("-o") + 1]).write_bytes(b"code")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(native.subprocess, "run", compiler)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda *_, **__: pytest.fail("it was loaded"))
+    built = native.build()
+    assert native._is_ours(built)
+    built.write_bytes(b"other")
+    assert not native._is_ours(built) and native.library.__wrapped__() is None
+    assert native._is_ours(native.build())               # made anew
+    built.chmod(0o777)
+    assert not native._is_ours(built)
+    built.chmod(0o700)
+    native._note_of(built).unlink()
+    assert not native._is_ours(built)
+
+
+@pytest.mark.reliability("S-05")
+def test_a_key_leaves_the_environment_that_others_can_read() -> None:
+    program = (
+        "import os\n"
+        "from ridgeline.server.http.keys import load_keys\n"
+        "from ridgeline.server.options import ServerOptions\n"
+        "assert len(load_keys(ServerOptions())) == 2\n"
+        "print(open('/proc/self/environ', 'rb').read())\n"
+        "assert os.environ['AFTER'] == os.getenv('AFTER') == 'kept' and 'RIDGELINE_API_KEY' not in os.environ\n"
+    )
+    given = {"BEFORE": "kept", "RIDGELINE_API_KEY": "key-of-mine,other-key", "AFTER": "kept"}
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ} | given
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "BEFORE=kept" in done.stdout and "AFTER=kept" in done.stdout
+    assert "key-of-mine" not in done.stdout and "other-key" not in done.stdout
+
+
+@pytest.mark.reliability("S-10")
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_an_empty_home_is_not_the_working_directory(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RIDGELINE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", home)
+    entry = type("Entry", (), {"pw_dir": str(tmp_path / "real")})
+    monkeypatch.setattr(platform.pwd, "getpwuid", lambda number: entry)
+    assert platform.cache_dir() == tmp_path / "real" / ".cache" / "ridgeline"
+    assert [each.name for each in tmp_path.iterdir()] == ["real"]
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(platform.pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match="RIDGELINE_CACHE"):
+        platform.cache_dir()
+
+
+@pytest.mark.parametrize(
+    ("flags", "unusable"),
+    [
+        ({"avx2"}, ("bfloat16",)), ({"asimd"}, ("bfloat16",)), ({"avx512bw", "avx512vl", "avx512dq"}, ()), ({"bf16"}, ()),
+        (set(), ()),
+    ],
+)
+def test_dtypes_that_a_cpu_cannot_multiply(flags: set[str], unusable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "cpu_flags", lambda: frozenset(flags))
+    assert platform.cpu_unusable_dtypes() == unusable
