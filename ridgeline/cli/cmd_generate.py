@@ -262,6 +262,8 @@ def answer_record(record_id: RecordId, output: RequestOutput) -> dict[str, Any]:
             "cached_tokens": output.num_cached_tokens,
         },
     }
+    if output.prompt is not None:
+        record["prompt"] = output.prompt
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = output.prompt_logprobs
     return record

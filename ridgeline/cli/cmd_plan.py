@@ -60,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--objective", choices=sorted(OBJECTIVES),
                       help="a named use case: sets lengths, SLO and what to optimise")
     numbers = parser.add_argument_group("formats and speculation")
-    numbers.add_argument("--dtype", default="", choices=["", "bfloat16", "float16", "float32"], help="dtype of activations")
-    numbers.add_argument("--weights", default="", choices=["", *WEIGHT_FORMATS], help="weight format (default: the dtype)")
+    numbers.add_argument("--dtype", default="", choices=["", "bfloat16", "float16", "float32"],
+                         metavar="{bfloat16,float16,float32}", help="dtype of activations")
+    numbers.add_argument("--weights", default="", choices=["", *WEIGHT_FORMATS],
+                         metavar="{" + ",".join(WEIGHT_FORMATS) + "}", help="weight format (default: the dtype)")
     numbers.add_argument("--kv-cache-dtype", default="auto", choices=KV_FORMATS,
                          help="KV cache format (default: auto, the dtype)")
     numbers.add_argument("--sparse", action="store_true", help="2:4 sparsity in the layers' linears")

@@ -140,7 +140,7 @@ class StatsKeeper:
             "prefix_hits": cache.hit_tokens,
             "evicted_blocks": cache.evicted,
             "graph_replays": self._replays(),
-            "graph_recordings": HAPPENED["graph_recording"],
+            "graph_captures": HAPPENED["graph_recording"],
             "kernel_compiles": HAPPENED["kernel_compile"],
         }
         return EngineStats(
@@ -171,7 +171,7 @@ class StatsKeeper:
             return
         logger.info(
             "slow step: cause=%s ms=%.1f median_ms=%.1f tokens=%d prompt_tokens=%d preemptions=%d compiled=%d "
-            "recorded=%d gc_ms=%.1f between_ms=%.1f unlogged=%d",
+            "captured=%d gc_ms=%.1f between_ms=%.1f unlogged=%d",
             cause, step.seconds * 1e3, self.watch.median * 1e3, step.tokens, step.prompt_tokens, step.preemptions,
             step.compiled, step.recorded, step.collecting * 1e3, step.between * 1e3, self._unlogged,
         )
