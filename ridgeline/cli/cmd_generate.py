@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         processor = Processor.load(config.model, path)     # a wrong tokenizer or template fails before the weights load
         with progress_bar("loading", in_bytes=True) as tick:
             core = EngineCore.start(config, tick)
-        defaults = {**DEFAULTS, **processor.sampling_defaults.fields, **given}
+        defaults = {**DEFAULTS, **processor.sampling_defaults, **given}
         batch = Batch(core, processor, defaults, target, done)
         try:
             with progress_bar("answers") as tick:

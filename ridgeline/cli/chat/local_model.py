@@ -49,7 +49,7 @@ class LocalModel:
         return f"{name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}; {self._llm.sampling_defaults}"
 
     def reply(self, messages: list[Message], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
-        asked = {"max_tokens": None, **self._llm.sampling_defaults.fields, **settings}
+        asked = {"max_tokens": None, **self._llm.sampling_defaults, **settings}
         return self._runner.run(self._stream(messages, SamplingParams(**asked), write))
 
     async def _stream(self, messages: list[Message], params: SamplingParams, write: Callable[[str], None]) -> Reply:
