@@ -337,6 +337,8 @@ def lines(made: dict[str, Any]) -> list[str]:
     said += ["", f"tokens counted by: {counted} ({exact}); prompt lengths by: {workload['prompt_lengths_by']}"]
     if best := made["figures"].get("best_goodput"):
         named = ", ".join(f"{name} {each}" for name, each in best["setting"].items() if each is not None)
+        if not best["request_goodput"]:
+            return [*said, f"no setting met {workload['slo']}: goodput is 0 everywhere"]
         said.append(f"best goodput under {workload['slo']}: {best['request_goodput']:.2f} requests/s at {named}")
     return said
 

@@ -86,8 +86,9 @@ def wait_briefly() -> None:
 
 def quiet_torch() -> None:
     """torch's C++ half logs warnings, some with stack traces, straight to stderr; leave only its errors. Works only before torch
-    is imported. Set TORCH_CPP_LOG_LEVEL=WARNING to see them."""
+    is imported. Set TORCH_CPP_LOG_LEVEL=WARNING to see them. Its profiler (Kineto) writes two lines per trace below level 6."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def keep_freed_memory() -> None:

@@ -69,7 +69,7 @@ class Processor:
 
     def default_params(self) -> SamplingParams:
         """For a request that brings none of its own."""
-        return SamplingParams(**self.sampling_defaults.fields)
+        return SamplingParams(**self.sampling_defaults)
 
     def new_id(self) -> str:
         return str(next(self._numbers))
