@@ -82,7 +82,8 @@ def test_a_checkpoint_becomes_its_rounded_weights(name: str, tmp_path: Path) -> 
         qkv, down = made.layers[layer].attention.qkv, made.layers[layer].mlp.down
         parts = [tensors[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
         assert torch.equal(qkv.scheme.numbers(qkv), torch.cat([rounded_as(each, qkv.format) for each in parts]))
-        assert torch.equal(down.scheme.numbers(down), rounded_as(tensors[f"model.layers.{layer}.mlp.down_proj.weight"], down.format))
+        stored = tensors[f"model.layers.{layer}.mlp.down_proj.weight"]
+        assert torch.equal(down.scheme.numbers(down), rounded_as(stored, down.format))
         assert qkv.format.grid == down.format.grid == MADE[name].grid
     assert torch.equal(made.numbers()["head.weight"], tensors["lm_head.weight"].double())
     assert decoder(path, name, torch.float32).weight_bytes == weight_bytes(load_model_config(path), "float32", "cuda", 1, name)

@@ -148,7 +148,7 @@ def test_activation_order_is_refused_with_ranks(tmp_path: Path) -> None:
 
 
 def test_scales_of_the_kv_cache_are_known_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are neither unknown tensors nor silently 1: the KV cache scales every token and head by itself, and the log says so."""
+    """They are neither unknown tensors nor silently 1: the KV cache scales every token and head, and the log says so."""
     quantised, plain = save_quantised("ct-fp8-channel", tmp_path)
     tensors = load_file(quantised / "model.safetensors")
     for layer in range(2):
