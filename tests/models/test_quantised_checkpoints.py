@@ -170,6 +170,18 @@ def test_a_module_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
         decoder(quantised, True)
 
 
+def test_biases_of_zeros_that_a_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    quantised, plain = save_quantised("gptq", tmp_path)
+    tensors = load_file(quantised / "model.safetensors")
+    bias = "model.layers.0.mlp.up_proj.bias"
+    save_file(tensors | {bias: torch.zeros(128)}, quantised / "model.safetensors", {"format": "pt"})
+    found = decoder(quantised, True).numbers()
+    assert all(torch.equal(value, found[name]) for name, value in decoder(plain, False).numbers().items())
+    save_file(tensors | {bias: torch.ones(128)}, quantised / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not know: model\.layers\.0\.mlp\.up_proj\.bias"):
+        decoder(quantised, True)
+
+
 def test_a_code_that_is_not_a_number_is_named(tmp_path: Path) -> None:
     quantised, _ = save_quantised("ct-fp8-channel", tmp_path)
     tensors = load_file(quantised / "model.safetensors")

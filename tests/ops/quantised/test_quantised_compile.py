@@ -1,4 +1,4 @@
-"""The kernels for weights in any format compile for sm_90, and few rows are multiplied by tensor cores without spilled registers."""
+"""The kernels for weights in any format compile for sm_90; few rows are multiplied by tensor cores without spilled registers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from test_triton_compile import compiled_for_h100, stack_bytes
 from ridgeline.ops.quantised import quantised_kernels
 from ridgeline.ops.quantised.quantised_linear import quantised_linear
 from ridgeline.ops.registry import TRITON_INTERPRETED
+from ridgeline.quant.format import MOST_CODE_ROWS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or TRITON_INTERPRETED, reason="no compiler")
 NAMES = {
@@ -23,11 +24,14 @@ POINTERS = ("weight_ptr", "high_ptr", "table_ptr", "scale_ptr", "zero_ptr", "out
 COUNTS = ("rows", "outputs", "inputs", "x_row", "weight_row", "high_row", "scale_row", "outer_row")
 
 
-@pytest.mark.parametrize(("name", "rows"), [("fp8-block", 16), ("uint4-zero", 64), ("q6", 16), ("nvfp4", 32), ("uint4-offset", 0)])
+@pytest.mark.parametrize(("name", "rows"), [
+    ("fp8-block", 16), ("uint4-zero", 64), ("q6", 16), ("nvfp4", 32), ("uint4-offset", 0),
+])
 def test_for_an_h200(name: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """0 rows: the kernel that expands."""
     import triton
 
+    assert quantised_kernels.MOST_ROWS == MOST_CODE_ROWS
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for function in ("_scales", "_numbers"):
         monkeypatch.setattr(quantised_kernels, function, triton.jit(getattr(quantised_kernels, function)))
