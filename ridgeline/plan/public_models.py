@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError, ModelError
+from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
 from ridgeline.plan.experts import Experts, read_experts
@@ -237,9 +238,11 @@ def find_model(name: str) -> PlannedModel:
 
 
 def packed_format(name: str) -> str | None:
-    """Of a .gguf file, the format that a CPU's reads of its matrices are nearest to; None where they are wide, or it is no such
-    file. Only some packings are multiplied as they are stored; the others are expanded when they are loaded."""
+    """Of a quantised checkpoint or a .gguf file, the format that reads of its matrices are nearest to; None where they are wide. Of
+    a file's packings a CPU multiplies only some as they are stored; the others are expanded when they are loaded."""
     path = Path(name)
+    if (path / "config.json").is_file():
+        return _checkpoint_format(path)
     if path.suffix != ".gguf" or not path.is_file():
         return None
     with GGUFFile(path) as file:
@@ -250,6 +253,17 @@ def packed_format(name: str) -> str | None:
         )
     bits = 8 * read / max(1, numbers)
     return "int4" if bits < 6.5 else "int8" if bits < 12 else None
+
+
+def _checkpoint_format(path: Path) -> str | None:
+    """By the first layer's MLP."""
+    quantisation = read_quantisation(read_json(path / "config.json"), "config.json", path)
+    recipe = None if quantisation is None else quantisation.recipe("model.layers.0.mlp.down_proj")
+    if recipe is None or recipe.format.scales is None:
+        return None
+    blocks = recipe.format.scales.block[0] > 1
+    named = {"e4m3": "fp8-block" if blocks else "fp8", "int8": "int8", "e2m1": "mxfp4"}
+    return named.get(recipe.format.grid, "int4")
 
 
 def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
