@@ -230,6 +230,6 @@ def packed_gemv(
         x if bias is None else bias, out, new_residual, rows, inputs, outputs, strips, x.stride(0), eps, norm_offset,
         RUNS=weight.codes.shape[1] * 64 // RUN, ROWS=plan.rows, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None,
         NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None,
-        OUTER=weight.outer is not None, WARPS=plan.warps, num_warps=plan.warps, **dependent_launch(x.device),
+        OUTER=weight.outer is not None, WARPS=plan.warps, num_warps=plan.warps, maxnreg=plan.registers, **dependent_launch(x.device),
     )
     return out, new_residual
