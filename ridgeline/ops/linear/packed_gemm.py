@@ -38,11 +38,11 @@ from ridgeline.ops.linear.select_packed import PackedGemmPlan
 from ridgeline.ops.registry import gluon_kernel, triton
 
 @compile_time
-def _half_layout(warps):  # type: ignore[no-untyped-def]
-    """Of [warps, 32, 8]: a lane's 16 bytes of a tile as elements of 16 bits."""
+def _word_layout(warps):  # type: ignore[no-untyped-def]
+    """Of [warps, 32, 4]: a lane's four words of a tile."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 1 << bit, 0] for bit in range(5)],
-        [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)], [], [warps, 32, 8],
+        [[0, 0, 1], [0, 0, 2]], [[0, 1 << bit, 0] for bit in range(5)],
+        [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)], [], [warps, 32, 4],
     )
 
 
@@ -72,99 +72,107 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
+def _origin(item, items, row_blocks, splits, part_runs, step, strips, RUNS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first run of an item, counted from the first strip of its tile in memory; its number among the strip's runs; how many
+    strips follow the first). Of the last item, where there is no such item."""
+    tile, row_block, split = _item(gl.minimum(item, items - 1), row_blocks, splits)
+    return (tile * step).to(gl.int64) * RUNS + split * part_runs, split * part_runs, strips - 1 - tile * step
+
+
+@gluon_kernel()
 def _load_codes(  # type: ignore[no-untyped-def]
-    code_ptr, item, items, row_blocks, splits, part_runs, run, block, strips, step,
-    PART: gl.constexpr, RUNS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr,
+    code_ptr, start, room, PART: gl.constexpr, RUNS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """Request block number `block` of a run of 512 inputs: a tensor [WARPS, 32, 8] for each half and tile."""
-    layout: gl.constexpr = _half_layout(WARPS)
+    """Request a block: a tensor [WARPS, 32, 4] for each half and tile. What is not there has scales of zero and some codes
+    that are: a mask would cost an instruction for every register."""
+    layout: gl.constexpr = _word_layout(WARPS)
     flat: gl.constexpr = gl.SliceLayout(2, layout)
-    tile, row_block, split = _item(item, row_blocks, splits)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, flat))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, flat))[None, :]
-    element = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, :][:, None, :]
-    number = split * part_runs + run
-    start = ((tile * step).to(gl.int64) * RUNS + number) * 2048 + block * (TILES * 256)
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, :][:, None, :]
     loaded = ()
     for half in gl.static_range(HALVES):
-        place = (PART * HALVES + half) * WARPS + warp
-        there = (place < step) & (tile * step + place < strips) & (item < items) & (number < RUNS) & (lane >= 0)
-        source = code_ptr + start + ((place * (RUNS * 2048) + lane * 8)[:, :, None] + element)
-        for number_of_tile in gl.static_range(TILES):
-            loaded = loaded + (gl.load(source + number_of_tile * 256, mask=there[:, :, None]),)
+        place = gl.minimum((PART * HALVES + half) * WARPS + warp, room)
+        source = code_ptr + start + ((place * (RUNS * 1024) + lane * 4)[:, :, None] + word)
+        for tile in gl.static_range(TILES):
+            loaded = loaded + (gl.load(source + tile * 128),)
     return loaded
 
 
 @gluon_kernel()
 def _load_words(  # type: ignore[no-untyped-def]
-    ptr, item, items, row_blocks, splits, part_runs, run, strips, step,
+    ptr, start, left, room, step,
     PART: gl.constexpr, RUNS: gl.constexpr, HALVES: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """Request the words of scales or zeros of 512 inputs: a tensor [WARPS, 32] for each half and group of 128."""
-    flat: gl.constexpr = gl.SliceLayout(2, _half_layout(WARPS))
-    tile, row_block, split = _item(item, row_blocks, splits)
+    """Request the words of scales or zeros of 512 inputs: a tensor [WARPS, 32] for each half and group of 128. `left`: how many
+    runs the strip has from here on."""
+    flat: gl.constexpr = gl.SliceLayout(2, _word_layout(WARPS))
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, flat))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, flat))[None, :]
-    number = split * part_runs + run
     words = ()
     for half in gl.static_range(HALVES):
         place = (PART * HALVES + half) * WARPS + warp
-        there = (place < step) & (tile * step + place < strips) & (item < items) & (number < RUNS) & (lane >= 0)
-        line = ((tile * step).to(gl.int64) * RUNS + number) * (EACH * 32)
+        there = (place < step) & (place <= room) & (left > 0) & (lane >= 0)
         for part in gl.static_range(EACH):
-            words = words + (gl.load(ptr + line + (place * (RUNS * EACH * 32) + part * 32 + lane), mask=there, other=0),)
+            source = ptr + start * (EACH * 32) + (place * (RUNS * EACH * 32) + part * 32 + lane)
+            words = words + (gl.load(source, mask=there, other=0),)
     return words
 
 
 @gluon_kernel()
 def _spread(  # type: ignore[no-untyped-def]
-    words, text: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr
+    words, block, text: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr
 ):
-    """The factors (or subtrahends) of a tile's words: two tensors [WARPS, 32, 8], of outputs r and r + 8."""
-    layout: gl.constexpr = _half_layout(WARPS)
+    """The factors (or subtrahends) of a tile's words: two tensors [WARPS, 32, 4], of outputs r and r + 8."""
+    layout: gl.constexpr = _word_layout(WARPS)
     WIDE: gl.constexpr = 1 if EACH <= 2 else EACH // 2                   # groups in a tile
     START: gl.constexpr = HALF * EACH + (TILE % 2 * (EACH // 2) if EACH > 1 else 0)
-    low, high = _pair(words[START], text)
+    low, high = _pair(words[START], block, text)
     if WIDE == 2:
-        next_low, next_high = _pair(words[START + 1], text)
+        next_low, next_high = _pair(words[START + 1], block, text)
         low, high = gl.join(low, next_low), gl.join(high, next_high)     # [WARPS, 32, 2]
     elif WIDE == 4:
-        b_low, b_high = _pair(words[START + 1], text)
-        c_low, c_high = _pair(words[START + 2], text)
-        d_low, d_high = _pair(words[START + 3], text)
+        b_low, b_high = _pair(words[START + 1], block, text)
+        c_low, c_high = _pair(words[START + 2], block, text)
+        d_low, d_high = _pair(words[START + 3], block, text)
         low = gl.join(gl.join(low, c_low), gl.join(b_low, d_low))        # the last index counts fastest
         high = gl.join(gl.join(high, c_high), gl.join(b_high, d_high))
-    low = low.reshape([WARPS, 32, WIDE, 1]).broadcast_to([WARPS, 32, WIDE, 8 // WIDE]).reshape([WARPS, 32, 8])
-    high = high.reshape([WARPS, 32, WIDE, 1]).broadcast_to([WARPS, 32, WIDE, 8 // WIDE]).reshape([WARPS, 32, 8])
+    low = low.reshape([WARPS, 32, WIDE, 1]).broadcast_to([WARPS, 32, WIDE, 4 // WIDE]).reshape([WARPS, 32, 4])
+    high = high.reshape([WARPS, 32, WIDE, 1]).broadcast_to([WARPS, 32, WIDE, 4 // WIDE]).reshape([WARPS, 32, 4])
     return gl.convert_layout(low, layout, assert_trivial=True), gl.convert_layout(high, layout, assert_trivial=True)
 
 
 @gluon_kernel()
-def _pair(words, text: gl.constexpr):  # type: ignore[no-untyped-def]
-    return gl.inline_asm_elementwise(text, "=r,=r,r", (words,), dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+def _pair(words, block, text: gl.constexpr):  # type: ignore[no-untyped-def]
+    return gl.inline_asm_elementwise(text, "=r,=r,r,r", (words, block), dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
 
 
 @gluon_kernel()
 def _left_operand(  # type: ignore[no-untyped-def]
-    codes, scales, zeros, layout: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr, KIND: gl.constexpr,
+    codes, scales, zeros, block, layout: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr, KIND: gl.constexpr,
     DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """16 WARPS outputs x 64 inputs as numbers. TILE: which 64 of 512 inputs."""
-    arguments = (codes,) + _spread(scales, factors(DTYPE, SCALE_DTYPE, TILE // 2), TILE, HALF, EACH, WARPS)
+    """16 WARPS outputs x 64 inputs as numbers. Which 64 of 512 inputs: 2 `block` + TILE."""
+    arguments = (codes,) + _spread(scales, block + TILE // 2, factors(DTYPE, SCALE_DTYPE), TILE, HALF, EACH, WARPS)
     if ZEROS:
-        arguments = arguments + _spread(zeros, subtrahends(DTYPE, TILE // 2), TILE, HALF, EACH, WARPS)
+        arguments = arguments + _spread(zeros, block + TILE // 2, subtrahends(DTYPE), TILE, HALF, EACH, WARPS)
     text: gl.constexpr = operands(KIND, DTYPE, ZEROS)
     constraints: gl.constexpr = operand_registers(ZEROS)
     if DTYPE == "bf16":
-        a, b, c, d = gl.inline_asm_elementwise(
-            text, constraints, arguments, dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            text, constraints, arguments, is_pure=True, pack=1,
+            dtype=(
+                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16
+            ),
         )
     else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            text, constraints, arguments, dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            text, constraints, arguments, is_pure=True, pack=1,
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         )
     # warp, r, t, 16 inputs, odd input, upper eight inputs, upper eight outputs
-    numbers = gl.join(gl.join(a, c), gl.join(b, d)).reshape([WARPS, 8, 4, 4, 2, 2, 2])
+    numbers = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h))).reshape([WARPS, 8, 4, 4, 2, 2, 2])
     numbers = numbers.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * WARPS, 64])
     return gl.convert_layout(numbers, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
 
@@ -236,54 +244,45 @@ def _multiply(  # type: ignore[no-untyped-def]
     EACH: gl.constexpr = 128 // GROUP
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 16])
     first = gl.program_id(0)
-    next_codes = _load_codes(
-        code_ptr, first, items, row_blocks, splits, part_runs, 0, 0, strips, step, PART, RUNS, TILES, HALVES, WARPS
-    )
-    next_scales = _load_words(
-        scale_ptr, first, items, row_blocks, splits, part_runs, 0, strips, step, PART, RUNS, HALVES, EACH, WARPS
-    )
+    ahead, number_ahead, room_ahead = _origin(first, items, row_blocks, splits, part_runs, step, strips, RUNS)
+    next_codes = _load_codes(code_ptr, ahead * 1024, room_ahead, PART, RUNS, TILES, HALVES, WARPS)
+    next_scales = _load_words(scale_ptr, ahead, RUNS - number_ahead, room_ahead, step, PART, RUNS, HALVES, EACH, WARPS)
     next_zeros = next_scales
     if ZEROS:
-        next_zeros = _load_words(
-            zero_ptr, first, items, row_blocks, splits, part_runs, 0, strips, step, PART, RUNS, HALVES, EACH, WARPS
-        )
+        next_zeros = _load_words(zero_ptr, ahead, RUNS - number_ahead, room_ahead, step, PART, RUNS, HALVES, EACH, WARPS)
     count = 0
     for item in range(first, items, gl.num_programs(0)):
+        origin, number, room = ahead, number_ahead, room_ahead
+        following_item = item + gl.num_programs(0)
+        ahead, number_ahead, room_ahead = _origin(following_item, items, row_blocks, splits, part_runs, step, strips, RUNS)
         sums = gl.zeros([16 * WARPS, BLOCK_ROWS], gl.float32, layout)
         other = sums
         for run in range(part_runs):
             last = run == part_runs - 1
-            item_ahead = gl.where(last, item + gl.num_programs(0), item)
-            run_ahead = gl.where(last, 0, run + 1)
+            # Beyond the last run of a strip the same codes again, with scales of zero.
+            here = origin + gl.minimum(run, RUNS - 1 - number)
+            next_run = gl.where(last, ahead, origin + gl.minimum(run + 1, RUNS - 1 - number))
+            remaining = gl.where(last, RUNS - number_ahead, RUNS - number - run - 1)
+            next_room = gl.where(last, room_ahead, room)
             scales = next_scales
             zeros = next_zeros
-            next_scales = _load_words(
-                scale_ptr, item_ahead, items, row_blocks, splits, part_runs, run_ahead, strips, step, PART, RUNS, HALVES, EACH,
-                WARPS,
-            )
+            next_scales = _load_words(scale_ptr, next_run, remaining, next_room, step, PART, RUNS, HALVES, EACH, WARPS)
             if ZEROS:
-                next_zeros = _load_words(
-                    zero_ptr, item_ahead, items, row_blocks, splits, part_runs, run_ahead, strips, step, PART, RUNS, HALVES,
-                    EACH, WARPS,
-                )
+                next_zeros = _load_words(zero_ptr, next_run, remaining, next_room, step, PART, RUNS, HALVES, EACH, WARPS)
             else:
                 next_zeros = next_scales
-            for block in gl.static_range(BLOCKS):
+            for block in range(BLOCKS):                  # a loop, since the unrolled code did not fit into the cache
                 codes = next_codes
-                if block + 1 < BLOCKS:
-                    next_codes = _load_codes(
-                        code_ptr, item, items, row_blocks, splits, part_runs, run, block + 1, strips, step, PART, RUNS, TILES,
-                        HALVES, WARPS,
-                    )
-                else:
-                    next_codes = _load_codes(
-                        code_ptr, item_ahead, items, row_blocks, splits, part_runs, run_ahead, 0, strips, step, PART, RUNS,
-                        TILES, HALVES, WARPS,
-                    )
+                end = block == BLOCKS - 1
+                start = gl.where(end, next_run * 1024, here * 1024 + (block + 1) * (TILES * 128))
+                next_codes = _load_codes(
+                    code_ptr, start, gl.where(end, next_room, room), PART, RUNS, TILES, HALVES, WARPS
+                )
+                part = block * (TILES // 2)
                 slot = count % STAGES
                 x = x_ring.index(slot)
                 left = _left_operand(
-                    codes[0], scales, zeros, layout, block * TILES, 0, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS, WARPS
+                    codes[0], scales, zeros, part, layout, 0, 0, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS, WARPS
                 )
                 mbarrier.wait(full.index(slot), (count // STAGES) & 1)
                 for tile in gl.static_range(TILES):
@@ -291,16 +290,16 @@ def _multiply(  # type: ignore[no-untyped-def]
                     sums = warpgroup_mma(left, right, sums, is_async=True)
                     if HALVES == 2:
                         second = _left_operand(
-                            codes[TILES + tile], scales, zeros, layout, block * TILES + tile, 1, EACH, KIND, DTYPE, SCALE_DTYPE,
-                            ZEROS, WARPS,
+                            codes[TILES + tile], scales, zeros, part, layout, tile, 1, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS,
+                            WARPS,
                         )
                         sums, left = warpgroup_mma_wait(0, deps=(sums, left))
                         other = warpgroup_mma(second, right, other, is_async=True)
                     following = left
                     if tile + 1 < TILES:
                         following = _left_operand(
-                            codes[tile + 1], scales, zeros, layout, block * TILES + tile + 1, 0, EACH, KIND, DTYPE, SCALE_DTYPE,
-                            ZEROS, WARPS,
+                            codes[tile + 1], scales, zeros, part, layout, tile + 1, 0, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS,
+                            WARPS,
                         )
                     if HALVES == 2:
                         other, second = warpgroup_mma_wait(0, deps=(other, second))
@@ -383,7 +382,7 @@ def packed_gemm(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [plan.block_rows, plan.tiles * 64], layout)
     packed_gemm_kernel[min(items, multiprocessors(x.device)),](
-        described, weight.codes.view(torch.int16), weight.scale, weight.scale if weight.zero is None else weight.zero,
+        described, weight.codes, weight.scale, weight.scale if weight.zero is None else weight.zero,
         weight.scale if weight.outer is None else weight.outer, x if bias is None else bias, out, parts, arrivals(x.device),
         items, row_blocks, splits, part_runs, strips, plan.step, rows, outputs,
         RUNS=runs, BLOCK_ROWS=plan.block_rows, TILES=plan.tiles, PARTS=plan.parts, HALVES=plan.halves, STAGES=plan.stages,

@@ -10,7 +10,8 @@ class PackedGemvPlan:
     """One to eight rows: ops/linear/packed_gemv.py."""
 
     rows: int                        # of x in shared memory: 1 or 8
-    warps: int                       # that share the inputs of a strip of 16 outputs
+    groups: int                      # strips of 16 outputs that a CTA multiplies at a time
+    warps: int                       # that share the inputs of a strip
     programs: int                    # CTAs per SM
     registers: int | None = None     # most of a thread, to have room for the CTAs
 
