@@ -6,22 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ridgeline.plan.plan_report import text
-from ridgeline.plan.precision import WEIGHT_FORMATS
+from ridgeline.plan.plan_report import TAKEN, summary, text
 from ridgeline.process import platform
 from ridgeline.report import web_page
 from ridgeline.report.plots import Limit, Series, axis, plot, plot_grid
 from ridgeline.report.style import GREY
 from ridgeline.report.web_page import beside, paragraph
 from ridgeline.sizes.ledger import GIB
-from ridgeline.techniques import TECHNIQUES
 
 _QUALITY = {
     "dB": "signal-to-noise of the worst number format, dB (a hint: measure with ridgeline eval)",
     "KL": "divergence from the unquantized model, nats (ridgeline eval)",
 }
 _NOT_HERE = "not in this engine yet"
-_BUSY = 0.1
 _PER_DEVICE = "output tok/s per device"
 Row = Mapping[str, Any]
 
@@ -31,9 +28,9 @@ def page(told: dict[str, Any]) -> str:
     points, unit = told["points"], told["quality_is"]
     judged = [point for point in points if point["quality"] is not None]
     plots = [
-        _plot("Throughput against latency", told, points, lambda point: point["tpot"] * 1e3, "time per output token (TPOT), ms",
+        _plot("Throughput against latency", points, lambda point: point["tpot"] * 1e3, "time per output token (TPOT), ms",
               "best_latency", _limits(told)),
-        _plot("Throughput against quality", told, judged, lambda point: point["quality"], _QUALITY[unit], "best_quality"),
+        _plot("Throughput against quality", judged, lambda point: point["quality"], _QUALITY[unit], "best_quality"),
     ]
     best = [point for point in points if point["best_latency"] or point["best_quality"]]
     front = sorted(best, key=lambda each: each["tpot"])
@@ -45,11 +42,11 @@ def page(told: dict[str, Any]) -> str:
         ("Service-level objective", _objective(told)),
         ("Every setup", [explained, plot_grid(plots) if points else paragraph("Nothing fits.", "alarm")]),
         ("Pareto-optimal setups", [web_page.table(
-            [_setup(told, point) | _point(point) | {unit: _short(point["quality"])} for point in front]
+            [_setup(point) | _point(point) | {unit: _short(point["quality"])} for point in front]
         )]),
         ("By number of devices", [web_page.table([_ranks(row) for row in told["by_ranks"]])]),
         ("Techniques, each by itself", [web_page.table([_technique(row) for row in told["techniques"]])]),
-        ("Use cases", [web_page.table([_use(told, name, found) for name, found in told.get("objectives", {}).items()])]),
+        ("Use cases", [web_page.table([_use(name, found) for name, found in told.get("objectives", {}).items()])]),
         ("Number formats", [web_page.table([_format(told, name, how) for name, how in told["formats"].items()])]),
         ("As text", [web_page.folded("The whole plan as the command prints it", web_page.verbatim(text(told)))]),
     ]
@@ -63,38 +60,19 @@ def _device(told: Row) -> str:
     return f"{told['ranks']} × {told['device']}"
 
 
-def missing(told: Row, point: Row) -> list[str]:
-    """Of a setup, what this engine lacks: as the plan says, or by its formats. A CPU reads packed weights as they are."""
-    if "missing" in point:
-        return list(point["missing"])
-    kind = told["kind"]
-    known = {technique.name for technique in TECHNIQUES if technique.device in ("", kind)}
-    known |= {f"{told['weights']} weights"} if kind == "cpu" else set()
-    return [name for name in point["lossy"] if name not in known]
-
-
-def _lead(told: Row) -> list[str]:
+def _lead(told: dict[str, Any]) -> list[str]:
     kv = told["dtype"] if told["kv"] == "auto" else told["kv"]
-    fits = "It fits." if told["fits"] else "It does not fit."
+    first, *rest = (f"{line[:1].upper()}{line[1:]}." for line in summary(told))
     said = [
-        paragraph(f"{fits} {_speed(told)}", "lead" if told["fits"] else "alarm"),
+        paragraph(first, "lead" if told["fits"] else "alarm"), *map(paragraph, rest),
         paragraph(f"{told['parameters'] / 1e9:.2f} G parameters, weights in {told['weights']}"
                   f"{', 2:4 sparse' if told['sparse'] else ''}, KV in {kv}. Requests "
                   f"of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out.", "quiet"),
     ]
-    lacking = [*([told["not_run"]] if told["not_run"] else []), *missing(told, told)]
-    taken = told.get("taken", 0.0)                       # of the cores, by other programs, while a CPU was measured
+    lacking = [*([told["not_run"]] if told["not_run"] else []), *told["missing"]]
     said += [paragraph(f"{', '.join(lacking)}: {_NOT_HERE}; only planned.", "alarm")] * bool(lacking)
-    busy = f"This machine is busy: other programs had {taken:.0%} of its cores while it was measured. It is faster when quiet."
-    return said + [paragraph(busy, "alarm")] * (taken > _BUSY)
-
-
-def _speed(told: Row) -> str:
-    if not told.get("batches"):
-        return ""
-    one, many = told["batches"][0], told["batches"][-1]
-    return (f"One request: first token after {one['ttft'] * 1e3:,.0f} ms, then {1 / one['tpot']:,.3g} tok/s. "
-            f"{many['batch']:,} at once: {many['tok_s']:,.4g} tok/s.")
+    busy = f"Other programs had {told['taken']:.0%} of this machine's cores while it was measured: it is faster when quiet."
+    return said + [paragraph(busy, "alarm")] * (told["taken"] > TAKEN)
 
 
 def _memory(told: Row) -> dict[str, str]:
@@ -125,8 +103,8 @@ def _point(point: Row) -> dict[str, str]:
     }
 
 
-def _setup(told: Row, point: Row) -> dict[str, str]:
-    lacking = missing(told, point)
+def _setup(point: Row) -> dict[str, str]:
+    lacking = point["missing"]
     return {"setup": f"{point['label']} ({', '.join(lacking)}: {_NOT_HERE})" if lacking else point["label"]}
 
 
@@ -138,10 +116,10 @@ def _objective(told: Row) -> list[str]:
         within = told["within_slo"]
         end = ": met at best with" if within else ": not met, even one request alone is too slow or does not fit."
         said += [paragraph(", ".join(limits) + end, "" if within else "alarm")]
-        said += [web_page.table([_setup(told, within) | _point(within)])] if within else []
+        said += [web_page.table([_setup(within) | _point(within)])] if within else []
     rows = [
         {"requests/s": f"{row['rate']:g}", "devices": str(row["devices"]), "replicas": str(row["replicas"]),
-         **_setup(told, row["point"]),
+         **_setup(row["point"]),
          "requests each": f"{row['point']['batch']:,}", "load": f"{row['load']:.0%}",
          **({"$ an hour": f"{row['dollars_per_hour']:,.2f}"} if row["dollars_per_hour"] is not None else {})}
         for row in told.get("deployments", ())
@@ -165,17 +143,17 @@ def _technique(row: Row) -> dict[str, str]:
             "exact": "yes" if row["exact"] else "no", "in this engine": "yes" if row["here"] else "not yet"}
 
 
-def _use(told: Row, name: str, found: Row) -> dict[str, str]:
+def _use(name: str, found: Row) -> dict[str, str]:
     best = found["best"]
     said = {"use": name, "wanted": f"{found['what']} ({found['tokens_in']:,} tokens in, {found['tokens_out']:,} out)"}
     if best is None:
         return said | {"setup": "no setup meets it"}
-    return said | _setup(told, best) | {key: value for key, value in _point(best).items() if key not in ("tok/s", "requests/s")}
+    return said | _setup(best) | {key: value for key, value in _point(best).items() if key not in ("tok/s", "requests/s")}
 
 
 def _format(told: Row, name: str, how: str) -> dict[str, str]:
-    here = WEIGHT_FORMATS[name].bits >= 16 or not missing(told, {"lossy": [f"{name} weights"]})
-    return {"weights in": name, f"on {told['device']}": how, "in this engine": "yes" if here else "not yet"}
+    lacking = name in told["missing_formats"]
+    return {"weights in": name, f"on {told['device']}": how, "in this engine": "not yet" if lacking else "yes"}
 
 
 def _rate(tok_s: float) -> str:
@@ -195,11 +173,10 @@ def _limits(told: Row) -> list[Limit]:
 
 
 def _plot(
-    title: str, told: Row, points: Sequence[Row], across: Callable[[Row], float], label: str, best: str,
-    limits: Sequence[Limit] = (),
+    title: str, points: Sequence[Row], across: Callable[[Row], float], label: str, best: str, limits: Sequence[Limit] = (),
 ) -> str:
-    here = [point for point in points if not point[best] and not missing(told, point)]
-    lacking = [point for point in points if not point[best] and missing(told, point)]
+    here = [point for point in points if not point[best] and not point["missing"]]
+    lacking = [point for point in points if not point[best] and point["missing"]]
     front = sorted((point for point in points if point[best]), key=across)
     series = [
         replace(_series("Pareto-optimal", front, across, "line+dots"), colour=1),

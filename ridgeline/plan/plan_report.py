@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.plan.capacity import Capacity, textbook
@@ -21,7 +21,7 @@ from ridgeline.plan.operation import (
     saturation_batch,
     table,
 )
-from ridgeline.plan.precision import support
+from ridgeline.plan.precision import WEIGHT_FORMATS, support
 from ridgeline.plan.prediction import MOST_ROWS, Setup, proposal_seconds, step_parts
 from ridgeline.plan.search import (
     OBJECTIVES,
@@ -38,7 +38,7 @@ from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.sizes import ledger
 from ridgeline.sizes.ledger import GIB
 
-_TAKEN = 0.1                         # of the cores: more and a CPU is called busy
+TAKEN = 0.1                          # of the cores: more and a CPU is called busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ def answer(question: Question) -> dict[str, Any]:
         "kv_heads": setup.model.config.num_kv_heads,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
-        "formats": support(setup.device), "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
+        "formats": support(setup.device), "missing_formats": _missing_formats(setup),
+        "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
         "fits": capacity.fits, "ledger": capacity.parts(largest or 1), "usable": capacity.memory.room,
         "kv_bytes_per_token": capacity.kv_bytes_per_token, "largest_batch": capacity.largest_batch(),
         "longest_context": capacity.longest_context(), "compute_limited_batch": compute_limited_batch(setup),
@@ -151,6 +152,13 @@ def fronts(question: Question) -> dict[str, Any]:
     }
 
 
+def _missing_formats(setup: Setup) -> list[str]:
+    """Narrow formats of weights that this engine cannot use on this device."""
+    plain = replace(setup, ranks=1, kv="auto", sparse=False, drafts=0)
+    narrow = [name for name, found in WEIGHT_FORMATS.items() if found.bits < 16]
+    return [name for name in narrow if missing(replace(plain, weights=name))]
+
+
 def _point(point: Point, price: float | None) -> dict[str, Any]:
     return {
         "label": point.setup.label, "ranks": point.setup.ranks, "weights": point.setup.weights, "kv": point.setup.kv,
@@ -187,7 +195,7 @@ def _finite(value: float) -> float | None:
 
 def text(told: dict[str, Any]) -> str:
     lines = [
-        *_summary(told),
+        *summary(told),
         "",
         f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['ranks']} × {told['device']}: "
         f"weights in {told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
@@ -199,7 +207,7 @@ def text(told: dict[str, Any]) -> str:
         *([f"{told['not_run']}: only planned; this engine does not run it yet"] * bool(told["not_run"])),
         *([f"not in this engine yet: {', '.join(told['missing'])}"] * bool(told["missing"])),
         *([f"this machine is busy: other programs had {told['taken']:.0%} of its cores while it was measured, so it looks "
-           "slower than it is when quiet"] * (told["taken"] > _TAKEN)),
+           "slower than it is when quiet"] * (told["taken"] > TAKEN)),
         "",
         *_memory(told),
         "",
@@ -226,7 +234,7 @@ def text(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _summary(told: dict[str, Any]) -> list[str]:
+def summary(told: dict[str, Any]) -> list[str]:
     """The three lines that answer most questions: does it fit, how fast is it, what limits it."""
     context = told["tokens_in"] + told["tokens_out"]
     if "batches" not in told:

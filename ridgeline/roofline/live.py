@@ -29,6 +29,7 @@ from ridgeline.roofline.verdict import (
     IMPLEMENTATION,
     KV,
     OVERHEADS,
+    SHARED,
     WEIGHTS,
     Setting,
     Verdict,
@@ -195,7 +196,7 @@ class LiveRoofline:
 
 def _overhead(parts: Mapping[str, float]) -> tuple[float, float]:
     """Seconds in which the device waited, and those that other programs had."""
-    return sum(parts[name] for name in OVERHEADS if name != "shared_machine"), parts.get("shared_machine", 0.0)
+    return sum(parts[name] for name in OVERHEADS if name != SHARED), parts[SHARED]
 
 
 def _busy(sample: _Sample) -> float:
