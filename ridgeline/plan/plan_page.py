@@ -35,7 +35,7 @@ def page(told: dict[str, Any]) -> str:
     best = [point for point in points if point["best_latency"] or point["best_quality"]]
     front = sorted(best, key=lambda each: each["tpot"])
     explained = paragraph("A dot is a setup: devices, formats, batch. On the line are the Pareto-optimal ones: no other setup is "
-                          f"better in both. Setups in grey need a format that is {_NOT_HERE}.", "quiet")
+                          f"better in both. Setups in grey need a format or a number of devices that is {_NOT_HERE}.", "quiet")
     sections = [
         ("Memory", [beside(web_page.facts(_memory(told)), web_page.table(_ledger(told)))]),
         ("One setup, by batch", [web_page.table([_point(each) for each in told.get("batches", ())])]),
@@ -132,7 +132,7 @@ def _ranks(row: Row) -> dict[str, str]:
     return {
         "devices": str(row["ranks"]), "TPOT of one request, ms": f"{one['tpot'] * 1e3:,.2f}",
         "largest batch": f"{many['batch']:,}", "tok/s": _rate(many["tok_s"]),
-        "tok/s per device": _rate(many["tok_s_device"]),
+        "tok/s per device": _rate(many["tok_s_device"]), "in this engine": "not yet" if one["missing"] else "yes",
     }
 
 
