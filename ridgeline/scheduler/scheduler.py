@@ -405,8 +405,7 @@ class Scheduler:
                 continue
             if more:
                 if place in result.failed:
-                    deltas.append(self._fail(sequence, result.failed[place]))
-                    deltas[-1].bad_request = place in result.overconstrained
+                    deltas.append(self._fail(sequence, result.failed[place], place in result.overconstrained))
                     continue
                 if place in result.prompt_logprobs and _still_there(sequence, flight):
                     sequence.prefill.logprobs += (result.prompt_logprobs[place],)
@@ -455,11 +454,10 @@ class Scheduler:
                 self.manager.commit(sequence.blocks, sequence.tokens, int(flight.ends[place]))
                 table.committed[sequence.row] = full[place]      # not what was published for steps still in flight
 
-    def _fail(self, sequence: Sequence, reason: str) -> TokenDelta:
+    def _fail(self, sequence: Sequence, reason: str, bad_request: bool) -> TokenDelta:
         if sequence.blocks is not None:
             self.manager.distrust(sequence.blocks)
-        self._end(sequence)
-        return TokenDelta(sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason)
+        return self.fail(sequence, reason, bad_request)
 
     def _end(self, sequence: Sequence) -> None:
         """Finished, aborted or failed: forget it. Its blocks go once no step in flight can touch them."""
