@@ -17,14 +17,17 @@ from ridgeline.version import __version__
 
 COMMANDS = {
     "serve": ("ridgeline.cli.cmd_serve", "OpenAI-compatible server"),
-    "chat": ("ridgeline.cli.cmd_chat", "talk to a model in the terminal"),
+    "chat": ("ridgeline.cli.chat.cmd_chat", "talk to a model in the terminal"),
     "generate": ("ridgeline.cli.cmd_generate", "answer a file of prompts: JSONL in, JSONL out"),
     "admin": ("ridgeline.cli.cmd_admin", "query or profile a running server, or switch its techniques on and off"),
     "eval": ("ridgeline.cli.cmd_eval", "evaluate a model: perplexity, KL from a reference, retrieval, multiple choice"),
     "plan": ("ridgeline.cli.cmd_plan", "predict what fits on a GPU, how fast it runs and what it costs"),
     "diagnose": ("ridgeline.cli.cmd_diagnose", "show where the time goes, what the bottleneck is, and what to change next"),
-    "pull": ("ridgeline.cli.cmd_pull", "fetch the embedded model"),
+    "pull": ("ridgeline.cli.models.cmd_pull", "fetch a model of the Hugging Face hub, or the embedded one"),
+    "list": ("ridgeline.cli.models.cmd_list", "list the models on this machine"),
+    "rm": ("ridgeline.cli.models.cmd_rm", "delete a fetched model"),
     "build": ("ridgeline.cli.cmd_build", "compile the CPU kernels for this machine"),
+    "completion": ("ridgeline.cli.cmd_completion", "print shell completions for bash or zsh"),
     "bench serve": ("ridgeline.bench.serve", "measure any OpenAI-compatible server under load"),
     "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
     "bench host": ("ridgeline.bench.host", "measure the host's share: scheduling, tokenising and detokenising"),
@@ -39,6 +42,7 @@ COMMANDS = {
     "bench compare": ("ridgeline.bench.compare", "compare two records; fails on a regression"),
     "bench studies": ("ridgeline.bench.studies", "measure the gain of batching, paging and others, each against its off version"),
 }
+ALIASES = {"run": "chat", "ls": "list", "remove": "rm"}          # as Ollama and Docker call them
 
 
 def overview(group: str = "") -> str:
@@ -65,6 +69,7 @@ def overview(group: str = "") -> str:
 
 def find_command(argv: list[str]) -> tuple[str, list[str]]:
     """(command, its arguments); a command may be two words."""
+    argv = [ALIASES.get(argv[0], argv[0]), *argv[1:]]
     for words in (2, 1):
         name = " ".join(argv[:words])
         if len(argv) >= words and name in COMMANDS:
@@ -117,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     except RidgelineError as error:
         return _refuse(" ".join(str(error).split()), 1 if isinstance(error, EngineDead) else 2)
     except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:                              # the reader of a pipe has left; Python must not try to flush
         discard_output()

@@ -10,12 +10,16 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import types
 import typing
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.errors import ConfigError
+from ridgeline.known_options import asks_for_nothing, known_option
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | float | None = None) -> Any:
@@ -24,12 +28,21 @@ def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    model: str = option("", "HF directory or .gguf file; empty: the embedded SmolLM2-135M-Instruct")
+    model: str = option(
+        "", "HF directory, .gguf file, or the name of a fetched model (Qwen/Qwen3-8B); empty: the embedded SmolLM2-135M-Instruct"
+    )
     tokenizer: str = option("", "tokenizer directory or file, if it is not the model's own")
-    chat_template: str = option("", "file with a chat template, instead of the model's own")
+    chat_template: str = option("", "chat template instead of the model's own: a file, or the template itself")
     structured_outputs_backend: str = option(
         "auto", "grammar library for structured outputs; auto: llguidance; xgrammar needs pip install 'ridgeline[xgrammar]'",
         ("auto", "guidance", "llguidance", "xgrammar"),
+    )
+    generation_config: str = option(
+        "auto", "sampling defaults for requests that set none; auto: the model's own (a GGUF file without any gets llama.cpp's); "
+        "vllm: neutral (temperature 1.0); or a directory with generation_config.json",
+    )
+    override_generation_config: str = option(
+        "", 'sampling defaults as JSON, over those of generation_config, such as {"temperature": 0.5}'
     )
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and answers are token ids")
     load_format: str = option("auto", "dummy: random weights; only config.json is read", ("auto", "dummy"))
@@ -38,8 +51,8 @@ class ModelOptions:
         ("auto", "float32", "bfloat16", "float16", "float64"),
     )
     quantization: str = option(
-        "none", "fp8: quantise the layers' weights to 8 bits while they load (half the memory on a GPU; answers change slightly)",
-        ("none", "fp8"),
+        "none", "quantise the layers' weights while they load (answers change slightly): fp8, fp8-block, int8, int4 or mxfp4; or "
+        "pattern=format pairs such as mlp=int4,attention=fp8. Quantised checkpoints need no option",
     )
     max_model_len: int | None = option(None, "longest context in tokens, prompt and answer together", low=2)
     device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
@@ -69,15 +82,18 @@ class SchedulerOptions:
     max_num_seqs: int | None = option(None, "largest batch: sequences that run at once", low=1)
     max_num_batched_tokens: int | None = option(None, "token budget of a step, over all sequences", low=1)
     enable_chunked_prefill: bool = option(True, "split the prefill of long prompts over several steps")
-    scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    scheduling_policy: str = option(
+        "fcfs", "order of requests. fcfs: by arrival; priority: by their priority, then by arrival. With chunked prefill much "
+        "shorter prompts need not wait for a long one", ("fcfs", "priority")
+    )
     batching: str = option(
         "continuous", "static: start a batch only when the last one has finished (turns continuous batching off)",
         ("continuous", "static"),
     )
     async_scheduling: bool | None = option(None, "plan the next step while the current one runs; default: on a GPU")
     step_time_ms: float | None = option(
-        None, "target step time in ms: prompt chunks are sized so that steps shared with decoding requests stay near it "
-        "(0: no limit)", low=0
+        None, "target step time in ms: prompt chunks are sized so that steps stay near it, and other requests wait no longer; "
+        "default of a server: 80 on a GPU, 500 on a CPU (0: no limit)", low=0
     )
 
 
@@ -97,43 +113,17 @@ class ParallelOptions:
     tensor_parallel_size: int = option(1, "number of ranks (processes) that share every layer", low=1)
 
 
-# Options of vLLM that programs pass with a value that changes nothing here. Each: the values that are accepted besides
-# None, and what to do instead of any other.
-_HUB = "nothing is downloaded from model hubs; give a local directory or a .gguf file"
-_LEAVE_OUT = "leave it out"
-NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trust_remote_code": ((False,), "Ridgeline never runs code from model directories"),
-    "revision": ((), _HUB),
-    "tokenizer_revision": ((), _HUB),
-    "code_revision": ((), _HUB),
-    "download_dir": ((), _HUB),
-    "hf_token": ((), _HUB),
-    "tokenizer_mode": (("auto",), _LEAVE_OUT),
-    "config_format": (("auto", "hf"), _LEAVE_OUT),
-    "generation_config": (("auto",), "give SamplingParams to override the model's defaults"),
-    "override_generation_config": (({},), "give SamplingParams to override the model's defaults"),
-    "hf_overrides": (({},), "edit a copy of the model's config.json"),
-    "task": (("auto", "generate"), "only text generation is supported"),
-    "runner": (("auto", "generate"), "only text generation is supported"),
-    "calculate_kv_scales": ((False,), _LEAVE_OUT),
-    "cpu_offload_gb": ((0,), "the weights must fit into the device's memory"),
-    "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),
-    "data_parallel_size": ((1,), "start several engines"),
-    "enable_expert_parallel": ((False,), "use tensor_parallel_size"),
-    "distributed_executor_backend": (("mp", "uni"), "ranks are processes on this machine"),
-    "enable_lora": ((False,), "merge the adapter into the weights first"),
-    "speculative_config": ((), _LEAVE_OUT),
-    "limit_mm_per_prompt": (({},), "only text prompts are supported"),
-    "mm_processor_kwargs": (({},), "only text prompts are supported"),
-    "enable_sleep_mode": ((False,), _LEAVE_OUT),
+# Other spellings of an option's values, vLLM's.
+SPELLINGS: dict[str, dict[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32", "double": "float64"},
+    # vLLM's parsers for models that write <think>…</think>
+    "reasoning_parser": dict.fromkeys(
+        ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3",
+         "qwen3", "step3", "step3p5"), "think",
+    ),
+    "tool_call_parser": {"llama4_json": "llama3_json"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
-# Options of vLLM about its own internals: accepted with any value, because no answer depends on them.
-NO_EFFECT = {
-    "swap_space", "disable_cascade_attn", "max_seq_len_to_capture", "compilation_config", "disable_log_stats",
-    "disable_custom_all_reduce", "use_v2_block_manager", "ray_workers_use_nsight",
-}
-
-_DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,17 +139,12 @@ class EngineConfig:
         """From flat option names; an unknown name or an impossible value is a ConfigError. None means the default."""
         declared = {entry[0].name: entry for entry in declared_options()}
         values = {}
-        for name, value in _renamed(options).items():
-            if name in NO_EFFECT:
-                continue
-            if name in NEUTRAL:
-                _require_neutral(name, value)
-            elif name not in declared:
-                close = difflib.get_close_matches(name, declared, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise ConfigError(f"unknown option {name!r}{hint}")
-            elif value is not None:
-                values[name] = checked(*declared[name], _dtype_name(value) if name == "dtype" else value)
+        for given, value in _renamed(options).items():
+            name = _answered(given, value, declared)
+            if name == "quantization" and isinstance(value, dict):
+                value = json.dumps(value)
+            if name and value is not None:
+                values[name] = checked(*declared[name], value)
         return cls(
             **{
                 group: kind(**{name: values[name] for name in _fields(kind) if name in values})
@@ -207,16 +192,22 @@ def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
     return {declared.name: declared for declared in dataclasses.fields(kind)}
 
 
-def _require_neutral(name: str, value: Any) -> None:
-    taken, instead = NEUTRAL[name]
-    if value is not None and value not in taken:
-        raise ConfigError(f"{name}={value!r} is not supported; {instead}")
-
-
-def _dtype_name(value: Any) -> str:
-    """torch.float16, "half" and "float16" are the same."""
-    name = str(value).removeprefix("torch.")
-    return _DTYPE_NAMES.get(name, name)
+def _answered(name: str, value: Any, declared: Mapping[str, Any]) -> str:
+    """Our name of an option; "" for one of another engine that changes nothing here; ConfigError for any other."""
+    if name in declared:
+        return name
+    known = known_option(name)
+    if known is None:
+        close = difflib.get_close_matches(name, declared, 1)
+        raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    if known.kind == "same":
+        if known.says not in declared:
+            raise ConfigError(f"{name}={value!r} is no engine option; it is {known.says} of `ridgeline serve` or `chat`")
+        return known.says
+    if known.kind == "refused" and not asks_for_nothing(known, value):
+        says = re.sub(r"--([a-z-]+)(?![^`]*`)", lambda flag: flag[1].replace("-", "_"), known.says)   # Python's spelling
+        raise ConfigError(f"{name}={value!r} is not supported: {says}")
+    return ""
 
 
 def declared_options(*kinds: type) -> list[tuple[dataclasses.Field[Any], type, bool]]:
@@ -236,15 +227,27 @@ def plain_type(hint: Any) -> tuple[type, bool]:
     return hint, False
 
 
+_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def whole_number(text: str) -> int | None:
+    """As vLLM reads them: 4096, 4k (4,000), 4K (4,096), 25.6k; auto is None. ValueError for anything else."""
+    if text == "auto":
+        return None
+    if text[-1:] not in _FACTORS:
+        return int(text)
+    number = float(text[:-1]) * _FACTORS[text[-1]]
+    if not number.is_integer() or " " in text:
+        raise ValueError(text)
+    return int(number)
+
+
 def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value: Any) -> Any:
     """The value in its declared type, or a ConfigError that names the option."""
     name = declared.name
-    if value is None and optional:
+    value = _in_type(name, kind, value)
+    if optional and (value is None or (name == "max_model_len" and value == -1)):      # -1: vLLM's "as long as fits"
         return None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if kind is str and isinstance(value, os.PathLike):
-        value = os.fspath(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
     choices, low = declared.metadata["choices"], declared.metadata["low"]
@@ -252,4 +255,21 @@ def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     if low is not None and not value >= low:                     # NaN is not
         raise ConfigError(f"{name} must be at least {low}, got {value}")
+    return value
+
+
+def _in_type(name: str, kind: type, value: Any) -> Any:
+    """Other spellings of a value as the value itself; what is none is left as it is."""
+    if name in SPELLINGS and value is not None:                  # torch.float16, "half" and "float16" are the same
+        value = str(value).removeprefix("torch.")
+        return SPELLINGS[name].get(value, value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if kind is str and isinstance(value, Mapping):
+        return json.dumps(value)
+    if kind is int and isinstance(value, str):
+        with suppress(ValueError, OverflowError):
+            return whole_number(value)
     return value

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 # vLLM's buckets, and more of them below, where a fast model lives: a tenth of a second says nothing about a step of 3 ms.
@@ -34,18 +34,16 @@ REQUEST_TOKENS = tuple(float(first * 10**power) for power in range(6) for first 
 STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-# Why a step was slow, the first that explains it. The order is that of StepWatch.cause.
-SLOW_CAUSES = (
-    "garbage_collection", "kernel_compile", "graph_recording", "between_steps", "preemption", "prompt_tokens", "unknown",
-)
 WASTE_CAUSES = ("padding", "recomputation", "late", "rejected")
 
 HAPPENED: Counter[str] = Counter()   # rare events of this process that delay a step, counted where they happen
+SPENT: dict[str, float] = {"tokenising": 0.0}    # CPU seconds of this process, by kind of work
 
 _RECENT = 512                        # requests whose times are kept one by one
 _STEPS = 64                          # whose median a step is compared with …
 _EVERY = 16                          # … and after how many steps that median is taken anew
 _SLOW = 3.0                          # times the median
+_MANY_FAULTS = 4096                  # page faults that count as an allocation: 16 MiB
 
 
 class Histogram:
@@ -130,6 +128,39 @@ class Step:
     preemptions: int
     compiled: int                    # kernels
     recorded: int                    # CUDA graphs captured
+    device: float = 0.0              # seconds on the device
+    computing: float = 0.0           # seconds that this thread was on a core …
+    waiting: float = 0.0             # … and in the run queue: other programs had the cores
+    faults: int = 0                  # pages mapped …
+    read_faults: int = 0             # … and read from a disk
+    allocated: int = 0               # pieces of memory from the device's driver
+    added: int = 0                   # requests taken in
+    is_first: bool = False           # the first step of its size and kind in this process
+
+
+# Why a step was slow: the first cause that holds, of a step and half of the time it took beyond the median. What was measured
+# comes before what is only likely: a step with prompts may be slow for another reason.
+_CAUSES: tuple[tuple[str, Callable[[Step, float], bool]], ...] = (
+    ("garbage_collection", lambda step, half: step.collecting > half),
+    ("kernel_compile", lambda step, half: step.compiled > 0),
+    ("graph_recording", lambda step, half: step.recorded > 0),
+    ("allocation", lambda step, half: step.allocated > 0 or step.faults >= _MANY_FAULTS),
+    ("disk_reads", lambda step, half: step.read_faults > 0),         # of the model's file, or of swapped memory
+    ("processor_taken", lambda step, half: step.waiting > half),
+    ("new_requests", lambda step, half: step.between > half and step.added > 0),
+    ("between_steps", lambda step, half: step.between > half),       # sending results, reporting
+    ("preemption", lambda step, half: step.preemptions > 0),
+    ("first_of_its_kind", lambda step, half: step.is_first),         # libraries load their kernels when they are first called
+    ("prompt_tokens", lambda step, half: step.prompt_tokens > 0),
+    ("device", lambda step, half: step.device > step.seconds - half),        # clocks, or another program on the GPU
+    ("host_work", lambda step, half: step.computing > half),         # planning and packing
+)
+SLOW_CAUSES = (*(name for name, _ in _CAUSES), "unknown")
+
+
+def slow_cause(step: Step, median: float) -> str:
+    half = (step.seconds - median) / 2
+    return next((name for name, holds in _CAUSES if holds(step, half)), "unknown")
 
 
 class StepWatch:
@@ -143,14 +174,17 @@ class StepWatch:
         self._last: deque[float] = deque(maxlen=_STEPS)
         self._until_median = _EVERY
 
+    def is_slow(self, seconds: float) -> bool:
+        return bool(self.median) and seconds > _SLOW * self.median
+
     def observe(self, step: Step) -> str:
         """The cause when the step was slow, else nothing."""
         seconds = step.seconds
         self.seconds.observe(seconds)
         self.tokens.observe(step.tokens)
         cause = ""
-        if self.median and seconds > _SLOW * self.median:
-            cause = self.cause(step)
+        if self.is_slow(seconds):
+            cause = slow_cause(step, self.median)
             self.slow[cause] = self.slow.get(cause, 0) + 1
         self._last.append(seconds)
         self._until_median -= 1
@@ -158,21 +192,6 @@ class StepWatch:
             self._until_median = _EVERY
             self.median = sorted(self._last)[len(self._last) // 2]
         return cause
-
-    def cause(self, step: Step) -> str:
-        """What was measured comes before what is only likely: a step with prompts may be slow for another reason."""
-        half = (step.seconds - self.median) / 2
-        if step.collecting > half:
-            return "garbage_collection"
-        if step.compiled:
-            return "kernel_compile"
-        if step.recorded:
-            return "graph_recording"
-        if step.between > half:
-            return "between_steps"
-        if step.preemptions:
-            return "preemption"
-        return "prompt_tokens" if step.prompt_tokens else "unknown"
 
 
 # -- the front end -----------------------------------------------------------------------------------------------------

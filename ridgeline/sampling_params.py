@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +17,7 @@ from ridgeline.errors import BadRequest, Unsupported
 
 MAX_N = 128                          # answers per prompt
 MAX_LOGPROBS = 20                    # alternatives per position
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 1_024
 MAX_STOP_TOKEN_IDS = 1_024
@@ -29,12 +33,25 @@ MAX_PROPERTIES = 1_000               # per object; each makes every mask slower
 MAX_REGEX_BYTES = 4 * 1024
 MAX_CHOICES = 1_000
 
-# vLLM's fields that are not supported -> their neutral values.
-_NOT_DONE: dict[str, tuple[Any, ...]] = {
-    "logits_processors": ([],),
-    "guided_decoding": (),
-    "extra_args": ({},),
+# vLLM's fields that are not supported -> their neutral values, and what to use instead.
+_NOT_DONE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words"),
+    "guided_decoding": ((), "use structured_outputs, with the same json, regex, choice or grammar"),
+    "extra_args": (({},), "leave it out"),
 }
+# Fields of other versions of vLLM, and of other engines, that are not fields here.
+_GONE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((None, 1), "ask for n answers and take the one with the highest cumulative_logprob; /v1/completions has best_of"),
+    "use_beam_search": ((None, False), "there is no beam search; use n answers, or temperature 0"),
+    "beam_width": ((None, 1), "there is no beam search; use n answers, or temperature 0"),
+    "length_penalty": ((None, 1.0), "it belongs to beam search, which is not there"),
+    "early_stopping": ((None, False), "it belongs to beam search, which is not there"),
+    "max_new_tokens": ((None,), "use max_tokens"),
+    "do_sample": ((None, True), "temperature 0 is greedy"),
+    "repeat_penalty": ((None,), "use repetition_penalty"),
+    "response_format": ((None,), "use structured_outputs"),
+}
+ONLY_THE_LIKELIEST = 1e-9            # as top_p: only the most likely token is left
 
 
 class RequestOutputKind(Enum):
@@ -123,11 +140,13 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None               # with logprobs: these tokens' instead of the most likely ones'
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None                # keep only this many of the prompt's last tokens
+    truncate_prompt_tokens: int | None = None                # keep only this many of the prompt's tokens …
+    truncation_side: str = "left"                            # … the last of them; "right" keeps the first
     pooling: str | None = None       # "last" or "mean": also give the prompt's hidden states as one vector
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Any = None
@@ -147,6 +166,8 @@ class SamplingParams:
         self.structured_outputs = _structured_outputs(self.structured_outputs)
         if self.top_k == -1:
             self.top_k = 0
+        if self.top_p == 0 and not isinstance(self.top_p, bool):         # OpenAI's range includes 0
+            self.top_p = ONLY_THE_LIKELIEST
         if self.seed == -1:
             self.seed = None
         self.validate()
@@ -177,12 +198,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_LOGPROBS)
-        if self.truncate_prompt_tokens is not None:
-            self._integer("truncate_prompt_tokens", 1, 2**31 - 1)
-        if self.pooling not in (None, "last", "mean"):
-            raise BadRequest(f"pooling must be 'last' or 'mean', got {shown(self.pooling)}", field="pooling")
-        if self.pooling is not None and (self.n, self.max_tokens) != (1, 1):
-            raise BadRequest("pooling needs n and max_tokens to be 1: its answer is the prompt's vector", field="pooling")
+        self._prompt()
         for name in (
             "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
             "include_stop_str_in_output",
@@ -191,10 +207,10 @@ class SamplingParams:
                 raise BadRequest(f"{name} must be true or false, got {shown(getattr(self, name))}", field=name)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise BadRequest(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}", field="output_kind")
-        for name, neutral in _NOT_DONE.items():
+        for name, (neutral, instead) in _NOT_DONE.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                raise Unsupported(f"{name} is not supported; leave it out", field=name)
+                raise Unsupported(f"{name} is not supported; {instead}", field=name)
             setattr(self, name, None)
         self._texts("stop", MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
         if self.stop and not self.detokenize:
@@ -203,6 +219,18 @@ class SamplingParams:
         if not all(word.strip() for word in self.bad_words):
             raise BadRequest("bad_words must hold more than blanks", field="bad_words")
         self._tokens()
+
+    def _prompt(self) -> None:
+        """What concerns the prompt."""
+        if self.truncate_prompt_tokens is not None:
+            self._integer("truncate_prompt_tokens", 1, 2**31 - 1)
+        if self.truncation_side not in ("left", "right"):
+            message = f"truncation_side must be 'left' or 'right', got {shown(self.truncation_side)}"
+            raise BadRequest(message, field="truncation_side")
+        if self.pooling not in (None, "last", "mean"):
+            raise BadRequest(f"pooling must be 'last' or 'mean', got {shown(self.pooling)}", field="pooling")
+        if self.pooling is not None and (self.n, self.max_tokens) != (1, 1):
+            raise BadRequest("pooling needs n and max_tokens to be 1: its answer is the prompt's vector", field="pooling")
 
     def _tokens(self) -> None:
         self.stop_token_ids = plain_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
@@ -213,6 +241,11 @@ class SamplingParams:
             name, limit = "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS
             self.allowed_token_ids = plain_token_ids(name, self.allowed_token_ids, limit)
         plain_token_ids("logit_bias", list(self.logit_bias or {}), MAX_LOGIT_BIASES)
+        if self.logprob_token_ids is not None:
+            given = plain_token_ids("logprob_token_ids", self._list("logprob_token_ids"), MAX_LOGPROB_TOKEN_IDS)
+            self.logprob_token_ids = list(dict.fromkeys(given)) or None
+        if self.logprob_token_ids is not None:
+            self.logprobs = 0                            # none by their rank
 
     def _texts(self, name: str, most: int, longest: int) -> None:
         texts = getattr(self, name)
@@ -270,6 +303,33 @@ class SamplingParams:
             interval = f"greater than {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
             raise BadRequest(f"{name} must be a number {interval}, got {shown(value)}", field=name)
         setattr(self, name, float(value))
+
+
+_generated_init = SamplingParams.__init__
+
+
+@functools.wraps(_generated_init)
+def _init(self: SamplingParams, **given: Any) -> None:
+    """The dataclass's own, after an answer to names that are not fields."""
+    if not given.keys() <= _FIELDS:
+        given = _known_fields(given)
+    _generated_init(self, **given)
+
+
+_FIELDS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
+SamplingParams.__init__ = _init  # type: ignore[method-assign]
+
+
+def _known_fields(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given.keys() - _FIELDS:
+        if name not in _GONE:
+            close = difflib.get_close_matches(name, [*_FIELDS, *_GONE], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise BadRequest(f"SamplingParams has no field {name!r}{hint}", field=name)
+        neutral, instead = _GONE[name]
+        if not any(given[name] is each or given[name] == each for each in neutral):
+            raise Unsupported(f"{name} is not a field of SamplingParams: {instead}", field=name)
+    return {name: value for name, value in given.items() if name in _FIELDS}
 
 
 def _structured_outputs(given: Any) -> StructuredOutputs | None:

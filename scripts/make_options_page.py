@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ridgeline import config
+from ridgeline import config, known_options
 from ridgeline.cli.cmd_serve import ServerOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -38,14 +38,16 @@ ENVIRONMENT = """\
 |---|---|
 | `RIDGELINE_API_KEY` | API keys of the server, separated by commas; removed from the environment once read |
 | `RIDGELINE_CACHE` | directory for compiled kernels, peaks and the embedded model; default `~/.cache/ridgeline`; mode 700 |
+| `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT` | read by `ridgeline pull`; the first two also where a model is given by name |
 | `RIDGELINE_LOG` | log level: `DEBUG`, `INFO` (default), `WARNING`, `ERROR` |
 | `OTEL_*` | OpenTelemetry's own variables; see [server.md](server.md#traces) |
 """
-VLLM = """\
-## Options of vLLM that change nothing here
+OTHERS = """\
+## Options of vLLM and llama.cpp
 
-`LLM()` and `AsyncLLM()` take these, so that programs written for vLLM run. Only the values in the second column, or None,
-are accepted.
+The command line and `LLM()` know these names, so that commands and programs written for other engines run or get a reason. An
+ignored option is accepted with a note; a refused one is an error that says what to do instead, unless it has a value that asks
+for nothing.
 """
 
 
@@ -78,19 +80,32 @@ def table(group: type) -> str:
     return "\n".join(lines) + "\n"
 
 
-def neutral_table() -> str:
-    lines = ["| option | accepted | instead of another value |", "|---|---|---|"]
-    for name, (taken, instead) in sorted(config.NEUTRAL.items()):
-        accepted = ", ".join(f"`{each!r}`" for each in taken) or "None"
-        lines.append(f"| `{name}` | {accepted} | {cell(instead)} |")
+def named(name: str) -> str:
+    shorts = [short for short, long in known_options.SHORT.items() if long == name]
+    return ", ".join(f"`{each}`" for each in (f"--{name.replace('_', '-')}", *shorts))
+
+
+def others_tables() -> str:
+    known = known_options.KNOWN
+    own = {declared.name for declared, _, _ in config.declared_options(*GROUPS.values(), ServerOptions)}
+    lines = ["| the same as ours | |", "|---|---|"]
+    lines += [
+        f"| {named(name)} | `{'MODEL' if each.says == 'model' else '--' + each.says.replace('_', '-')}` |"
+        for name, each in known.items() if each.kind == "same"
+    ]
+    lines += [f"| `{short}` | `--{long.replace('_', '-')}` |" for short, long in known_options.SHORT.items() if long in own]
+    for kind, title in (("refused", "refused | why, and what to do instead"), ("ignored", "ignored | because")):
+        reasons: dict[str, list[str]] = {}
+        for name, each in known.items():
+            if each.kind == kind:
+                reasons.setdefault(each.says, []).append(named(name))
+        lines += ["", f"| {title} |", "|---|---|", *(f"| {', '.join(names)} | {cell(says)} |" for says, names in reasons.items())]
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
     parts = [HEAD, *(f"## {title}\n\n{table(group)}" for title, group in GROUPS.items())]
-    ignored = ", ".join(f"`{name}`" for name in sorted(config.NO_EFFECT))
-    parts += [f"{SERVER}\n{table(ServerOptions)}", ENVIRONMENT, f"{VLLM}\n{neutral_table()}"]
-    parts.append(f"Accepted with any value and ignored: {ignored}.\n")
+    parts += [f"{SERVER}\n{table(ServerOptions)}", ENVIRONMENT, f"{OTHERS}\n{others_tables()}"]
     return "\n".join(parts)
 
 

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from ridgeline.bench.lab.record import finish, record
+from ridgeline.bench.lab.record import add_output, finish, record
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each rate")
     parser.add_argument("--path", default="chat/completions", choices=("chat/completions", "completions"))
     parser.add_argument("--profile", help="write the front end's profile (cProfile) to this file; slows it down")
-    parser.add_argument("--out", help="also write the record to this file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     best = max((each["tokens_per_second"] for each in results if each["kept_up"]), default=0.0)
     print(f"highest rate kept up with: {best:,.0f} tokens/s")
     workload = {"model": args.model or "embedded", "path": args.path, "seconds": args.seconds}
-    finish(record("frontend", workload, {"runs": results, "kept_up_tokens_per_second": best}), args.out)
+    finish(record("frontend", workload, {"runs": results, "kept_up_tokens_per_second": best}), args)
 
 
 def line(result: dict[str, Any]) -> str:

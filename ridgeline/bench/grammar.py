@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.lab.record import add_output, finish, percentiles, record
 from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.engine.core.core import EngineCore, grammar_vocabulary, make_grammars
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
-    parser.add_argument("--out", help="also write the record to this file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     }
     quality = quality_of(engine.config)
     engine.close()
-    finish(record("grammar", setting, figures, quality, gpu_facts() or None), args.out)
+    finish(record("grammar", setting, figures, quality, gpu_facts() or None), args)
 
 
 def line(requests: int, temperature: float, made: dict[str, Any]) -> str:

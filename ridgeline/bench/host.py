@@ -22,7 +22,7 @@ import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.device_peaks import device_kind
-from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.lab.record import add_output, finish, percentiles, record
 from ridgeline.bench.workload.host_engine import engine_steps
 from ridgeline.bench.workload.plan_only import PlanOnly
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="decode steps to time (default: 600; with --shape 200)")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="time a real engine with this model's shapes and dummy weights")
     parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
-    parser.add_argument("--out", help="also write the record to this file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     workload = {"running": running, "steps": steps, "prompt": PROMPT, "device": device}
     if args.shape:
         workload |= {"model": args.shape, "layers": args.layers or SHAPES[args.shape]["num_hidden_layers"]}
-    finish(record("host", workload, figures, gpu=gpu_facts() or None), args.out)
+    finish(record("host", workload, figures, gpu=gpu_facts() or None), args)
 
 
 def _line(name: str, times: dict[str, Any]) -> str:

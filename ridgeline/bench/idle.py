@@ -29,7 +29,7 @@ import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.device_peaks import device_kind, machine_peaks
-from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.lab.record import add_output, finish, percentiles, record
 from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
 from ridgeline.bench.workload.floors import step_floor
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=25, help="number of kernels to list")
     parser.add_argument("--trace", help="read this Chrome trace instead of making one")
     parser.add_argument("--keep-trace", help="keep the traces in this directory, for a viewer")
-    parser.add_argument("--out", help="also write the record to this file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         "model": config.model_path.name, "dtype": config.dtype, "context": args.context,
         "steps": args.steps, "batch": args.batch, "options": options,
     }
-    finish(record("idle", setting, figures, quality_of(config), gpu_facts()), args.out)
+    finish(record("idle", setting, figures, quality_of(config), gpu_facts()), args)
 
 
 # ── making a trace ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import inspect
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,21 @@ def load(path: Path, op: Op[Any, Any]) -> Implementation:
     function = getattr(module, op.name, None) or getattr(module, "candidate", None)
     if isinstance(function, Op) or function is None or not callable(function):
         raise ConfigError(f"{path} defines neither a function {op.name} nor one named candidate")
+    _require_signature(path, function, op)
     return Implementation("candidate", function, getattr(module, "supports", lambda site: True))
+
+
+def _require_signature(path: Path, function: Callable[..., Any], op: Op[Any, Any]) -> None:
+    """One line with the signature, instead of a TypeError for every case."""
+    case = op.cases[0]
+    call, named = op.inputs(torch.Generator().manual_seed(0), getattr(torch, case.dtypes[0]), "cpu", **case.sizes)
+    try:
+        inspect.signature(function).bind(*call, **named)
+    except ValueError:                                   # a function without a signature
+        return
+    except TypeError as error:
+        wanted = inspect.signature(op.implementations[-1].function)
+        raise ConfigError(f"{path}: it must be called like {op.name}{wanted}, but {error}") from None
 
 
 def check_all(

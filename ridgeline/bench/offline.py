@@ -22,7 +22,7 @@ from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.lab.device_peaks import read_bandwidth
 from ridgeline.bench.lab.machine_log import Watch
-from ridgeline.bench.lab.record import finish, record, write
+from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
 from ridgeline.bench.workload import presets
 from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
@@ -113,8 +113,6 @@ def _print_report(args: argparse.Namespace, rows: list[dict[str, Any]], made: di
     print(f"\n{table.as_markdown(rows)}\n")
     if args.out:
         print(f"wrote {args.out}", file=sys.stderr)
-    else:
-        finish(made, None)
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -109,6 +109,9 @@ async def _point(
     asked: Plan, target: Target, setting: Setting, number: int, watch: Watch | None
 ) -> tuple[dict[str, Any], list[Outcome]]:
     source, args = asked.source(setting, target.words), asked.args
+    first_pass = None
+    if args.first_pass:
+        first_pass, *_ = await _run_once(asked, target, setting, source, f"{args.seed}-{number}-first", watch)
     await _warm_up(asked, target, setting, source)
     runs: list[dict[str, Any]] = []
     failed: Outcome | None = None
@@ -124,6 +127,8 @@ async def _point(
         "setting": setting.named(), "process": asked.arrivals(setting).name if not asked.closed(setting) else "closed loop",
         "runs": len(runs), "figures": together, "timeline": timeline(outcomes),
     }
+    if first_pass is not None:
+        point["first_pass"] = first_pass
     if args.sustain is not None:
         names = ("output_throughput", "request_throughput", "ttft_ms")
         stretches = sustain.stretches(outcomes)
@@ -321,6 +326,8 @@ def lines(made: dict[str, Any]) -> list[str]:
             said.append(f"{share:.0%} of the prompt tokens came from the server's prefix cache, which has seen these prompts "
                         "before: another --seed makes others")
         said.append(client_check.verdict(middle(found["client"])))
+        if "first_pass" in point:
+            said.append(first_pass_line(point["first_pass"], found))
         if "sustain" in point:
             said.append(point["sustain"]["verdict"])
         if "cost" in found:
@@ -332,6 +339,14 @@ def lines(made: dict[str, Any]) -> list[str]:
         named = ", ".join(f"{name} {each}" for name, each in best["setting"].items() if each is not None)
         said.append(f"best goodput under {workload['slo']}: {best['request_goodput']:.2f} requests/s at {named}")
     return said
+
+
+def first_pass_line(first: dict[str, Any], found: dict[str, Any]) -> str:
+    """The load before any warm-up beside the same load after it."""
+    share = first["output_throughput"] / (middle(found["output_throughput"]) or 1)
+    ttft, later = first["ttft_ms"].get("p99"), middle(found["ttft_ms"].get("p99"))
+    times = f"; TTFT P99 {ttft:,.0f} ms, later {later:,.0f}" if ttft is not None and later is not None else ""
+    return f"first pass: {first['output_throughput']:,.0f} tok/s out, {share:.1%} of the passes after it{times}"
 
 
 def cached_share(found: dict[str, Any]) -> float:

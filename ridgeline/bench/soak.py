@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ridgeline.bench.lab.record import finish, record
+from ridgeline.bench.lab.record import add_output, finish, record
 from ridgeline.bench.load.leaks import FAIL, Quiet, Slope, judge, quantile, slope
 from ridgeline.bench.load.target import UNKNOWN_QUALITY, quality_of_techniques
 from ridgeline.bench.load.traffic import Timed, Traffic
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE",
                         help="engine options of the server, if this command starts it")
     parser.add_argument("--note", default="", help="a note for the record, such as: the machine was shared")
-    parser.add_argument("--out", help="also write the record to this file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         "model": args.url or args.model or "embedded", "minutes": args.minutes, "clients": args.clients,
         "period": args.period, "seed": args.seed, "options": args.set, "note": args.note,
     }
-    finish(record("soak", setting, figures, soak.quality), args.out)
+    finish(record("soak", setting, figures, soak.quality), args)
     return int(figures["verdict"]["overall"] == FAIL)
 
 

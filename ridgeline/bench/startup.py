@@ -21,7 +21,7 @@ from typing import Any
 
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.peak_memory import own_peak
-from ridgeline.bench.lab.record import finish, record, write
+from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.errors import EngineDead
@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="use public models' shapes with dummy weights")
     parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
+    parser.add_argument("--written", action="store_true",
+                        help="with --shape: write the weights to disk first, so that a start reads a checkpoint")
     parser.add_argument("--starts", type=int, default=3, help="number of measured starts")
     parser.add_argument("--cold", action="store_true",
                         help="empty the kernel caches before every start, so that kernels are compiled")
@@ -60,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
         rows.append({"model": chosen["shape"] or args.model or "embedded", "options": " ".join(chosen["words"])} | cells)
     setting = {
         "model": ", ".join(args.shape or []) or args.model or "embedded", "layers": args.layers, "cold": args.cold,
+        "weights": "written to disk, in the page cache" if args.written else "dummy" if args.shape else "the model's own",
         "options": args.set,
     }
     made = record("startup", setting, figures, found["quality"], found["starts"][-1]["gpu"] or None,
@@ -70,8 +73,6 @@ def run(args: argparse.Namespace) -> None:
         if args.out:
             write(made, Path(args.out))
             print(f"wrote {args.out}", file=sys.stderr)
-        else:
-            finish(made, None)
         return
     if args.out:
         write(made, Path(args.out))
@@ -81,7 +82,12 @@ def run(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[str, Any]:
     """All starts of one combination."""
     model = str(write_shape(shape, args.layers)) if shape else args.model
-    words = [*(["load_format=dummy", "skip_tokenizer_init=on"] if shape else []), *options]
+    dummy = ["load_format=dummy"] if shape and not args.written else []
+    words = [*dummy, *(["skip_tokenizer_init=on"] if shape else []), *options]
+    if shape and args.written:
+        began = time.perf_counter()
+        written = importlib.import_module("ridgeline.bench.workload.written_weights").write_weights(Path(model))
+        print(f"wrote {written / 1e9:.1f} GB in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     if not args.cold:
         start_once(model, words)
     starts = []

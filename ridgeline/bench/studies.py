@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.lab.record import add_output, finish, percentiles, record
 from ridgeline.bench.workload.bench_engine import parse_options
 from ridgeline.bench.workload.cascade import cascade
 from ridgeline.bench.workload.long_prompt import SIZES, Sizes, long_prompt
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=SIZES.prompt, help="long-prompt: length of the long prompt")
     parser.add_argument("--decodes", type=int, default=SIZES.decodes, help="long-prompt: requests that decode at the same time")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="long-prompt: engine options")
-    parser.add_argument("--out", help="also write the record to this file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
             figures[name] = {"batching": batching, "paging": paging, "cliff": cliff}[name](args.model, args.requests)
     workload = {"model": args.shape or args.model or "embedded", "requests": args.requests}
     gpu = gpu_facts() if torch.cuda.is_available() else None
-    finish(record("studies", workload, figures, gpu=gpu), args.out)
+    finish(record("studies", workload, figures, gpu=gpu), args)
 
 
 def _long_prompt(args: argparse.Namespace) -> dict[str, Any]:

@@ -16,4 +16,4 @@ def run(args: argparse.Namespace) -> None:
     with Console(stderr=True).status("compiling the CPU kernels"):
         native = importlib.import_module("ridgeline.ops.native")         # imports torch, which --help does not need
         path = native.build()
-    print(path)
+    print(f"CPU kernels for this machine: {path}")

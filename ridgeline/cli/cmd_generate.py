@@ -20,7 +20,7 @@ from ridgeline.cli.config_options import add_engine_options, engine_config
 from ridgeline.cli.sampling_options import add_sampling_options, sampling_given
 from ridgeline.cli.terminal import require_model
 from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
-from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
+from ridgeline.engine.client.processor import Processor, Prompt, RequestState
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.messages import TokenDelta
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
-    defaults = DEFAULTS | sampling_given(args)
-    SamplingParams(**defaults)
+    given = sampling_given(args)
+    SamplingParams(**given)                              # a wrong value fails before anything is loaded
     require_model(config)
     try:
         total = count_lines(args.input)
@@ -64,10 +64,11 @@ def run(args: argparse.Namespace) -> int:
     with source, target:
         path = model_path(config)
         load_model_config(path)                          # a wrong model fails with its own error, not the tokenizer's
-        frontend = Frontend.load(config.model, path)     # a wrong tokenizer or template fails before the weights load
+        processor = Processor.load(config.model, path)     # a wrong tokenizer or template fails before the weights load
         with progress_bar("loading", in_bytes=True) as tick:
             core = EngineCore.start(config, tick)
-        batch = Batch(core, frontend, defaults, target, done)
+        defaults = {**DEFAULTS, **processor.sampling_defaults.fields, **given}
+        batch = Batch(core, processor, defaults, target, done)
         try:
             with progress_bar("answers") as tick:
                 batch.run(read(source), total, tick)
@@ -141,11 +142,11 @@ class Batch:
     """Keeps the engine supplied with requests and writes their answers."""
 
     def __init__(
-        self, core: EngineCore, frontend: Frontend, defaults: dict[str, Any], target: IO[bytes], done: set[RecordId]
+        self, core: EngineCore, processor: Processor, defaults: dict[str, Any], target: IO[bytes], done: set[RecordId]
     ) -> None:
         self.answered = self.failed = self.skipped = 0
         self._core = core
-        self._frontend = frontend
+        self._processor = processor
         self._defaults = defaults
         self._target = target
         self._before = done                              # in OUTPUT already
@@ -177,7 +178,7 @@ class Batch:
                 raise BadRequest(line.error)
             self._check_id(line)
             params = sampling_params(line.record, self._defaults)
-            request, state = self._frontend.request(
+            request, state = self._processor.request(
                 self._prompt(line.record), params,
                 priority=_of(line.record, "priority", int, 0), cache_salt=_of(line.record, "cache_salt", str, ""),
             )
@@ -199,7 +200,7 @@ class Batch:
         if len(given) != 1:
             raise BadRequest(f"a line needs exactly one of {', '.join(_PROMPTS)}; got {', '.join(given) or 'none'}")
         if given == ["messages"]:
-            return self._frontend.chat_tokens(record["messages"])
+            return self._processor.chat_tokens(record["messages"])
         return {given[0]: _of(record, given[0], str if given[0] == "prompt" else list, None)}
 
     def _take(self, delta: TokenDelta) -> None:

@@ -22,16 +22,30 @@ from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service, model_name
+from ridgeline.sizes.ledger import KV, WEIGHTS
 from ridgeline.version import __version__
 
 logger = get_logger("server")
 
+# Titles of `--help` -> options of the server; the others are under "server".
+GROUPS = {
+    "security": (
+        "api_key", "api_key_file", "insecure_no_auth", "allowed_host", "allowed_origins", "ssl_certfile", "ssl_keyfile",
+        "admin_socket",
+    ),
+    "limits": (
+        "max_connections", "max_queued_requests", "max_queued_tokens", "request_timeout", "max_body_bytes",
+        "max_stored_responses", "max_stored_bytes", "drain_timeout", "max_engine_restarts", "engine_timeout",
+    ),
+    "parsers": ("tool_call_parser", "reasoning_parser"),
+    "logs and traces": ("access_log", "otlp_traces_endpoint"),
+}
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_options(parser, ServerOptions, "server")
+    add_options(parser, ServerOptions, "server", GROUPS)
     add_engine_options(parser)
 
 
@@ -52,6 +66,7 @@ def run(args: argparse.Namespace) -> None:
                 logger.warning("ready: %s/v1 (standard output cannot be written to)", address)
 
         run_server(llm, options, tick, on_ready, keys)
+    print("stopped", file=sys.stderr, flush=True)
 
 
 def require_authentication(options: ServerOptions, keys: Keys) -> None:
@@ -70,9 +85,12 @@ def welcome(service: Service, address: str) -> str:
     ready = service.llm.ready
     assert ready is not None
     facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, loaded in {ready.seconds:.1f} s"
+    parts = [f"{part} {ready.memory[part] / 1e9:.2f} GB" for part in (WEIGHTS, KV) if part in ready.memory]
     return "\n".join(
         [
             f"ridgeline {__version__}: {facts}",
+            *([f"memory: {', '.join(parts)}"] if parts else []),
+            f"sampling defaults: {service.llm.sampling_defaults}",
             f"ready: {address}/v1  (Ctrl-C stops)",
             f"dashboard: {address}/dashboard",
             "",

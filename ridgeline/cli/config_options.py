@@ -4,31 +4,61 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ridgeline.config import EngineConfig, checked, declared_options
+from ridgeline.cli.other_engines import Translation, long_name
+from ridgeline.config import (
+    CacheOptions,
+    EngineConfig,
+    ExecutionOptions,
+    ModelOptions,
+    ParallelOptions,
+    SchedulerOptions,
+    checked,
+    declared_options,
+    whole_number,
+)
 from ridgeline.errors import ConfigError
 
 T = TypeVar("T")
+ENGINE_GROUPS = {
+    "model": ModelOptions, "memory and KV cache": CacheOptions, "scheduling": SchedulerOptions, "execution": ExecutionOptions,
+    "parallelism": ParallelOptions,
+}
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse, except that --max_model_len is --max-model-len, and that errors are ConfigErrors of one line."""
+    """argparse, except that --max_model_len is --max-model-len, that options of vLLM and llama.cpp are answered, that --config
+    reads a file, and that errors are ConfigErrors of one line."""
+
+    engine = False                   # set for commands that take engine options
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        args, unknown = self.parse_known_args([_with_dashes(word) for word in argv])
+        words = with_config_file(argv) if self.engine else argv
+        if self.engine:
+            positional = any(action.dest == "model" and not action.option_strings for action in self._actions)
+            translated = Translation(words, self._option_string_actions, positional)
+            words = translated.argv
+            for note in translated.notes:
+                print(f"note: {note}", file=sys.stderr)
+        else:
+            words = [_with_dashes(word) for word in words]
+        args, unknown = self.parse_known_args(words)
         for word in unknown:
             if not word.startswith("-"):
                 raise ConfigError(f"unexpected argument {word!r}; see {self.prog} --help")
-            name = word.split("=")[0]
-            close = difflib.get_close_matches(name, self._option_string_actions, 1)
-            raise ConfigError(f"unknown option {name}" + (f"; did you mean {close[0]}?" if close else ""))
+            name = "--" + long_name(word.split("=")[0]).replace("_", "-") if word.startswith("--") else word.split("=")[0]
+            close = difflib.get_close_matches(name, self._option_string_actions, 1, 0.7)
+            raise ConfigError(f"unknown option {name}; " + (f"did you mean {close[0]}?" if close else f"see {self.prog} --help"))
         for name in ("out", "html"):
             _check_output(f"--{name}", getattr(args, name, None))
         return args
@@ -47,18 +77,9 @@ def _check_output(option: str, path: str | None) -> None:
         raise ConfigError(f"{option} {path} cannot be written")
 
 
-# vLLM's names for the same option.
-_OTHER_NAMES = dict.fromkeys(
-    ("--structured-outputs-config.backend", "--guided-decoding-backend"), "--structured-outputs-backend"
-)
-
-
 def _with_dashes(word: str) -> str:
-    if not word.startswith("--"):
-        return word
     name, equals, value = word.partition("=")
-    name = name.replace("_", "-")
-    return _OTHER_NAMES.get(name, name) + equals + value
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -70,36 +91,86 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    for declared, kind, _ in declared_options():
-        if declared.name != "model":
-            _add(group, declared, kind)
+    if isinstance(parser, OptionParser):
+        parser.engine = True
+    for title, kind in ENGINE_GROUPS.items():
+        add_options(parser, kind, title)
+    parser.add_argument_group("file").add_argument(
+        "--config", metavar="FILE.yaml", default=argparse.SUPPRESS,
+        help="options from a YAML or JSON file, by their long names; the command line comes first",
+    )
 
 
-def add_options(parser: argparse.ArgumentParser, options: type, title: str) -> None:
-    """Every option of a dataclass of declared options."""
-    group = parser.add_argument_group(title)
+def add_options(
+    parser: argparse.ArgumentParser, options: type, title: str, others: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Every option of a dataclass of declared options, under this title or the one in `others` that lists it."""
+    titles = {name: other for other, names in (others or {}).items() for name in names}
+    groups = {name: parser.add_argument_group(name) for name in (title, *(others or {}))}
     for declared, kind, _ in declared_options(options):
-        _add(group, declared, kind)
+        if declared.name != "model":
+            _add(groups[titles.get(declared.name, title)], declared, kind)
 
 
 def _add(group: argparse._ArgumentGroup, declared: Field[Any], kind: type) -> None:
     """Options that are not given stay absent, so the default has one place: the declaration."""
     flag = f"--{declared.name.replace('_', '-')}"
-    default = declared.default
-    shown = "" if default in (None, "") or kind is bool else f" (default: {default})"
+    default, choices = declared.default, declared.metadata["choices"]
     if kind is bool:
-        help = declared.metadata["help"] + ("" if default is None else f" (default: {'on' if default else 'off'})")
+        shown = "auto" if default is None else "on" if default else "off"
+        help = f"{declared.metadata['help']} (default: {shown})"
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help)
         return
+    shown = "" if default == "" else f" (default: {'auto' if default is None else default})"
     group.add_argument(
         flag,
-        type=kind,
-        choices=declared.metadata["choices"] or None,
-        metavar=None if declared.metadata["choices"] else kind.__name__.upper(),
+        type=_read_int if kind is int else kind,         # `checked` knows the choices, and other spellings of them
+        metavar="{" + ",".join(choices) + "}" if choices else kind.__name__.upper(),
         default=argparse.SUPPRESS,
         help=(declared.metadata["help"] + shown).replace("%", "%%"),
     )
+
+
+def _read_int(text: str) -> int | None:
+    return whole_number(text)
+
+
+_read_int.__name__ = "int"           # argparse: "invalid int value"
+
+
+def with_config_file(argv: list[str]) -> list[str]:
+    """The options of --config FILE as words before the others, so that the command line wins."""
+    for place, word in enumerate(argv):
+        if word == "--config" or word.startswith("--config="):
+            path = word.partition("=")[2] or "".join(argv[place + 1 : place + 2])
+            rest = argv[:place] + argv[place + (1 if "=" in word else 2) :]
+            return _from_file(path) + rest
+    return argv
+
+
+def _from_file(path: str) -> list[str]:
+    if not path:
+        raise ConfigError("--config needs a file")
+    import yaml  # here: few commands read a file
+
+    try:
+        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))      # JSON is YAML, too
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from None
+    if not isinstance(read, dict):
+        raise ConfigError(f"--config {path} must hold options, such as max-model-len: 4096")
+    words = []
+    for name, value in read.items():
+        flag = "--" + str(name).lstrip("-").replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, list):
+            words.append(f"{flag}={','.join(map(str, value))}")
+        elif value is not None:
+            words.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return words
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

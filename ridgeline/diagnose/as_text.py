@@ -11,13 +11,16 @@ _PARTS = 12                          # lines of ops
 
 
 def text(tree: Mapping[str, Any]) -> str:
+    code = [each for each in tree["remedies"] if each.get("is_code")]
+    settings = [each for each in tree["remedies"] if not each.get("is_code")]
     sections = [
         ("application", _application(tree["application"]) if "application" in tree else ""),
         ("steps", _steps(tree["steps"]) if "steps" in tree else ""),
         ("ops and kernels", _ops(tree.get("ops"), tree.get("profiler"))),
         ("patterns in the trace", _patterns(tree.get("patterns"))),
         ("verdict", _verdict(tree["verdict"]) if "verdict" in tree else ""),
-        ("what to change, largest predicted gain first", remedies(tree["remedies"], tree.get("model_of_time"), "ops" in tree)),
+        ("what to change, largest predicted gain first", remedies(settings, tree.get("model_of_time"), "ops" in tree)),
+        ("what no setting changes: work on the engine's code", remedies(code) if code else ""),
     ]
     return "\n\n".join(f"── {title} ──\n{body}" for title, body in sections if body)
 

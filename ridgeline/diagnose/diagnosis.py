@@ -105,22 +105,23 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     steps = len(profiled.times)
     model = StepCosts(before.log.shape, engine.model.weight_reads)
     costs = profiled.rows.costs(model)
-    rates = peaks.read_bytes_s, peaks.rate(config.dtype)
+    rates = peaks.read_bytes_s, before.log.rates(peaks)
+    setting = setting_of(engine, before, kv_usage, preemptions, peaks)
     tokens = sum(step.tokens for step in before.log.times)
     facts = facts_of(
         [trace], part_costs(costs, *rates, steps_with(trace.work, steps)), spent, kept,
-        flops_s=rates[1], read_bytes_s=rates[0], preemptions=preemptions,
+        flops_s=float(rates[1].max()), read_bytes_s=rates[0], preemptions=preemptions,
         recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log),
-        lost=1 - kept_part(before.log),
+        lost=1 - kept_part(before.log), formats=setting.narrower,
     )
     findings = find_patterns(facts)
     window = with_seen_launches(whole_window(before), facts)
-    verdict = judge(window, setting_of(engine, before, kv_usage, preemptions))
+    verdict = judge(window, setting)
     recorded = facts.kernels / max(1, facts.steps) * peaks.launch_s      # in a CUDA graph: kernel after kernel, without the host
     speeds = speeds_of(before.log, profiled, costs, trace, rates, config.depth > 0, recorded)
     progress("planning what could be changed")
     what_if = WhatIf(config, load, speeds, engine.model.weight_reads)
-    planned = what_if.changes(preemptions)
+    planned = what_if.changes(preemptions, peaks.flops_s)
     remedies = ranked(verdict, findings, planned, made_already(engine))
     measured = sum(own_seconds(step) for step in before.log.times)
     tree = {
@@ -132,7 +133,9 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         "remedies": drill.remedies_section(remedies),
         "profiler": {"steps": steps, "overhead": overhead},
         "model_of_time": _time_model(what_if, measured),
-        "machine": {"read_bytes_s": rates[0], "flops_s": rates[1], "device": peaks.device, "load": os.getloadavg()[0]},
+        "machine": {
+            "read_bytes_s": rates[0], "flops_s": float(rates[1].max()), "device": peaks.device, "load": os.getloadavg()[0],
+        },
         "runs_s": [before.seconds, after.seconds], "processor_s": [before.processor, after.processor],
     }
     return Diagnosed(tree, document, before.outcomes, step_points(before.log, model))
@@ -189,7 +192,7 @@ def profiler_seconds(plain: StepLog, profiled: StepLog, overhead: float) -> floa
 
 
 def speeds_of(
-    plain: StepLog, profiled: StepLog, costs: ManyCosts, trace: Trace, rates: tuple[float, float], overlap: bool,
+    plain: StepLog, profiled: StepLog, costs: ManyCosts, trace: Trace, rates: tuple[float, np.ndarray], overlap: bool,
     recorded: float = 0.0,
 ) -> Speeds:
     """The parts' own times from the profiled run, which its marks do not lengthen; the step times from the plain run."""
@@ -243,14 +246,13 @@ def with_seen_launches(window: Window, facts: Facts) -> Window:
     return replace(window, launch=max(window.launch, window.roof + facts.launch / facts.seconds * window.busy))
 
 
-def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int) -> Setting:
+def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int, peaks: MachinePeaks) -> Setting:
     config = engine.config
-    decodes = sum(step.seconds for step in run.log.times if step.phase == "decode")
     return Setting(
         device=config.device, max_rows=config.max_num_seqs, kv_usage=kv_usage, preemptions=preemptions,
         weight_bytes=run.log.weight_bytes, kv_bytes=run.log.shape.kv_bytes, graphs=config.graphs, overlap=config.depth > 0,
-        prefix_caching=config.prefix_caching, ranks=config.options.parallel.tensor_parallel_size,
-        decoding=decodes > 0.5 * sum(step.seconds for step in run.log.times),
+        prefix_caching=config.prefix_caching, ranks=config.options.parallel.tensor_parallel_size, dtype=config.dtype,
+        native=tuple(peaks.flops_s),
     )
 
 

@@ -60,7 +60,7 @@ class StepLog(StepRecorder):
     """The engine's recorder, which also keeps every single step."""
 
     def __init__(self, core: EngineCore, reads: Callable[[int], tuple[int, int]] | None) -> None:
-        super().__init__(core.recorder.shape, core.recorder.dtype, reads)
+        super().__init__(core.recorder.shape, core.recorder.dtype, reads, core.recorder.linear_dtype)
         self.rows = StepRows()
         self.times: list[StepTimes] = []
         self.between = 0.0                               # since the last step, outside of the engine

@@ -18,7 +18,7 @@ import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.device_peaks import device_kind, machine_peaks
-from ridgeline.bench.lab.record import finish, percentiles, record
+from ridgeline.bench.lab.record import add_output, finish, percentiles, record
 from ridgeline.bench.lab.sweep import check_runs
 from ridgeline.bench.lab.table import as_markdown
 from ridgeline.bench.load.latency import figures
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
     parser.add_argument("--scenario", nargs="+", choices=list(names), help="default: all of them")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs of runs, reported as a median (default: 5)")
-    parser.add_argument("--out", help="also write the record to this file")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         found[scenario.name] = follow(model, replace(scenario, options=options | scenario.options), args.repeats)
     print(as_markdown([table_row(name, each) for name, each in found.items()]))
     workload = {"model": args.shape or args.model or "embedded", "repeats": args.repeats, "threads": torch.get_num_threads()}
-    finish(record("loop", workload, found, quality_of_all(found), gpu_facts() or None), args.out)
+    finish(record("loop", workload, found, quality_of_all(found), gpu_facts() or None), args)
 
 
 def quality_of_all(found: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ time that does not. No model runs here, and only the change `kernels=auto` assum
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from ridgeline.roofline.remedies import Planned
 from ridgeline.roofline.step_cost import kv_element_bytes
 from ridgeline.roofline.vectorised import ManyCosts, StepCosts
 from ridgeline.runner.worker import device_facts
+from ridgeline.sizes.abilities import KV_FORMATS, available
 
 _CLEAR = 0.8                         # of a part's floor: what binds the step's part is clear
 _TIMES = (2, 4, 8)                   # rows to try
@@ -56,7 +57,7 @@ class Speeds:
     """Measured speeds of this machine's kernels, and a step's time outside of them."""
 
     read_bytes_s: float
-    flops_s: float
+    flops_s: float | np.ndarray      # or by op
     least: Mapping[str, float]       # by part: fixed seconds per step …
     reading: Mapping[str, float]     # … and the time beyond, as a multiple of the floor, where memory-bound …
     computing: Mapping[str, float]   # … and where compute-bound
@@ -80,7 +81,7 @@ class Speeds:
 
 def measured_speeds(
     costs: ManyCosts, own: Mapping[str, np.ndarray], device: Sequence[float], host: Sequence[float],
-    read_bytes_s: float, flops_s: float, overlap: bool, recorded: float = 0.0,
+    read_bytes_s: float, flops_s: float | np.ndarray, overlap: bool, recorded: float = 0.0,
 ) -> Speeds:
     """`own`: by part, seconds in each step without the profiler. Medians, because other programs may use the machine."""
     least, reading, computing = dict[str, float](), dict[str, float](), dict[str, float]()
@@ -145,8 +146,8 @@ class Case:
     kv_dtype: str = ""
 
 
-def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case]:
-    """Changes that this engine's settings do not include yet."""
+def cases(config: ResolvedConfig, load: Load, preemptions: int, native: Collection[str] = ()) -> Iterator[Case]:
+    """Changes that this engine's settings do not include yet. `native`: names of the device's matrix rates."""
     options = config.options
     demand, rows = load.at_once, config.max_num_seqs
     later = "time per output token of each request"
@@ -178,10 +179,10 @@ def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case
         yield Case("kernels", f"kernels=auto: every op at {REACHED:.0%} of its roof, if the kernels are good",
                    "none; verify with `bench ops`", {"kernels": "auto"}, speeds=_good_kernels)
     if config.device == "cuda":
-        yield from _gpu_cases(config)
+        yield from _gpu_cases(config, native)
 
 
-def _gpu_cases(config: ResolvedConfig) -> Iterator[Case]:
+def _gpu_cases(config: ResolvedConfig, native: Collection[str]) -> Iterator[Case]:
     if config.depth == 0:
         yield Case("overlap", "async_scheduling: plan a step while the one before it runs",
                    "a stop is noticed one step late", {"async_scheduling": True},
@@ -190,8 +191,9 @@ def _gpu_cases(config: ResolvedConfig) -> Iterator[Case]:
         yield Case("graphs", "CUDA graphs (leave enforce_eager off)", "memory of the graphs", {"enforce_eager": False},
                    speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))
     if config.options.cache.kv_cache_dtype == "auto":
-        yield Case("kv8", "kv_cache_dtype fp8: half the bytes of the cache", "quality: `ridgeline eval`",
-                   {"kv_cache_dtype": "fp8"}, speeds=_narrow_pages, kv_dtype="fp8")
+        for narrow in available(KV_FORMATS, config.device, native, config.dtype):
+            yield Case(narrow.flag, f"{narrow.flag}: fewer bytes of the cache", "quality: `ridgeline eval`",
+                       {narrow.option: narrow.name}, speeds=_narrow_pages, kv_dtype=narrow.name)
 
 
 def _narrow_pages(speeds: Speeds) -> Speeds:
@@ -246,10 +248,10 @@ class WhatIf:
         config = resolve(changed, emptied(device_facts(changed), self.config)) if case.options else self.config
         return self.seconds / self._price(config, case.load or self.load, case.speeds(self.speeds), case.kv_dtype)
 
-    def changes(self, preemptions: int) -> list[Planned]:
+    def changes(self, preemptions: int, native: Collection[str] = ()) -> list[Planned]:
         """Each kind of change once: its smallest variant that brings nearly all of the gain."""
         found: dict[str, list[Planned]] = {}
-        for case in cases(self.config, self.load, preemptions):
+        for case in cases(self.config, self.load, preemptions, native):
             try:
                 gain = self.gain(case)
             except RidgelineError:                       # it does not fit, or does not work here

@@ -10,9 +10,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 from ridgeline.config import EngineConfig
-from ridgeline.engine.client.outputs import RequestOutput
-from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
+from ridgeline.engine.client.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from ridgeline.engine.client.processor import ROLES, Processor, Prompt, RequestState, second_begins
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest, RequestError, Unsupported
 from ridgeline.messages import Request
@@ -21,6 +23,19 @@ from ridgeline.process.progress import Tick, progress_bar
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams, shown
 from ridgeline.text.tokenizer import Tokenizer
+
+_ELSEWHERE = {
+    "encode": "use embed for vectors, or get_tokenizer().encode for token ids",
+    "classify": "there are no classifiers; use score, or choice in structured_outputs",
+    "reward": "there are no reward models; use score",
+    "beam_search": "there is no beam search; ask for n answers",
+    "sleep": "close() frees the memory",
+    "wake_up": "close() frees the memory, and a new LLM loads again",
+    "start_profile": "use `ridgeline diagnose`",
+    "stop_profile": "use `ridgeline diagnose`",
+    "apply_model": "no code runs inside the workers",
+    "collective_rpc": "no code runs inside the workers",
+}
 
 
 class LLM:
@@ -32,18 +47,18 @@ class LLM:
         config = EngineConfig.of(model=model, **{"step_time_ms": 0.0} | options)
         path = model_path(config)
         load_model_config(path)                          # fails with the model's own error, before the tokenizer's
-        self._frontend = Frontend.load(config.model, path)
+        self._processor = Processor.load(config.model, path)
         with progress_bar("loading weights", in_bytes=True, wanted=use_tqdm_on_load) as tick:
             self.core = EngineCore.start(config, progress=tick)
 
     def get_tokenizer(self) -> Tokenizer:
-        if self._frontend.tokenizer is None:
+        if self._processor.tokenizer is None:
             raise BadRequest("there is no tokenizer: skip_tokenizer_init is set")
-        return self._frontend.tokenizer
+        return self._processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json asks for; used where no SamplingParams are given."""
-        return self._frontend.default_params()
+        """The model's own defaults (engine/client/sampling_defaults.py); used where no SamplingParams are given."""
+        return self._processor.default_params()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every computed prefix. False, and nothing is forgotten, while requests hold part of the KV cache."""
@@ -70,7 +85,7 @@ class LLM:
         params = _one_each("sampling_params", sampling_params, SamplingParams, self.get_default_sampling_params(), listed)
         priorities = _one_each("priority", priority, int, 0, listed)
         made = [
-            self._frontend.request(prompt, each, priority=urgency)
+            self._processor.request(prompt, each, priority=urgency)
             for prompt, each, urgency in zip(listed, params, priorities, strict=True)
         ]
         return self._run(made, use_tqdm)
@@ -91,6 +106,8 @@ class LLM:
         """The next message of one conversation, or of each of several."""
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         conversations: list[Any] = messages if several else [messages]
+        for conversation in conversations:
+            _check_roles(conversation)
         template: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
@@ -98,8 +115,43 @@ class LLM:
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        prompts = [{"prompt_token_ids": self._frontend.chat_tokens(each, **template)} for each in conversations]
+        prompts = [{"prompt_token_ids": self._processor.chat_tokens(each, **template)} for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last", normalize: bool = True, use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput]:
+        """Each prompt as a vector: the hidden state of its last token, or the mean of all, with length 1."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, pooling=pooling)
+        made = []
+        for output in self.generate(prompts, params, use_tqdm=use_tqdm):
+            assert output.hidden is not None
+            vector = output.hidden.astype(np.float32)
+            length = float(np.linalg.norm(vector)) if normalize else 0.0
+            embedding = EmbeddingOutput((vector / length if length > 0 else vector).tolist())
+            made.append(PoolingRequestOutput(output.request_id, embedding, output.prompt_token_ids))
+        return made
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput]:
+        """How likely each second text is after its first one. One first text goes with several second ones."""
+        firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
+        if not firsts or not seconds or (len(firsts) != len(seconds) and len(firsts) != 1):
+            raise BadRequest(f"score needs equally many texts, or one first text; got {len(firsts)} and {len(seconds)}")
+        tokenizer = self.get_tokenizer()
+        pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
+        both = [tokenizer.encode(first + second) for first, second in pairs]
+        begins = [second_begins(tokenizer.encode(first), whole) for (first, _), whole in zip(pairs, both, strict=True)]
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, prompt_logprobs=0)
+        outputs = self.generate([{"prompt_token_ids": whole} for whole in both], params, use_tqdm=use_tqdm)
+        return [_scored(output, begin) for output, begin in zip(outputs, begins, strict=True)]
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of vLLM's class that are not here say what to use instead."""
+        if name in _ELSEWHERE:
+            raise AttributeError(f"LLM has no {name}: {_ELSEWHERE[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _run(self, made: list[tuple[Request, RequestState]], show: bool) -> list[RequestOutput]:
         states = {request.request_id: state for request, state in made}
@@ -136,8 +188,8 @@ class LLM:
             after_step()
 
     def close(self) -> None:
-        if self._frontend.grammars is not None:
-            self._frontend.grammars.close()
+        if self._processor.grammars is not None:
+            self._processor.grammars.close()
         self.core.close()
 
 
@@ -192,6 +244,21 @@ def _one_each(name: str, given: Any, kind: type, default: Any, prompts: list[Pro
     if len(given) != len(prompts):
         raise BadRequest(f"{name} has {len(given)} entries for {len(prompts)} prompts; give one, or one each")
     return list(given)
+
+
+def _scored(output: RequestOutput, begin: int) -> PoolingRequestOutput:
+    assert output.prompt_logprobs is not None
+    at = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[begin:]
+    found = [known[token].logprob for token, known in at if known is not None]
+    return PoolingRequestOutput(output.request_id, ScoringOutput(sum(found), len(found)), output.prompt_token_ids)
+
+
+def _check_roles(conversation: Any) -> None:
+    """As the server does: a misspelt role would only make the answer worse."""
+    for place, message in enumerate(conversation if isinstance(conversation, list) else []):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ROLES:
+            raise BadRequest(f"messages[{place}].role must be one of {', '.join(ROLES)}; got {shown(role)}", field="messages")
 
 
 def _require_no_adapter(lora_request: Any) -> None:

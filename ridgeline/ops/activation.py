@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.ops import native
-from ridgeline.ops.launch import dependent_launch
-from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
+from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
+from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.sizes.op_costs import GATED_ACTIVATION_CASES, gated_activation_cost
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -68,8 +68,8 @@ def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     tokens = rows.shape[0]
     if tokens:
-        block = min(BLOCK, triton.next_power_of_2(width))
-        _gated_activation_kernel[(triton.cdiv(width, block) * tokens,)](
+        block = min(BLOCK, power_of_two(width))
+        _gated_activation_kernel[(cdiv(width, block) * tokens,)](
             rows, out, rows.stride(0), WIDTH=width, KIND=_TRITON_KINDS[kind], BLOCK=block,
             num_warps=4, **dependent_launch(x.device),
         )

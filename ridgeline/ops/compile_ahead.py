@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from ridgeline.ops import registry
+from ridgeline.ops.direct_launch import collected_once
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 
@@ -155,7 +156,8 @@ class CompileAhead:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(LET_IN)
         try:
-            yield
+            with collected_once():
+                yield
         finally:
             sys.setswitchinterval(usual)
             jit_function.run, jit_function._do_compile = launch, compile_variant

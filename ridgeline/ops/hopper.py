@@ -8,9 +8,13 @@ be called.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ridgeline.ops.direct_launch import kept_descriptor
 from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, gluon_kernel, triton
 
 # Triton before 3.6 has other names.
@@ -43,6 +47,17 @@ else:
     copy = fetch = group_barrier = viewed = None
 
 
+@functools.cache
+def tiles_of(swizzle: int, bits: int, rank: int) -> Any:
+    """How tiles lie in shared memory, as TMA writes and the tensor cores read them: bytes of the swizzle, bits of an element."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
+def described(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> Any:
+    """The TMA descriptor of a tensor, for tiles of a block."""
+    return kept_descriptor(TensorDescriptor, tensor.data_ptr(), tensor.dtype, shape, strides, block, layout)
+
+
 @gluon_kernel()
 def wait_for_kernel_before(DEPENDENT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel start, and wait for the one before (launch.py)."""
@@ -64,6 +79,11 @@ def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):  # type: ignore[
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=READERS)
     return full, empty
+
+
+def compile_time(function: Callable[..., Any]) -> Any:
+    """A function that kernels call while they are compiled; elsewhere it is an ordinary one."""
+    return triton.constexpr_function(function) if HAS_GLUON else function
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Builds and loads `native.c`, the float32 CPU kernels.
 
-It is compiled for this machine once, by `make install` or `ridgeline build`, into the cache, under a name made of the
-source, the compiler's flags and the processor's features: a changed source or another machine never uses an old build.
-Nothing is compiled at start-up. Without a build every op runs its definition in torch, which is slower.
+It is compiled for this machine once, by `make install`, by `ridgeline build`, or when an engine on a CPU first needs it, into the
+cache, under a name made of the source, the compiler's flags and the processor's features: a changed source or another machine
+never uses an old build. Without a C compiler every op runs its definition in torch, which is slower.
 
 The kernels use the OpenMP runtime that torch has loaded, so that there is one pool of threads and not two.
 """
@@ -95,20 +95,18 @@ def _is_ours(built: Path) -> bool:
 
 @functools.cache
 def library() -> Any:
-    """The kernels, or None if they are not built or cannot be loaded, which is logged once."""
+    """The kernels, compiled now if they are not yet; None if they cannot be compiled or loaded, which is logged once."""
     try:
-        built = path()
-        if not built.is_file():
-            logger.info("the CPU kernels are not built for this machine; `ridgeline build` makes decoding faster")
-            return None
-        if not _is_ours(built):
-            logger.warning("%s is not as it was built, and is not used; `ridgeline build` makes it anew", built)
-            return None
+        if not path().is_file():
+            logger.info("compiling the CPU kernels for this machine (once; a few seconds)")
+        elif not _is_ours(path()):
+            logger.warning("%s is not as it was built; compiling it again", path())
+        built = build()
         for runtime in _openmp_runtimes():
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(built))
     except (OSError, ConfigError) as error:
-        logger.warning("the CPU kernels cannot be used: %s", error)
+        logger.warning("the CPU kernels cannot be used, and decoding is slower: %s", error)
         return None
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)

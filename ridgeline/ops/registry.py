@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ridgeline.errors import ConfigError
 from ridgeline.metrics import HAPPENED
+from ridgeline.ops.direct_launch import direct
 from ridgeline.process import platform
 from ridgeline.process.head_start import hash_triton
 from ridgeline.process.log import get_logger
@@ -92,7 +93,9 @@ def triton_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
-        return triton.jit(function, do_not_specialize=list(do_not_specialize)) if HAS_TRITON else function
+        if not HAS_TRITON:
+            return function
+        return direct(triton.jit(function, do_not_specialize=list(do_not_specialize)))
 
     return decorate
 
@@ -104,7 +107,7 @@ def gluon_kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..
     def decorate(function: Callable[..., None]) -> Any:
         if not HAS_TRITON or TRITON_INTERPRETED:
             return function
-        return gluon.jit(function, do_not_specialize=list(do_not_specialize))
+        return direct(gluon.jit(function, do_not_specialize=list(do_not_specialize)))
 
     return decorate
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import native
-from ridgeline.ops.launch import dependent_launch
-from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
+from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
+from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.sizes.op_costs import RMS_NORM_CASES, rms_norm_cost
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,9 +81,9 @@ def rms_norm_triton(
             added = added.contiguous()
         new_residual = torch.empty_like(out)
     if rows.shape[0]:
-        block = triton.next_power_of_2(width)
+        block = power_of_two(width)
         block_rows = max(1, 512 // block)                # a warp takes 16 bytes a thread; narrow rows share one
-        _rms_norm_kernel[(triton.cdiv(rows.shape[0], block_rows),)](
+        _rms_norm_kernel[(cdiv(rows.shape[0], block_rows),)](
             rows, added, weight, out, new_residual, rows.shape[0], rows.stride(0), added.stride(0), eps, weight_offset,
             WIDTH=width, BLOCK=block, BLOCK_ROWS=block_rows, HAS_RESIDUAL=residual is not None,
             num_warps=min(max(block // 512, 1), 16), **dependent_launch(x.device),

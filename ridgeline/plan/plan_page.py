@@ -2,109 +2,213 @@
 
 from __future__ import annotations
 
-import html
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ridgeline.plan.plan_report import text
+from ridgeline.plan.precision import WEIGHT_FORMATS
+from ridgeline.process import platform
+from ridgeline.report import web_page
+from ridgeline.report.plots import Limit, Series, axis, plot, plot_grid
+from ridgeline.report.style import GREY
+from ridgeline.report.web_page import beside, paragraph
+from ridgeline.sizes.ledger import GIB
+from ridgeline.techniques import TECHNIQUES
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2733; --back: #ffffff; --faint: #d9e0e7; --best: #c2410c; --dot: #2f6fb2; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #dde5ee; --back: #12181f; --faint: #2b3744; --best: #fb923c; --dot: #7db7ee; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px; } .axis { stroke: var(--faint); }
-.dot { fill: var(--dot); opacity: .45; } .best { fill: var(--best); } .front { fill: none; stroke: var(--best); stroke-width: 2; }
-pre { overflow-x: auto; font-size: 13px; } table { border-collapse: collapse; font-size: 14px; }
-td, th { border-bottom: 1px solid var(--faint); padding: .25rem .6rem; text-align: right; } td:first-child { text-align: left; }
-"""
 _QUALITY = {
     "dB": "signal-to-noise of the worst number format, dB (a hint: measure with ridgeline eval)",
     "KL": "divergence from the unquantized model, nats (ridgeline eval)",
 }
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 900, 420, 70, 50, 20
+_NOT_HERE = "not in this engine yet"
+_PER_DEVICE = "output tok/s per device"
+Row = Mapping[str, Any]
 
 
 def page(told: dict[str, Any]) -> str:
-    """`told` with `points`, as report.fronts gives them."""
+    """`told` with `points`, as plan_report.fronts gives them."""
     points, unit = told["points"], told["quality_is"]
-    title = f"{told['model']} on {told['device']}"
+    judged = [point for point in points if point["quality"] is not None]
     plots = [
-        ("Throughput against latency", _plot(
-            points, lambda point: point["tpot"] * 1e3, "time per output token, ms", "best_latency", True)),
-        ("Throughput against quality", _plot(
-            [point for point in points if point["quality"] is not None], lambda point: point["quality"], _QUALITY[unit],
-            "best_quality", False)),
+        _plot("Throughput against latency", told, points, lambda point: point["tpot"] * 1e3, "time per output token (TPOT), ms",
+              "best_latency", _limits(told)),
+        _plot("Throughput against quality", told, judged, lambda point: point["quality"], _QUALITY[unit], "best_quality"),
     ]
-    body = "".join(f"<h2>{name}</h2>\n{drawn}\n" for name, drawn in plots)
     best = [point for point in points if point["best_latency"] or point["best_quality"]]
-    return (
-        f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<meta name=viewport content='width=device-width'>\n"
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>\n"
-        f"<p>Requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out. A dot is a setup: devices, formats, "
-        f"batch. The line is the Pareto front: no other setup is better in both.</p>\n{body}{_table(best, unit)}\n"
-        f"<h2>The whole plan</h2>\n<pre>{html.escape(text(told))}</pre>\n</html>\n"
-    )
+    front = sorted(best, key=lambda each: each["tpot"])
+    explained = paragraph("A dot is a setup: devices, formats, batch. On the line are the Pareto-optimal ones: no other setup is "
+                          f"better in both. Setups in grey need a format that is {_NOT_HERE}.", "quiet")
+    sections = [
+        ("Memory", [beside(web_page.facts(_memory(told)), web_page.table(_ledger(told)))]),
+        ("One setup, by batch", [web_page.table([_point(each) for each in told.get("batches", ())])]),
+        ("Service-level objective", _objective(told)),
+        ("Every setup", [explained, plot_grid(plots) if points else paragraph("Nothing fits.", "alarm")]),
+        ("Pareto-optimal setups", [web_page.table(
+            [_setup(told, point) | _point(point) | {unit: _short(point["quality"])} for point in front]
+        )]),
+        ("By number of devices", [web_page.table([_ranks(row) for row in told["by_ranks"]])]),
+        ("Techniques, each by itself", [web_page.table([_technique(row) for row in told["techniques"]])]),
+        ("Use cases", [web_page.table([_use(told, name, found) for name, found in told.get("objectives", {}).items()])]),
+        ("Number formats", [web_page.table([_format(told, name, how) for name, how in told["formats"].items()])]),
+        ("As text", [web_page.folded("The whole plan as the command prints it", web_page.verbatim(text(told)))]),
+    ]
+    return web_page.page(f"{told['model']} on {_device(told)}", _lead(told), sections)
+
+
+def _device(told: Row) -> str:
+    """A CPU is always the machine that this runs on."""
+    if told["kind"] == "cpu":
+        return f"{platform.cpu_name()}, {platform.cpu_count()} cores"
+    return f"{told['ranks']} × {told['device']}"
+
+
+def missing(told: Row, point: Row) -> list[str]:
+    """Of a setup, what this engine lacks. On a CPU it reads a file's packed weights as they are."""
+    kind = told["kind"]
+    known = {technique.name for technique in TECHNIQUES if technique.device in ("", kind)}
+    known |= {f"{told['weights']} weights"} if kind == "cpu" else set()
+    return [name for name in point["lossy"] if name not in known]
+
+
+def _lead(told: Row) -> list[str]:
+    kv = told["dtype"] if told["kv"] == "auto" else told["kv"]
+    fits = "It fits." if told["fits"] else "It does not fit."
+    said = [
+        paragraph(f"{fits} {_speed(told)}", "lead" if told["fits"] else "alarm"),
+        paragraph(f"{told['parameters'] / 1e9:.2f} G parameters, weights in {told['weights']}"
+                  f"{', 2:4 sparse' if told['sparse'] else ''}, KV in {kv}. Requests "
+                  f"of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out.", "quiet"),
+    ]
+    lacking = [*([told["not_run"]] if told["not_run"] else []), *missing(told, told)]
+    return said + [paragraph(f"{', '.join(lacking)}: {_NOT_HERE}; only planned.", "alarm")] * bool(lacking)
+
+
+def _speed(told: Row) -> str:
+    if not told.get("batches"):
+        return ""
+    one, many = told["batches"][0], told["batches"][-1]
+    return (f"One request: first token after {one['ttft'] * 1e3:,.0f} ms, then {1 / one['tpot']:,.3g} tok/s. "
+            f"{many['batch']:,} at once: {many['tok_s']:,.4g} tok/s.")
+
+
+def _memory(told: Row) -> dict[str, str]:
+    book, context = told["textbook"], told["tokens_in"] + told["tokens_out"]
+    return {
+        "usable on one device": f"{told['usable'] / GIB:.1f} GiB",
+        "KV per token": f"{told['kv_bytes_per_token'] / 1024:,.1f} KiB",
+        f"requests of {context:,} tokens that fit": f"{told['largest_batch']:,}",
+        "longest single request": f"{told['longest_context']:,} tokens",
+        "batch from which compute limits (ridge)": f"{told['compute_limited_batch']:,}",
+        "batch with 90 % of the throughput": f"{told['saturation_batch']:,}" if "saturation_batch" in told else "",
+        "textbook, weights and KV alone": f"{book['tok_s']:,.3g} tok/s at batch 1 by bandwidth, {book['batch']:,} requests by "
+                                          "memory",
+    }
+
+
+def _ledger(told: Row) -> list[dict[str, str]]:
+    parts = told["ledger"] | {"left": told["usable"] - sum(told["ledger"].values())}
+    return [{"GiB of one device": name, "GiB": f"{size / GIB:.2f}"} for name, size in parts.items()]
+
+
+def _point(point: Row) -> dict[str, str]:
+    cost = {"$/M tokens": f"{point['dollars_per_million']:.3f}"} if point["dollars_per_million"] is not None else {}
+    return {
+        "batch": f"{point['batch']:,}", "TTFT, ms": f"{point['ttft'] * 1e3:,.1f}", "TPOT, ms": f"{point['tpot'] * 1e3:,.2f}",
+        "tok/s": _rate(point["tok_s"]), "tok/s per device": _rate(point["tok_s_device"]),
+        "requests/s": f"{point['requests_s']:,.2f}", **cost,
+    }
+
+
+def _setup(told: Row, point: Row) -> dict[str, str]:
+    lacking = missing(told, point)
+    return {"setup": f"{point['label']} ({', '.join(lacking)}: {_NOT_HERE})" if lacking else point["label"]}
+
+
+def _objective(told: Row) -> list[str]:
+    """What meets the SLO here, and how many devices a rate of requests needs."""
+    said = []
+    limits = [f"{name.upper()} at most {limit * 1e3:g} ms" for name, limit in (told.get("slo") or {}).items()]
+    if limits and "within_slo" in told:
+        within = told["within_slo"]
+        end = ": met at best with" if within else ": not met, even one request alone is too slow or does not fit."
+        said += [paragraph(", ".join(limits) + end, "" if within else "alarm")]
+        said += [web_page.table([_setup(told, within) | _point(within)])] if within else []
+    rows = [
+        {"requests/s": f"{row['rate']:g}", "devices": str(row["devices"]), "replicas": str(row["replicas"]),
+         **_setup(told, row["point"]),
+         "requests each": f"{row['point']['batch']:,}", "load": f"{row['load']:.0%}",
+         **({"$ an hour": f"{row['dollars_per_hour']:,.2f}"} if row["dollars_per_hour"] is not None else {})}
+        for row in told.get("deployments", ())
+    ]
+    return said + [web_page.table(rows)] * bool(rows)
+
+
+def _ranks(row: Row) -> dict[str, str]:
+    one, many = row["one"], row["many"]
+    return {
+        "devices": str(row["ranks"]), "TPOT of one request, ms": f"{one['tpot'] * 1e3:,.2f}",
+        "largest batch": f"{many['batch']:,}", "tok/s": _rate(many["tok_s"]),
+        "tok/s per device": _rate(many["tok_s_device"]),
+    }
+
+
+def _technique(row: Row) -> dict[str, str]:
+    factors = {title: "fits" if row[name] is None else f"{row[name]:.2f}×"
+               for name, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("tok_s", "tok/s"))}
+    return {"technique": row["technique"], **factors, "largest batch": f"{row['largest_batch']:,}",
+            "exact": "yes" if row["exact"] else "no", "in this engine": "yes" if row["here"] else "not yet"}
+
+
+def _use(told: Row, name: str, found: Row) -> dict[str, str]:
+    best = found["best"]
+    said = {"use": name, "wanted": f"{found['what']} ({found['tokens_in']:,} tokens in, {found['tokens_out']:,} out)"}
+    if best is None:
+        return said | {"setup": "no setup meets it"}
+    return said | _setup(told, best) | {key: value for key, value in _point(best).items() if key not in ("tok/s", "requests/s")}
+
+
+def _format(told: Row, name: str, how: str) -> dict[str, str]:
+    here = WEIGHT_FORMATS[name].bits >= 16 or not missing(told, {"lossy": [f"{name} weights"]})
+    return {"weights in": name, f"on {told['device']}": how, "in this engine": "yes" if here else "not yet"}
+
+
+def _rate(tok_s: float) -> str:
+    return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.1f}"
+
+
+def _short(quality: float | None) -> str:
+    return "–" if quality is None else f"{quality:.4g}"
+
+
+# ── plots ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _limits(told: Row) -> list[Limit]:
+    tpot = (told.get("slo") or {}).get("tpot")
+    return [Limit(tpot * 1e3, f"SLO TPOT {tpot * 1e3:g} ms", across=True)] if tpot else []
 
 
 def _plot(
-    points: Sequence[dict[str, Any]], across: Callable[[dict[str, Any]], float], label: str, best: str, logarithmic: bool
+    title: str, told: Row, points: Sequence[Row], across: Callable[[Row], float], label: str, best: str,
+    limits: Sequence[Limit] = (),
 ) -> str:
-    if not points:
-        return "<p>Nothing fits.</p>"
-    xs = [across(point) for point in points]
-    ys = [point["tok_s_device"] for point in points]
-    x_of = _scale(min(xs), max(xs), _LEFT, _WIDTH - 20, logarithmic)
-    y_of = _scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, True)
-    drawn = [f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{html.escape(label)}'>"]
-    for value in _ticks(min(xs), max(xs), logarithmic):
-        drawn.append(f"<line class=axis x1='{x_of(value):.1f}' x2='{x_of(value):.1f}' y1='{_TOP}' y2='{_HEIGHT - _BOTTOM}'/>"
-                     f"<text x='{x_of(value):.1f}' y='{_HEIGHT - _BOTTOM + 16}' text-anchor=middle>{value:g}</text>")
-    for value in _ticks(min(ys), max(ys), True):
-        drawn.append(f"<line class=axis x1='{_LEFT}' x2='{_WIDTH - 20}' y1='{y_of(value):.1f}' y2='{y_of(value):.1f}'/>"
-                     f"<text x='{_LEFT - 6}' y='{y_of(value) + 4:.1f}' text-anchor=end>{value:,.0f}</text>")
-    drawn.append(f"<text x='{(_LEFT + _WIDTH) / 2}' y='{_HEIGHT - 12}' text-anchor=middle>{html.escape(label)}</text>")
-    drawn.append(f"<text x='{_LEFT}' y='12'>output tokens per second and device</text>")
-    front = sorted((x, y) for x, y, point in zip(xs, ys, points, strict=True) if point[best])
-    drawn.append("<polyline class=front points='" + " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in front) + "'/>")
-    for x, y, point in zip(xs, ys, points, strict=True):
-        kind, size = ("best", 5) if point[best] else ("dot", 3)
-        words = f"{point['label']}, batch {point['batch']}: {point['tpot'] * 1e3:.2f} ms, {y:,.0f} tok/s per device"
-        drawn.append(f"<circle class={kind} cx='{x_of(x):.1f}' cy='{y_of(y):.1f}' r='{size}'><title>{html.escape(words)}"
-                     "</title></circle>")
-    return "\n".join([*drawn, "</svg>"])
-
-
-def _scale(low: float, high: float, begin: float, end: float, logarithmic: bool) -> Callable[[float], float]:
-    if logarithmic:
-        low, high = math.log(low), math.log(high)
-    span = (high - low) or 1.0
-
-    def place(value: float) -> float:
-        return begin + ((math.log(value) if logarithmic else value) - low) / span * (end - begin)
-
-    return place
-
-
-def _ticks(low: float, high: float, logarithmic: bool) -> list[float]:
-    """Round numbers between the two: 1, 2 and 5 times a power of ten, or equal steps."""
-    if logarithmic:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-        return [value for value in found if low <= value <= high]
-    step = 10.0 ** math.floor(math.log10(max(high - low, 1e-9)))
-    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _table(points: Sequence[dict[str, Any]], unit: str) -> str:
-    rows = [
-        f"<tr><td>{html.escape(point['label'])}<td>{point['batch']}<td>{point['ttft'] * 1e3:.0f}<td>{point['tpot'] * 1e3:.2f}"
-        f"<td>{point['tok_s_device']:,.0f}<td>{'–' if point['quality'] is None else format(point['quality'], '.4g')}"
-        + ("" if point["dollars_per_million"] is None else f"<td>{point['dollars_per_million']:.3f}")
-        for point in sorted(points, key=lambda each: each["tpot"])
+    here = [point for point in points if not point[best] and not missing(told, point)]
+    lacking = [point for point in points if not point[best] and missing(told, point)]
+    front = sorted((point for point in points if point[best]), key=across)
+    series = [
+        replace(_series("Pareto-optimal", front, across, "line+dots"), colour=1),
+        replace(_series("other setups", here, across, "pale dots"), colour=0),
+        replace(_series(_NOT_HERE, lacking, across, "pale dots"), colour=GREY),
     ]
-    priced = bool(points) and points[0]["dollars_per_million"] is not None
-    head = f"<tr><th>Pareto-optimal<th>batch<th>TTFT ms<th>TPOT ms<th>tok/s per device<th>{unit}" + ("<th>$/M" if priced else "")
-    return f"<table>{head}{''.join(rows)}</table>"
+    xs = [across(point) for point in points]
+    logarithmic = best == "best_latency" or (bool(xs) and min(xs) > 0 and max(xs) / min(xs) > 20)
+    x = axis(label, xs + [each.value for each in limits], log=logarithmic, zero=False)
+    return plot(title, series, x, axis(_PER_DEVICE, [point["tok_s_device"] for point in points], log=True), limits)
+
+
+def _series(name: str, points: Sequence[Row], across: Callable[[Row], float], kind: str) -> Series:
+    labels = [
+        f"{point['label']}, batch {point['batch']}: {point['tpot'] * 1e3:.2f} ms, {point['tok_s_device']:,.0f} tok/s per device"
+        for point in points
+    ]
+    return Series(name, [(across(point), point["tok_s_device"]) for point in points], kind, labels)

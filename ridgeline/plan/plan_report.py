@@ -57,7 +57,7 @@ def answer(question: Question) -> dict[str, Any]:
     book = textbook(setup, traffic.context, question.parameters)
     told: dict[str, Any] = {
         "model": setup.model.name, "parameters": setup.model.parameters, "active_parameters": setup.model.active_parameters,
-        "not_run": setup.model.not_run, "device": setup.device.name, "ranks": setup.ranks,
+        "not_run": setup.model.not_run, "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks,
         "kv_heads": setup.model.config.num_kv_heads,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
@@ -87,6 +87,7 @@ def answer(question: Question) -> dict[str, Any]:
     ]
     if question.slo is not None:
         point = best_point(setup, traffic, question.slo, question.utilization)
+        told["slo"] = {name: limit for name in ("ttft", "tpot") if (limit := getattr(question.slo, name)) < math.inf}
         told["within_slo"] = _point(point, question.price) if point is not None else None
     if question.rate is not None:
         answers = devices_for(

@@ -15,3 +15,9 @@ def get_logger(name: str) -> logging.Logger:
         logger.setLevel(os.environ.get("RIDGELINE_LOG", "INFO").upper())
         logger.propagate = False
     return logger.getChild(name)
+
+
+def quiet_by_default() -> None:
+    """Warnings and errors only, here and in child processes, unless RIDGELINE_LOG says otherwise."""
+    os.environ.setdefault("RIDGELINE_LOG", "WARNING")
+    get_logger("cli").parent.setLevel(os.environ["RIDGELINE_LOG"].upper())       # type: ignore[union-attr]

@@ -96,6 +96,6 @@ def patterns_section(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 def remedies_section(remedies: Sequence[Recommended]) -> list[dict[str, Any]]:
     return [
         {"what": each.what, "gain": each.gain if each.gain != 1.0 else None, "from": each.source, "why": each.why,
-         "trade_off": each.trade_off, "options": dict(each.options)}
+         "trade_off": each.trade_off, "options": dict(each.options), "is_code": each.is_code}
         for each in remedies
     ]

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from ridgeline.roofline.trace import Span, Trace, Work, own_times
+from ridgeline.sizes.abilities import NarrowFormat
 
 MICRO = 1e-6
 _OVERLAPS = 0.3                      # of a gap that a call must cover to be its cause
@@ -72,6 +73,7 @@ class Facts:
     kv_usage: float = 0.0
     rows: float = 0.0                # sequences in a step
     lost: float = 0.0                # share of the time in which other programs had the CPU; not in `seconds`
+    formats: Sequence[NarrowFormat] = ()                 # of weights and KV that the engine could still use on this device
 
     @property
     def gaps(self) -> float:

@@ -3,27 +3,43 @@
 The engine's process and the front end each keep one. It takes sums that only grow (roofline/steps) and keeps one sample of them
 per second; the difference of two samples is a window, which has utilisations and a verdict.
 
-    MFU   FLOPs of useful tokens / (busy time × the measured matrix rate)
+    MFU   FLOPs of useful tokens / (busy time × the measured matrix rate), each op at the rate of its own format
     HFU   the same including wasted work: padding, recomputation after preemptions, rejected drafts
     MBU   bytes of weights and KV / (busy time × the measured bandwidth)
+
+None is above 1. A window that beat the peaks says that these are doubtful: they were measured beside other programs, and are
+measured again when the engine has no work.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from ridgeline.metrics import RooflineStats
+from ridgeline.metrics import SPENT, RooflineStats
 from ridgeline.roofline.steps import PHASES, REMEMBERED, SUMS, PhaseSums
-from ridgeline.roofline.verdict import BUSY, Setting, Verdict, Window, judge
+from ridgeline.roofline.verdict import (
+    BUSY,
+    COMPUTE,
+    IMPLEMENTATION,
+    KV,
+    OVERHEADS,
+    WEIGHTS,
+    Setting,
+    Verdict,
+    Window,
+    judge,
+)
 
 SAMPLES = 121                        # one a second: two minutes
 WINDOW_SECONDS = 10.0
 _SAMPLE_SECONDS = 1.0
+_BEATEN = 1.02                       # of a peak: beyond the noise of a clock
 _SECONDS = SUMS.index("seconds")
 
 _Sample = tuple[float, dict[str, np.ndarray]]    # when, and by phase
@@ -55,6 +71,7 @@ class Utilisation:
     padding: float                   # parts of the FLOPs that were computed
     recomputation: float
     rejected: float
+    is_doubtful: bool = False        # the steps were faster than the peaks allow
 
     @classmethod
     def of(cls, sums: PhaseSums, rates: Rates) -> Utilisation:
@@ -62,13 +79,16 @@ class Utilisation:
         done = sums.flops + sums.padding_flops
         useful = sums.flops - sums.recomputed_flops - sums.rejected_flops
         moved = sums.weights + sums.kv_read + sums.kv_written
-        most = busy * rates.flops_s
+        rate = sums.flops / sums.compute if sums.compute else rates.flops_s      # the mean of the ops'
+        most = busy * rate
+        mfu, hfu = (useful / most, done / most) if most else (0.0, 0.0)
+        mbu = moved / (busy * rates.read_bytes_s) if rates.read_bytes_s else 0.0
         return cls(
             int(sums.steps), sums.seconds, sums.device, sums.tokens / busy, sums.sampled / busy,
-            sums.rows / max(sums.steps, 1.0), useful / most if most else 0.0, done / most if most else 0.0,
-            moved / (busy * rates.read_bytes_s) if rates.read_bytes_s else 0.0,
+            sums.rows / max(sums.steps, 1.0), min(1.0, mfu), min(1.0, hfu), min(1.0, mbu),
             sums.flops / (moved + sums.activations) if moved else 0.0,
-            *(part / done if done else 0.0 for part in (sums.padding_flops, sums.recomputed_flops, sums.rejected_flops)),
+            sums.padding_flops / (done or 1.0), sums.recomputed_flops / (done or 1.0), sums.rejected_flops / (done or 1.0),
+            max(hfu, mbu) > _BEATEN,
         )
 
 
@@ -84,20 +104,28 @@ class Live:
 
     @property
     def split(self) -> dict[str, float]:
-        """The busy time by part of the verdict, in shares of 1."""
-        busy, window = self.window.busy, self.window
-        if not busy:
-            return {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
-        whole = max(busy, window.roof)                   # peaks can be beaten
-        compute, memory = window.on_compute / whole, (window.roof - window.on_compute) / whole
-        return {"compute": compute, "memory": memory, "overhead": max(0.0, 1 - compute - memory)}
+        """The busy time in shares of 1, grouped as the verdict groups it: compute and memory at the roof, kernels below their
+        roof, overhead, in which the device waits, and what other programs took."""
+        parts = self.verdict.parts
+        whole = sum(parts.values()) or 1.0
+        overhead, others = _overhead(parts)
+        found = {
+            "compute": parts[COMPUTE], "memory": parts[WEIGHTS] + parts[KV] + parts["activations"],
+            "kernels": parts[IMPLEMENTATION], "overhead": overhead, "others": others,
+        }
+        return {name: seconds / whole for name, seconds in found.items()}
 
     def line(self) -> str:
         """For a log."""
         total, verdict = self.total, self.verdict
         shown = (
             f"roofline: {total.sampled_s:.0f} tok/s, {total.tokens_s - total.sampled_s:.0f} prompt tok/s, "
-            f"{total.rows:.1f} rows, {self.window.waiting:.1f} waiting; MFU {total.mfu:.1%}, MBU {total.mbu:.1%}; "
+            f"{total.rows:.1f} rows, {self.window.waiting:.1f} waiting; "
+        )
+        if total.is_doubtful:
+            return shown + "peaks doubtful: steps were faster than they allow; they are measured again when there is no work"
+        shown += (
+            f"MFU {total.mfu:.1%}, MBU {total.mbu:.1%}; "
             f"bound by {verdict.term} ({verdict.share:.0%}), headroom {verdict.headroom:.1f}x"
         )
         return f"{shown}; next: {verdict.next}" if verdict.next else shown
@@ -119,13 +147,16 @@ class LiveRoofline:
             self._samples.append(now)
         self._newest = now
 
-    def look(self, now: float, rates: Rates, setting: Setting, seconds: float = WINDOW_SECONDS) -> Live:
+    def look(
+        self, now: float, rates: Rates, setting: Setting, seconds: float = WINDOW_SECONDS, front_end: FrontEndLoad | None = None
+    ) -> Live:
         """The last seconds until now; of an engine that works, not beyond the moment when it began to."""
         if self._newest is None or now - self._newest[0] >= seconds:                         # nothing happened since
-            return _judged(seconds, {phase: PhaseSums() for phase in PHASES}, rates, setting)
+            return _judged(seconds, {phase: PhaseSums() for phase in PHASES}, rates, setting, _parts_of(front_end, now, seconds))
         first = self._first(now, seconds)
         sums = {phase: PhaseSums(*(self._newest[1][phase] - first[1][phase]).tolist()) for phase in PHASES}
-        return _judged(max(now - first[0], 1e-3), sums, rates, setting)
+        length = max(now - first[0], 1e-3)
+        return _judged(length, sums, rates, setting, _parts_of(front_end, now, length))
 
     def _first(self, now: float, seconds: float) -> _Sample:
         """Where the window begins."""
@@ -145,22 +176,60 @@ class LiveRoofline:
 
     def history(self, rates: Rates) -> list[list[float]]:
         """Per sample but the first: its moment, tokens of answers and all tokens per second, MFU, MBU, the part of the
-        time that was busy, parts of the busy time for computing and memory, requests that waited and rows of a step."""
+        time that was busy, parts of the busy time for computing, memory, overhead and other programs, requests that waited,
+        rows of a step."""
         found = []
         for (before, old), (at, new) in pairwise(self._samples):
             sums = _together({phase: PhaseSums(*(new[phase] - old[phase]).tolist()) for phase in PHASES})
             used, seconds = Utilisation.of(sums, rates), at - before
             busy = sums.seconds or 1.0
             memory = sums.on_weights + sums.on_kv + sums.on_activations
+            overhead, others = _overhead(window_of(seconds, sums).parts())
             found.append([
                 at, sums.sampled / seconds, sums.tokens / seconds, used.mfu, used.mbu, min(1.0, sums.seconds / seconds),
-                min(1.0, sums.on_compute / busy), min(1.0, memory / busy), sums.queued / busy, used.rows,
+                min(1.0, sums.on_compute / busy), min(1.0, memory / busy), min(1.0, overhead / busy),
+                min(1.0, others / busy), sums.queued / busy, used.rows,
             ])
         return found
 
 
+def _overhead(parts: Mapping[str, float]) -> tuple[float, float]:
+    """Seconds in which the device waited, and those that other programs had."""
+    return sum(parts[name] for name in OVERHEADS if name != "shared_machine"), parts.get("shared_machine", 0.0)
+
+
 def _busy(sample: _Sample) -> float:
     return sum(float(values[_SECONDS]) for values in sample[1].values())
+
+
+class FrontEndLoad:
+    """How busy the front end's process is: CPU seconds of its event loop, and of tokenising in any thread. Used by the loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=SAMPLES)
+
+    def sample(self, now: float) -> None:
+        if not self._samples or now - self._samples[-1][0] >= _SAMPLE_SECONDS:
+            self._samples.append((now, self._clock(), SPENT["tokenising"]))
+
+    def shares(self, now: float, seconds: float) -> tuple[float, float]:
+        """Of about the last seconds: the loop's, and the tokeniser's. 0 until a second was seen."""
+        self.sample(now)
+        at, computing, tokenising = next(
+            (each for each in reversed(self._samples) if now - each[0] >= seconds), self._samples[0]
+        )
+        if now - at < _SAMPLE_SECONDS:
+            return 0.0, 0.0
+        return (self._clock() - computing) / (now - at), (SPENT["tokenising"] - tokenising) / (now - at)
+
+
+def _parts_of(front_end: FrontEndLoad | None, now: float, seconds: float) -> tuple[float, float]:
+    """Seconds of the window."""
+    if front_end is None:
+        return 0.0, 0.0
+    loop, tokenising = front_end.shares(now, seconds)
+    return loop * seconds, tokenising * seconds
 
 
 class LiveView:
@@ -168,6 +237,7 @@ class LiveView:
 
     def __init__(self) -> None:
         self.live = LiveRoofline()
+        self.front_end = FrontEndLoad()
         self.stats = RooflineStats({})
         self.points: deque[list[float]] = deque(maxlen=REMEMBERED)
 
@@ -178,6 +248,7 @@ class LiveView:
             self.points.clear()
         self.stats = stats
         self.points.extend(stats.points)
+        self.front_end.sample(now)
         self.live.take(now, stats.phases)
 
     @property
@@ -192,7 +263,7 @@ def window_of(seconds: float, sums: PhaseSums, io: float = 0.0, communication: f
     return Window(
         seconds=max(seconds, busy), busy=busy, device=sums.device, on_compute=sums.on_compute, on_weights=sums.on_weights,
         on_kv=sums.on_kv, on_activations=sums.on_activations, io=io, communication=communication, launch=sums.launch,
-        waiting=sums.queued / busy if busy else 0.0, running=sums.rows / sums.steps if sums.steps else 0.0,
+        lost=sums.lost, waiting=sums.queued / busy if busy else 0.0, running=sums.rows / sums.steps if sums.steps else 0.0,
         steps=int(sums.steps),
     )
 
@@ -204,9 +275,11 @@ def _together(phases: Mapping[str, PhaseSums]) -> PhaseSums:
     return total
 
 
-def _judged(seconds: float, phases: dict[str, PhaseSums], rates: Rates, setting: Setting) -> Live:
+def _judged(
+    seconds: float, phases: dict[str, PhaseSums], rates: Rates, setting: Setting, front_end: tuple[float, float]
+) -> Live:
     total = _together(phases)
-    window = window_of(seconds, total)
+    window = replace(window_of(seconds, total), front_end=front_end[0], tokenising=front_end[1])
     return Live(
         seconds, Utilisation.of(total, rates),
         {phase: Utilisation.of(sums, rates) for phase, sums in phases.items() if sums.steps}, window,

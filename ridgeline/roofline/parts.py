@@ -46,8 +46,10 @@ class StepRows:
         )
 
 
-def floors(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By part and step, seconds at the roof: of memory-bound ops, and of compute-bound ones."""
+def floors(
+    costs: ManyCosts, read_bytes_s: float, flops_s: float | np.ndarray
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By part and step, seconds at the roof: of memory-bound ops, and of compute-bound ones. `flops_s`: of all ops, or by op."""
     computing, reading = costs["flops"] / flops_s, costs.bytes / read_bytes_s
     computes = computing > reading
     on_compute, on_reading = np.where(computes, computing, 0.0), np.where(computes, 0.0, reading)
@@ -55,7 +57,7 @@ def floors(costs: ManyCosts, read_bytes_s: float, flops_s: float) -> dict[str, t
 
 
 def part_costs(
-    costs: ManyCosts, read_bytes_s: float, flops_s: float, seen: Mapping[str, np.ndarray] | None = None
+    costs: ManyCosts, read_bytes_s: float, flops_s: float | np.ndarray, seen: Mapping[str, np.ndarray] | None = None
 ) -> dict[str, PartFacts]:
     """By part, the sums over all these steps, without times, which a trace gives. `seen`: by part, the steps in which it has
     kernels of its own; a part fused into another part's kernel moves nothing itself."""

@@ -1,7 +1,8 @@
 """Known patterns of inefficiency in a trace, with their remedies: one table. Patterns look at facts, never at a model's name.
 
 A pattern reports its share of the time in a sentence with figures. A remedy's saving comes from the trace's times and the
-cost model's floors; an unknown saving is a gain of 1. Thresholds are shares of the traced time.
+cost model's floors; an unknown saving is a gain of 1. Thresholds are shares of the traced time. A remedy that no setting can
+make, but only work on the engine's code, says so.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Remedy:
     trade_off: str                   # to check before it is kept
     key: str = ""                    # remedies with one key are the same change
     device: str = ""                 # device kind; empty: any
+    is_code: bool = False            # it is a change of the engine's code
+    option: str = ""                 # a narrower format for this option: one remedy for each that is available
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Advice:
     gain: float                      # predicted: times as fast; 1: not known
     trade_off: str
     key: str = ""
+    is_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,19 @@ def find_patterns(facts: Facts) -> list[Finding]:
         evidence = pattern.seen(facts) if facts.seconds else ""
         if evidence:
             advice = sorted(
-                (Advice(each.what, gain(facts, each.saves(facts)), each.trade_off, each.key)
-                 for each in pattern.remedies if each.device in ("", facts.device)),
+                (one for each in pattern.remedies if each.device in ("", facts.device) for one in _advice(each, facts)),
                 key=lambda one: -one.gain,
             )
             found.append(Finding(pattern.name, pattern.term, facts.share(pattern.costs(facts)), evidence, tuple(advice)))
     return sorted(found, key=lambda finding: -finding.share)
+
+
+def _advice(remedy: Remedy, facts: Facts) -> list[Advice]:
+    predicted = gain(facts, remedy.saves(facts))
+    if not remedy.option:
+        return [Advice(remedy.what, predicted, remedy.trade_off, remedy.key, remedy.is_code)]
+    found = [each for each in facts.formats if each.option == remedy.option]
+    return [Advice(f"{each.flag}: {remedy.what}", predicted, remedy.trade_off, each.flag) for each in found]
 
 
 def gain(facts: Facts, saved: float) -> float:
@@ -280,30 +291,31 @@ PATTERNS = (
     )),
     Pattern("many short kernels with gaps", "launch", _short_kernels, _of("launch"), (
         Remedy("CUDA graphs (leave enforce_eager off)", _of("launch", 0.9), "memory of the graphs", "graphs", "cuda"),
-        Remedy("fuse neighbours into fewer, larger kernels", _of("launch", 0.5), "a kernel more to maintain", "fusion"),
+        Remedy("fuse neighbours into fewer, larger kernels", _of("launch", 0.5), "a kernel more to maintain", "fusion",
+               is_code=True),
         Remedy("more rows in a step: the same number of ops for more tokens", _of("launch", 0.5),
                "time per output token of each request", "rows"),
     )),
     Pattern("low FLOP/s at high bandwidth", "weight_bandwidth", _reads_without_computing, _weights_only(1.0), (
         Remedy("more requests in a step: they share each read of the weights", _weights_only(0.5),
                "time per output token of each request", "rows"),
-        Remedy("8-bit weights", _weights_only(0.5), "quality: `ridgeline eval`", "weights", "cuda"),
-        Remedy("weights in fewer bits", _weights_only(0.4), "quality: `ridgeline eval`", "weights", "cpu"),
+        Remedy("narrower weights", _weights_only(0.5), "quality: `ridgeline eval`", option="quantization"),
     )),
     Pattern("attention below its bandwidth", "implementation", _attention_below, _excess("attention"), (
         Remedy("split-KV: cut the context into shares that keep every SM busy", _excess("attention"),
-               "partial results to merge", "split", "cuda"),
+               "partial results to merge", "split", "cuda", is_code=True),
         Remedy("a KV layout with contiguous pages, or larger blocks", _excess("attention"),
-               "memory lost in half-filled blocks", "layout"),
+               "memory lost in half-filled blocks", "layout", is_code=True),
     )),
     Pattern("matrix products below their roof", "implementation", _products_below, _excess("linears and head"), (
         Remedy("the native kernels of this device: kernels=auto, `ridgeline build`", _excess("linears and head"),
                "none, if the laws hold", "kernels"),
         Remedy("tune tiles for these rows and shapes: `ridgeline bench ops`", _excess("linears and head"),
-               "a kernel more to maintain", "tiles"),
+               "a kernel more to maintain", "tiles", is_code=True),
     )),
     Pattern("little of the time is matrix products", "implementation", _little_matrix, _most_beside, (
-        Remedy("fuse norms, activation and copies into their neighbours", _most_beside, "a kernel more to maintain", "fusion"),
+        Remedy("fuse norms, activation and copies into their neighbours", _most_beside, "a kernel more to maintain", "fusion",
+               is_code=True),
         Remedy("greedy or simpler sampling, if sampling takes the time", _part("sampling", 0.5), "variety of answers",
                "sampling"),
     )),
@@ -311,13 +323,12 @@ PATTERNS = (
         Remedy("async_scheduling: plan a step while the one before it runs", _of("between", 0.8),
                "a stop is noticed one step late", "overlap", "cuda"),
         Remedy("move tokenising and text out of the engine's process, or onto other cores", _host_of(_TEXT_WORK, 0.9),
-               "another process", "tokeniser"),
+               "another process", "tokeniser", is_code=True),
         Remedy("less to plan: fewer, larger requests, or a cheaper scheduling rule", _host_of(_TEXT_WORK, 0.5, others=True),
-               "fairness between requests", "scheduler"),
+               "fairness between requests", "scheduler", is_code=True),
     )),
     Pattern("preemptions", "queue", _preempts, _recomputed, (
-        Remedy("kv_cache_dtype fp8: twice the tokens in the same memory", _recomputed, "quality: `ridgeline eval`",
-               "kv8", "cuda"),
+        Remedy("more tokens in the same memory", _recomputed, "quality: `ridgeline eval`", option="kv_cache_dtype"),
         Remedy("admit fewer requests: set max_num_seqs to what the cache holds", _recomputed, "time in the queue", "admission"),
         Remedy("more KV blocks: gpu_memory_utilization, kv_cache_memory_bytes", _recomputed, "other users of the memory",
                "blocks"),
@@ -333,20 +344,21 @@ PATTERNS = (
     )),
     Pattern("memory spikes", "implementation", _spikes, _unknown, (
         Remedy("smaller chunks of prompts: max_num_batched_tokens", _unknown, "time to first token of long prompts", "chunks"),
-        Remedy("compute logits and log-probabilities in pieces", _unknown, "a few more launches", "pieces"),
+        Remedy("compute logits and log-probabilities in pieces", _unknown, "a few more launches", "pieces", is_code=True),
     )),
     Pattern("repeated allocation", "implementation", _allocates, _of("allocation"), (
-        Remedy("allocate scratch once, for the largest step", _of("allocation", 0.95), "that memory is always taken", "scratch"),
+        Remedy("allocate scratch once, for the largest step", _of("allocation", 0.95), "that memory is always taken", "scratch",
+               is_code=True),
     )),
     Pattern("blocking synchronisation", "host", _blocks, _of("waiting"), (
         Remedy("read results one step late, into pinned memory, with an event", _of("waiting", 0.9),
-               "a stop is noticed one step late", "overlap"),
+               "a stop is noticed one step late", "overlap", is_code=True),
         Remedy("keep data on the device if only it reads them: no .item(), no copies to the host", _of("waiting", 0.9),
-               "none", "on-device"),
+               "none", "on-device", is_code=True),
     )),
     Pattern("collectives in idle gaps", "communication", _bare_collectives, _part("communication"), (
         Remedy("overlap collectives with GEMMs: reduce in parts", _part("communication", 0.5),
-               "SMs that the collective takes", "overlap-collectives"),
+               "SMs that the collective takes", "overlap-collectives", is_code=True),
         Remedy("fewer ranks, if the model fits", _part("communication", 0.5), "memory left for the KV cache", "ranks"),
     )),
 )

@@ -16,6 +16,7 @@ from typing import Any
 
 from ridgeline.roofline.patterns import Finding
 from ridgeline.roofline.verdict import Verdict
+from ridgeline.sizes.abilities import KV_FORMATS, WEIGHT_FORMATS
 
 PLANNED, TRACE, ROOFLINE = "planned", "trace", "roofline"
 WORTH = 1.02                         # smaller gains are not listed
@@ -23,9 +24,8 @@ WORTH = 1.02                         # smaller gains are not listed
 _KEYS = (
     ("raise max_num_seqs", "rows"), ("more requests in a step", "rows"), ("send more requests", "rows"),
     ("prefix caching", "prefix"), ("CUDA graphs", "graphs"), ("async_scheduling", "overlap"),
-    ("kv_cache_dtype fp8", "kv8"), ("8-bit weights", "weights"), ("4-bit weights", "weights4"),
-    ("fewer ranks", "ranks"), ("overlap collectives", "overlap-collectives"), ("more memory for KV", "blocks"),
-    ("fewer and larger kernels", "fusion"),
+    ("fewer ranks", "ranks"), ("more memory for KV", "blocks"), ("keep other programs off", "cores"),
+    *((each.flag, each.flag) for each in (*WEIGHT_FORMATS, *KV_FORMATS)),
 )
 _POINTER = "`ridgeline diagnose`"    # advice to run the command that is running
 
@@ -50,6 +50,7 @@ class Recommended:
     why: str
     key: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_code: bool = False            # no setting makes it: work on the engine's code
 
 
 def key_of(what: str) -> str:
@@ -71,7 +72,9 @@ def ranked(
             key = advice.key or advice.what
             if key not in taken:
                 taken.add(key)
-                found.append(Recommended(advice.what, advice.gain, TRACE, advice.trade_off, finding.pattern, key))
+                found.append(Recommended(
+                    advice.what, advice.gain, TRACE, advice.trade_off, finding.pattern, key, is_code=advice.is_code
+                ))
     changes, term = (verdict.changes, verdict.term) if verdict is not None else ((), "")
     for change in changes:
         key = key_of(change.what)

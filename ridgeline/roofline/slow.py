@@ -1,8 +1,4 @@
-"""The slowest steps and their causes; a measured cause comes before a likely one.
-
-The causes are those of ridgeline/metrics, which a running engine counts, and two that need a log of every step: memory
-allocations from the driver, and CPU time taken by other programs.
-"""
+"""The slowest steps of a run and their causes, which are those that a running engine counts (ridgeline/metrics)."""
 
 from __future__ import annotations
 
@@ -13,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.metrics import Step, StepWatch
+from ridgeline.metrics import Step, slow_cause
 
-ALLOCATION, PROCESSOR_TAKEN = "allocation", "processor_taken"
 SLOWEST = 0.01                       # of the steps
 
 
@@ -50,18 +45,10 @@ class StepTimes:
 
 
 def cause_of(step: StepTimes, median: float) -> str:
-    watch = StepWatch()
-    watch.median = median
-    found = watch.cause(Step(
+    return slow_cause(Step(
         step.seconds, step.between, step.collecting, step.tokens, step.prompt_tokens, step.preemptions, step.compiled,
-        step.recorded,
-    ))
-    if found in ("between_steps", "preemption", "prompt_tokens", "unknown"):
-        if step.allocated:
-            return ALLOCATION
-        if step.lost > (step.seconds - median) / 2:
-            return PROCESSOR_TAKEN
-    return found
+        step.recorded, device=step.device, waiting=step.lost, allocated=step.allocated,
+    ), median)
 
 
 def slowest(steps: Sequence[StepTimes], share: float = SLOWEST) -> dict[str, Any]:

@@ -23,12 +23,13 @@ PHASES = ("prefill", "decode", "mixed")
 _PREFILL, _DECODE, _MIXED = range(3)
 REMEMBERED = 512                     # points kept; and steps noted before they are folded unasked
 _EVERY_HIDDEN = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)
+_IS_LINEAR = np.array([name in LINEARS for name in OPS])
 _IS_MATRIX = np.array([float(name in (*LINEARS, "attention", "head")) for name in OPS])
 # Norms and activations are part of their neighbours' kernels wherever launching matters.
 _IS_LAUNCHED = np.array([float(name not in ("norms", "activation")) for name in OPS])
 _ROWS_AT_ONCE = 32_000               # of four bytes each: less than malloc gets from the system and gives back each time
 # Of a note.
-_AT, _SECONDS, _WAITING, _DEVICE, _SHARED, _PADDED, _RECOMPUTED, _REJECTED, _REPLAYED, _COMMUNICATION = range(10)
+_AT, _SECONDS, _WAITING, _DEVICE, _SHARED, _PADDED, _RECOMPUTED, _REJECTED, _REPLAYED, _COMMUNICATION, _LOST = range(11)
 _BEATEN = 0.9                        # of the predicted time: a step that needs less has beaten the peaks
 
 
@@ -63,6 +64,7 @@ class PhaseSums:
     launch: float = 0.0              # predicted, of launching its kernels
     replayed: float = 0.0            # steps that replayed a CUDA graph
     communication: float = 0.0       # seconds of `device` in which ranks waited for each other, where that is known
+    lost: float = 0.0                # seconds of `seconds` in which other programs had this process's core
 
     def values(self) -> list[float]:
         return [getattr(self, name) for name in SUMS]
@@ -75,7 +77,7 @@ class PhaseSums:
 SUMS = tuple(each.name for each in fields(PhaseSums))
 _AS_NOTED = {
     "padded": _PADDED, "recomputed": _RECOMPUTED, "rejected": _REJECTED, "replayed": _REPLAYED,
-    "communication": _COMMUNICATION,
+    "communication": _COMMUNICATION, "lost": _LOST,
 }
 _PLACE = {name: place for place, name in enumerate(SUMS)}
 # One step, for a plot: when it ended, phase, tokens, rows, FLOPs, bytes; seconds in all, on the device, predicted for
@@ -85,10 +87,13 @@ POINT = ("at", "phase", "tokens", "rows", "flops", "bytes", "seconds", "device",
 
 class StepRecorder:
     def __init__(
-        self, shape: DecoderShape, dtype: str, read_bytes: Callable[[int], tuple[int, int]] | None = None
+        self, shape: DecoderShape, dtype: str, read_bytes: Callable[[int], tuple[int, int]] | None = None,
+        linear_dtype: str = "", waited: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`dtype`: that the matrix units compute in. `read_bytes`: see StepCosts."""
+        """`dtype`: that attention and the head are computed in, and the layers' linears unless `linear_dtype` says otherwise.
+        `read_bytes`: see StepCosts. `waited`: seconds that this thread has spent in the run queue."""
         self.dtype = dtype
+        self.linear_dtype = linear_dtype or dtype
         self.peaks: MachinePeaks | None = None           # not known yet: steps are counted, and nothing is predicted
         self.sums = {phase: PhaseSums() for phase in PHASES}
         self.points: deque[list[float]] = deque(maxlen=REMEMBERED)
@@ -99,6 +104,9 @@ class StepRecorder:
         self._rows: list[tuple[np.ndarray, ...]] = []    # of each step noted: tokens, wishes and KV length by row …
         self._notes: list[tuple[float, ...]] = []        # … and the numbers above
         self._since = 0.0                                # the end of the step before; 0: there was no work
+        self._waited = waited
+        self._waited_before = 0.0
+        self.last_device = 0.0                           # seconds of the newest step
 
     @property
     def shape(self) -> DecoderShape:
@@ -113,16 +121,19 @@ class StepRecorder:
 
     def planned(self, plan: StepPlan) -> None:
         if not self._since:
-            self._since = time.monotonic()
+            self._since, self._waited_before = time.monotonic(), self._waited()
         self._plans.append(plan)
 
     def took(self, result: StepResult, waiting: int, goes_on: bool) -> None:
         """The oldest planned step's result. `goes_on`: is there more work?"""
         now, plan = time.monotonic(), self._plans.popleft()
         self._rows.append((plan.num_tokens, plan.want, result.lengths))
+        waited = self._waited()
+        lost, self._waited_before = max(0.0, min(waited - self._waited_before, now - self._since)), waited
+        self.last_device = result.device_seconds
         self._notes.append((
             now, now - self._since, waiting, result.device_seconds, result.shared, result.padded, result.recomputed,
-            result.rejected, result.replayed, result.communication,
+            result.rejected, result.replayed, result.communication, lost,
         ))
         self._since = now if goes_on or self._plans else 0.0
         if len(self._notes) >= REMEMBERED:
@@ -200,10 +211,10 @@ class StepRecorder:
     def _predict(self, table: np.ndarray, costs: ManyCosts, peaks: MachinePeaks, device: np.ndarray) -> None:
         """`device`: seconds as the device counted them. A host that was late to take in the step before sees less of a
         step than it took, and that beats nothing."""
-        rate, per_byte = peaks.rate(self.dtype), 1 / peaks.read_bytes_s
+        per_byte = 1 / peaks.read_bytes_s
         weights, kv = costs["weights"], costs["kv_read"] + costs["kv_written"]
-        computing, moving = costs["flops"] / rate, (weights + kv + costs["activations"]) * per_byte
-        compute = table[_PLACE["compute"]] = table[_PLACE["flops"]] / rate
+        computing, moving = costs["flops"] / self.rates(peaks), (weights + kv + costs["activations"]) * per_byte
+        compute = table[_PLACE["compute"]] = computing @ _IS_MATRIX
         table[_PLACE["memory"]] = moving.sum(axis=1)
         moves = computing <= moving                      # which ops memory binds
         on_memory, on_weights, on_kv = ((values * moves).sum(axis=1) for values in (moving, weights, kv))
@@ -214,6 +225,10 @@ class StepRecorder:
         table[_PLACE["launch"]] = (costs["calls"] @ _IS_LAUNCHED) * each
         read = (table[_PLACE["weights"]] + table[_PLACE["kv_read"]]) * per_byte
         self.beaten |= bool((device < _BEATEN * np.maximum(compute, read)).any())
+
+    def rates(self, peaks: MachinePeaks) -> np.ndarray:
+        """FLOP/s by op."""
+        return np.where(_IS_LINEAR, peaks.flops_s.get(self.linear_dtype, peaks.rate(self.dtype)), peaks.rate(self.dtype))
 
     def _keep_points(self, at: np.ndarray, phases: np.ndarray, table: np.ndarray) -> None:
         moved = table[_PLACE["weights"] : _PLACE["activations"] + 1].sum(axis=0)

@@ -3,30 +3,38 @@
 The time is divided into parts that add up:
 
     seconds = without work + busy
-    busy    = io + host + device                         host: between steps, where the device is idle
+    busy    = io + other programs + host + device        other programs: they had this process's core;
+                                                         host: between steps, where the device is idle
     device  = roof + communication + launch + the rest   roof: every op at its own roof, predicted by the cost model;
                                                          launch: the device waits for kernels to be launched
 
-The roof is divided by each op's bound: compute, or memory traffic of weights, KV or activations. I/O, host, launch and
-communication come first: an overhead of a quarter of the time is the bottleneck. Then come admission, kernels far below
-their roofs, and last the roofs themselves.
+The roof is divided by each op's bound: compute, or memory traffic of weights, KV or activations. Other programs, I/O, host,
+launch and communication come first: an overhead of a quarter of the time is the bottleneck. Then come admission, kernels far
+below their roofs, and last the roofs themselves. Where the engine lacks work, the front end's process may be the bottleneck.
+
+Changes are recommended only if this engine can make them on this device (sizes/abilities.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-IO, HOST, LAUNCH, COMMUNICATION = "io", "host", "launch", "communication"
-IDLE, QUEUE, IMPLEMENTATION = "idle", "queue", "implementation"
+from ridgeline.sizes.abilities import KV_FORMATS, WEIGHT_FORMATS, NarrowFormat, available
+
+IO, SHARED, HOST, LAUNCH, COMMUNICATION = "io", "shared_machine", "host", "launch", "communication"
+IDLE, FRONT_END, TOKENISER = "idle", "front_end", "tokeniser"
+QUEUE, IMPLEMENTATION = "queue", "implementation"
 WEIGHTS, KV, COMPUTE = "weight_bandwidth", "kv_bandwidth", "compute"
-TERMS = (IDLE, IO, HOST, LAUNCH, COMMUNICATION, QUEUE, WEIGHTS, KV, COMPUTE, IMPLEMENTATION)
-OVERHEADS = (IO, HOST, LAUNCH, COMMUNICATION)
+OVERHEADS = (SHARED, IO, HOST, LAUNCH, COMMUNICATION)
+TERMS = (IDLE, FRONT_END, TOKENISER, *OVERHEADS, QUEUE, WEIGHTS, KV, COMPUTE, IMPLEMENTATION)
 
 BINDS = 0.25                         # of the busy time: an overhead of that share is what to work on first
 BUSY = 0.5                           # of the whole time: with less work than that, arrivals limit the throughput
 NEAR = 0.5                           # of the device's time at the roof: with less, the implementation is the bottleneck
 FULL = 0.9                           # of the rows or of the KV blocks: no further request is admitted
+_NARROWER = 0.75                     # of the bytes: a format that saves less is not recommended
+LOOP_FULL = 0.85                     # of the time that the front end's event loop computes: more it cannot take
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,9 @@ class Window:
     io: float = 0.0                  # steps waited for storage or the network
     communication: float = 0.0       # ranks waited for each other
     launch: float = 0.0              # predicted, of the host launching all kernels
+    lost: float = 0.0                # other programs had the core of the engine's process
+    front_end: float = 0.0           # the front end's event loop was on a core …
+    tokenising: float = 0.0          # … and text became tokens, in any of its threads
     waiting: float = 0.0             # requests in the queue, on average over the busy time …
     running: float = 0.0             # … and sequences in a step
     steps: int = 0
@@ -51,17 +62,33 @@ class Window:
     def roof(self) -> float:
         return self.on_compute + self.on_weights + self.on_kv + self.on_activations
 
+    def within_its_time(self) -> Window:
+        """Where steps were faster than the peaks allow, the steps themselves are the roof."""
+        if self.roof <= self.busy:
+            return self
+        part = self.busy / self.roof
+        return replace(
+            self, on_compute=part * self.on_compute, on_weights=part * self.on_weights, on_kv=part * self.on_kv,
+            on_activations=part * self.on_activations,
+        )
+
     def parts(self) -> dict[str, float]:
         """Seconds of the busy time by part; what was not spent is 0."""
         communication = min(self.communication, self.device)
         # Launching hides behind computing as long as it is the shorter of the two.
         launch = max(0.0, min(self.launch, self.device - communication) - self.roof)
+        host = max(0.0, self.busy - self.device - self.io)
+        below = max(0.0, self.device - self.roof - communication - launch)
+        # Other programs lengthen what the host does between steps, and on a CPU what the device does.
+        lost = min(self.lost, host + below)
+        host_kept = max(0.0, host - lost)
         return {
+            SHARED: lost,
             IO: self.io,
-            HOST: max(0.0, self.busy - self.device - self.io),
+            HOST: host_kept,
             LAUNCH: launch,
             COMMUNICATION: communication,
-            IMPLEMENTATION: max(0.0, self.device - self.roof - communication - launch),
+            IMPLEMENTATION: below - max(0.0, lost - host),
             WEIGHTS: self.on_weights,
             KV: self.on_kv,
             COMPUTE: self.on_compute,
@@ -83,7 +110,17 @@ class Setting:
     overlap: bool = True
     prefix_caching: bool = True
     ranks: int = 1
-    decoding: bool = True            # are the steps mostly decodes?
+    dtype: str = "bfloat16"
+    native: tuple[str, ...] = ("fp8",)                   # names of the device's narrow matrix rates
+
+    @property
+    def narrower(self) -> list[NarrowFormat]:
+        return self.formats(WEIGHT_FORMATS, self.weight_bytes) + self.formats(KV_FORMATS, self.kv_bytes)
+
+    def formats(self, known: tuple[NarrowFormat, ...], element_bytes: float) -> list[NarrowFormat]:
+        """Those that are available and clearly narrower than what is used."""
+        found = available(known, self.device, self.native, self.dtype)
+        return [each for each in found if each.element_bytes <= _NARROWER * element_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +146,22 @@ class Verdict:
 
 def judge(window: Window, setting: Setting | None = None) -> Verdict:
     setting = setting or Setting()
+    window = window.within_its_time()
     parts = window.parts()
     term, share, why = _binding(window, setting, parts)
     headroom = window.busy / window.roof if window.roof > 0 else 1.0
     changes = [
         Change(remedy.what, _gain(window, remedy.saves(window, setting)), remedy.trade_off)
         for remedy in REMEDIES if remedy.term == term and remedy.applies(window, setting)
-    ]
+    ] + _narrower(term, window, setting)
     changes.sort(key=lambda change: -change.gain)
     return Verdict(term, share, max(1.0, headroom), why, tuple(changes), parts)
 
 
 def _binding(window: Window, setting: Setting, parts: Mapping[str, float]) -> tuple[str, float, str]:
     """The term, its share, and a sentence."""
+    if window.seconds and window.front_end >= LOOP_FULL * window.seconds and window.busy <= (1 - BINDS) * window.seconds:
+        return _front_end(window)
     if not window.steps or window.busy <= 0:
         return IDLE, 1.0, "no steps: there were no requests"
     busy = window.busy
@@ -150,6 +190,14 @@ def _binding(window: Window, setting: Setting, parts: Mapping[str, float]) -> tu
     return roof, share, f"{_WHY[roof].format(share=share)}; steps reach {min(reached, 1.0):.0%} of their roof"
 
 
+def _front_end(window: Window) -> tuple[str, float, str]:
+    share, idle = min(1.0, window.front_end / window.seconds), 1 - window.busy / window.seconds
+    term, what = (FRONT_END, "the front end's process computes")
+    if window.tokenising >= 0.5 * window.front_end:
+        term, what = TOKENISER, "the front end's process computes, mostly tokenising,"
+    return term, share, f"{what} for {share:.0%} of the time, and the engine has no work for {idle:.0%} of it"
+
+
 def _admission_binds(window: Window, setting: Setting) -> bool:
     if window.waiting < max(1.0, 0.1 * window.running):
         return False
@@ -157,6 +205,7 @@ def _admission_binds(window: Window, setting: Setting) -> bool:
 
 
 _WHY = {
+    SHARED: "other programs had the engine's core for {share:.0%} of the time",
     IO: "steps wait for storage or the network for {share:.0%} of the time",
     HOST: "the device waits for the host between steps for {share:.0%} of the time",
     LAUNCH: "the device waits for kernel launches for {share:.0%} of the time",
@@ -196,40 +245,53 @@ def _larger_batch(window: Window, setting: Setting) -> float:
     return 0.5 * window.parts()[WEIGHTS]
 
 
+_QUALITY = "quality: `ridgeline eval`"
+
+
+def _narrower(term: str, window: Window, setting: Setting) -> list[Change]:
+    """Formats of weights and KV that this engine has for this device."""
+    weights, kv = setting.formats(WEIGHT_FORMATS, setting.weight_bytes), setting.formats(KV_FORMATS, setting.kv_bytes)
+    parts = window.parts()
+
+    def saved(part: str, each: NarrowFormat, now: float) -> float:
+        return _gain(window, parts[part] * (1 - each.element_bytes / now))
+
+    if term == WEIGHTS:
+        return [Change(f"{each.flag}: {8 * each.element_bytes:.0f}-bit weights", saved(WEIGHTS, each, setting.weight_bytes),
+                       _QUALITY) for each in weights]
+    if term == COMPUTE:
+        return [Change(f"{each.flag}: matrix products at twice the rate", _gain(window, 0.45 * parts[COMPUTE]), _QUALITY)
+                for each in weights if each.matrix_dtype]
+    if term == KV:
+        return [Change(f"{each.flag}: fewer bytes of the cache", saved(KV, each, setting.kv_bytes), _QUALITY) for each in kv]
+    if term == QUEUE and setting.kv_usage >= FULL:
+        return [Change(f"{each.flag}: more sequences in the same memory", _gain(window, _larger_batch(window, setting)), _QUALITY)
+                for each in kv]
+    return []
+
+
 REMEDIES = (
-    Remedy(IDLE, "send more requests at once, or serve this load on a smaller device", _unknown, "each request's latency"),
-    Remedy(IO, "put the model and swapped data on faster or nearer storage", _part(IO), "cost of the storage"),
+    Remedy(FRONT_END, "run another server beside this one, on other cores", _unknown, "memory of a second engine"),
+    Remedy(TOKENISER, "send prompts as token ids, or the same text less often", _unknown, "work of the client"),
+    Remedy(SHARED, "keep other programs off these cores, or use other cores", _part(SHARED), "the other programs"),
+    Remedy(IO, "put the model on faster or nearer storage", _part(IO), "cost of the storage"),
     Remedy(HOST, "async_scheduling: plan a step while the one before it runs", _part(HOST, 0.8),
            "a stop is noticed one step late", lambda window, setting: not setting.overlap and setting.device != "cpu"),
     Remedy(HOST, "find the host's work between steps: `ridgeline diagnose`", _part(HOST, 0.5), "none"),
     Remedy(LAUNCH, "CUDA graphs (leave enforce_eager off)", _part(LAUNCH, 0.9), "memory of the graphs",
            lambda window, setting: not setting.graphs and setting.device != "cpu"),
-    Remedy(LAUNCH, "fewer and larger kernels: fuse neighbours", _part(LAUNCH, 0.5), "a kernel more to maintain"),
-    Remedy(COMMUNICATION, "fewer ranks, if the model fits", _part(COMMUNICATION, 0.5), "memory left for the KV cache",
-           lambda window, setting: setting.ranks > 1),
-    Remedy(COMMUNICATION, "overlap collectives with the next layer's GEMMs", _part(COMMUNICATION, 0.5), "none"),
+    Remedy(LAUNCH, "more requests in a step: the same launches for more tokens", _part(LAUNCH, 0.5),
+           "time per output token of each request"),
+    Remedy(COMMUNICATION, "fewer ranks, if the model fits", _part(COMMUNICATION, 0.5), "memory left for the KV cache"),
     Remedy(QUEUE, "raise max_num_seqs", _larger_batch, "time per output token of each request",
            lambda window, setting: setting.kv_usage < FULL),
-    Remedy(QUEUE, "kv_cache_dtype fp8: twice the sequences in the same memory", _larger_batch, "quality: `ridgeline eval`",
-           lambda window, setting: setting.kv_usage >= FULL and setting.kv_bytes >= 2 and setting.device != "cpu"),
-    Remedy(QUEUE, "more memory for KV: gpu_memory_utilization, fewer weight bits, or another device", _larger_batch,
+    Remedy(QUEUE, "more memory for KV: gpu_memory_utilization, or another device", _larger_batch,
            "other users of the memory", lambda window, setting: setting.kv_usage >= FULL),
     Remedy(WEIGHTS, "more requests in a step: they share each read of the weights", _larger_batch,
            "time per output token of each request"),
-    Remedy(WEIGHTS, "8-bit weights", _part(WEIGHTS, 0.5), "quality: `ridgeline eval`",
-           lambda window, setting: setting.weight_bytes >= 2),
-    Remedy(WEIGHTS, "4-bit weights", _part(WEIGHTS, 0.7), "quality: `ridgeline eval`; GEMMs of large batches get slower",
-           lambda window, setting: setting.weight_bytes >= 2 and setting.device != "cpu"),
-    Remedy(WEIGHTS, "speculative decoding: several tokens from one read of the weights", _part(WEIGHTS, 0.4),
-           "wasted work where drafts are rejected", lambda window, setting: setting.decoding and window.running < 16),
-    Remedy(KV, "kv_cache_dtype fp8: half the bytes of the cache", _part(KV, 0.48), "quality: `ridgeline eval`",
-           lambda window, setting: setting.kv_bytes >= 2 and setting.device != "cpu"),
     Remedy(KV, "shared prefixes and shorter contexts: fewer positions to read", _unknown, "the context that the model sees"),
-    Remedy(COMPUTE, "fp8 matrix products, at twice the rate", _part(COMPUTE, 0.45), "quality: `ridgeline eval`",
-           lambda window, setting: setting.weight_bytes >= 2 and setting.device != "cpu"),
     Remedy(COMPUTE, "prefix caching: compute a common prefix once", _unknown, "none",
            lambda window, setting: not setting.prefix_caching),
     Remedy(COMPUTE, "more devices: tensor_parallel_size or another replica", _part(COMPUTE, 0.4), "cost"),
-    Remedy(IMPLEMENTATION, "find the ops below their roof: `ridgeline diagnose`", _part(IMPLEMENTATION, 0.5),
-           "a kernel more to maintain"),
+    Remedy(IMPLEMENTATION, "find the ops below their roof: `ridgeline diagnose`", _part(IMPLEMENTATION, 0.5), "none"),
 )

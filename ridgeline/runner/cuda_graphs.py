@@ -5,17 +5,18 @@ Decodes always gain from a graph; prompts do while launching takes longer than c
 a graph reads has a fixed address: weights, KV pages, block tables, and the step's integers, which staging puts at the same
 place for the same shape. True lengths are read from there.
 
-Only the largest shapes are captured at start-up. Any other runs eagerly at first, which also loads its kernels. It is captured
-when it comes again, or while the engine is idle: the shapes used most come first. Then come shapes that were not used yet
-(graph_warmup.py). Decodes beside prompts have many shapes, and a capture takes as long as several such steps, so they are
-captured only after more uses. All graphs share one memory pool, for they never run at once. Their memory is taken with the
-first of them (memory_pools.py).
+Decodes and single prompts are captured before the engine is ready, as many as there is time for, and the rest while it is idle
+(graph_warmup.py). A shape that is not captured yet runs eagerly at first. It is captured when it comes again, or while the engine
+is idle: the shape used last comes first. Decodes beside prompts have many shapes, and a capture takes as long as several such
+steps, so they are captured only after more uses. All graphs share one memory pool, for they never run at once. Their memory is
+taken with the first of them (memory_pools.py).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ logger = get_logger("graphs")
 
 USES = 1                             # before a shape is captured …
 MIXED_USES = 8                       # … and one of decodes beside prompts
+MOST_PADDING = 1.5                   # of decodes whose own shape is not captured yet
 MOST_GRAPHS = 256                    # the one unused for longest makes room; the driver keeps 1 MiB for each (8B)
 
 
@@ -67,14 +69,42 @@ class GraphForward:
         self._pool = torch.cuda.graph_pool_handle()
         self._device, self._num_bytes = device, num_bytes
         self._logits = torch.empty((max_rows, vocab_size), dtype=dtype, device=device)       # of the graph that ran last
+        self._forms: Counter[tuple[Shape, bool]] = Counter()         # captured graphs, by shape and whether greedy
+        self._uses = USES
+        self._stood_in: Counter[Shape] = Counter()       # uses of shapes that a larger one was used for
         self.replays = 0
+
+    @contextmanager
+    def at_first_use(self) -> Iterator[None]:
+        """Shapes that come meanwhile are captured at once: no request is waiting."""
+        self._uses = 0
+        try:
+            yield
+        finally:
+            self._uses = USES
 
     def shape(self, plan: StepPlan) -> Shape | None:
         self._shape = None
         if not (plan.want & EVERY_HIDDEN).any():
             decodes = leading_ones(plan.num_tokens)
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
+            if self._uses and self._shape is not None and not self._shape.prompts and not self._is_captured(self._shape):
+                self._shape = self._stand_in(self._shape)
         return self._shape
+
+    def _is_captured(self, shape: Shape) -> bool:
+        """For greedy rows and for others: which they are is not known yet."""
+        return bool(self._forms[shape, True] and self._forms[shape, False])
+
+    def _stand_in(self, shape: Shape) -> Shape:
+        """For the first uses of decodes that are not captured, a larger shape that is: padding costs less than launches."""
+        if self._stood_in[shape] >= MIXED_USES:
+            return shape
+        for size in self._shapes.decodes:
+            if shape.decodes < size <= MOST_PADDING * shape.decodes and self._is_captured(larger := Shape(size)):
+                self._stood_in[shape] += 1
+                return larger
+        return shape
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         if self._shape is None:
@@ -83,7 +113,7 @@ class GraphForward:
         captured = self._captured.get(key)
         if captured is None:
             seen = self._waiting.setdefault(key, _Seen(batch))
-            if seen.uses < (MIXED_USES if self._shape.decodes and self._shape.prompts else USES):
+            if seen.uses < (MIXED_USES if self._shape.decodes and self._shape.prompts else self._uses):
                 seen.uses += 1
                 self._waiting.move_to_end(key)
                 return self._eager.run(batch, greedy)
@@ -117,7 +147,7 @@ class GraphForward:
         shape, greedy, *_ = key
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        del self._waiting[key]
+        self._waiting.pop(key, None)
         try:
             with torch.cuda.stream(self._stream):
                 computed = self._capture(graph, batch, greedy)
@@ -128,8 +158,10 @@ class GraphForward:
             return None
         if len(self._captured) == MOST_GRAPHS:
             torch.cuda.synchronize()                     # it may be running
-            self._captured.popitem(last=False)
+            (old_shape, old_greedy, _), _ = self._captured.popitem(last=False)
+            self._forms[old_shape, old_greedy] -= 1
         self._captured[key] = _Captured(graph, computed)
+        self._forms[shape, greedy] += 1
         HAPPENED["graph_recording"] += 1
         logger.debug("captured %s, %s", shape, "greedy" if greedy else "logits")
         return self._captured[key]

@@ -69,6 +69,8 @@ class _Step:
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
+    listed: list[np.ndarray] = field(default_factory=list)       # tokens that each of them lists …
+    listed_logprobs: Fetched | None = None                       # … and their log-probabilities; None: none lists any
 
 
 class Runner:
@@ -93,6 +95,7 @@ class Runner:
         self._work: _Work | None = None                  # of the newest step
         self._landings: list[Landing] = []               # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
+        self._listed_tokens: dict[int, np.ndarray] = {}  # row -> tokens whose log-probability it wants, whatever their rank
         self._num_prompt_logprobs: dict[int, int] = {}
 
     @torch.inference_mode()
@@ -133,6 +136,7 @@ class Runner:
         for row in rows.tolist():
             self._sampler.remove_row(row)
             self._num_logprobs.pop(row, None)
+            self._listed_tokens.pop(row, None)
             self._num_prompt_logprobs.pop(row, None)
 
     def prepare(self) -> bool:
@@ -155,6 +159,8 @@ class Runner:
             self._sampler.add_row(added.row, added)
             if added.params.logprobs is not None:
                 self._num_logprobs[added.row] = added.params.logprobs
+            if added.params.logprob_token_ids is not None:
+                self._listed_tokens[added.row] = np.array(added.params.logprob_token_ids, np.int64)
             if added.params.prompt_logprobs is not None:
                 self._num_prompt_logprobs[added.row] = added.params.prompt_logprobs
         self.rows.apply(plan)
@@ -236,7 +242,20 @@ class Runner:
             if len(asked) < len(rows):                   # an index that torch makes itself would have the host wait
                 chosen = to_device(np.array(asked), logits.device)
                 logits, tokens = logits.index_select(0, chosen), tokens.index_select(0, chosen)
-            step.logprobs = Fetched(tokens, *token_logprobs(logits, tokens, most))
+            found = token_logprobs(logits, tokens, most)
+            step.logprobs = Fetched(tokens, *found)
+            if self._listed_tokens:
+                self._fetch_listed(step, [int(rows[index]) for index in asked], logits, tokens, found[0])
+
+    def _fetch_listed(self, step: _Step, rows: list[int], logits: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """The log-probabilities of the tokens that rows list. The sampled token's tells what the softmax divides by."""
+        empty = np.zeros(0, np.int64)
+        step.listed = [self._listed_tokens.get(row, empty) for row in rows]
+        ids = np.zeros((len(rows), max(map(len, step.listed))), np.int64)
+        for place, each in enumerate(step.listed):
+            ids[place, : len(each)] = each
+        total = logits.gather(1, tokens[:, None]).float() - logprobs[:, None]
+        step.listed_logprobs = Fetched(logits.gather(1, to_device(ids, logits.device)).float() - total)
 
     def collect(self) -> StepResult:
         """The oldest step's result."""
@@ -261,6 +280,8 @@ class Runner:
         if step.logprobs is not None:
             whole = _as_logprobs(step.logprobs)
             logprobs = {place: _one(whole, index, count) for index, (place, count) in enumerate(step.asked)}
+            if step.listed_logprobs is not None:
+                _add_listed(step, logprobs)
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -287,6 +308,15 @@ def _as_logprobs(fetched: Fetched) -> Logprobs:
         tokens.astype(np.int32), logprobs.astype(np.float32), ranks.astype(np.int32), top_ids.astype(np.int32),
         top_logprobs.astype(np.float32),
     )
+
+
+def _add_listed(step: _Step, logprobs: dict[int, Logprobs]) -> None:
+    assert step.listed_logprobs is not None
+    values = step.listed_logprobs.arrays()[0]
+    for (place, _), ids, row in zip(step.asked, step.listed, values, strict=True):
+        if len(ids):
+            logprobs[place].top_ids = ids[None].astype(np.int32)
+            logprobs[place].top_logprobs = row[None, : len(ids)].astype(np.float32)
 
 
 def _one(whole: Logprobs, index: int, count: int) -> Logprobs:

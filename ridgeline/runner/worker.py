@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import torch
@@ -10,15 +11,16 @@ import torch
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.weights import load_weights
+from ridgeline.models.weights import Progress, load_weights
 from ridgeline.ops.attention.attention_arguments import PREFIX_QUERIES
 from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.start_phases import phase
-from ridgeline.quant.fp8 import layer_scheme
+from ridgeline.quant.choose import schemes
 from ridgeline.quant.scheme import unquantised_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
 from ridgeline.runner.cuda_graphs import GraphForward
@@ -38,6 +40,9 @@ logger = get_logger("worker")
 
 # The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
 GPU_RUNTIME_BYTES = 760 * 2**20
+# A start captures CUDA graphs for so long; the rest is captured while the engine is idle.
+CAPTURE_SECONDS = 0.8
+_NEWS_SECONDS = 0.1                  # between two reports of how much is loaded
 
 
 def device_facts(config: EngineConfig) -> DeviceFacts:
@@ -68,9 +73,9 @@ def make_runner(
     meter = MemoryMeter(device)
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
-        scheme = unquantised_scheme(device, dtype, options.execution.deterministic)
-        inside = layer_scheme(options.model.quantization, scheme)
-        model = Decoder(model_config, comm, dtype, device, config.max_model_len, scheme, inside)
+        plain = unquantised_scheme(device, dtype, options.execution.deterministic)
+        formats = LinearFormats(model_config, options.model.quantization, device.type, comm.size)
+        model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):
         heads = model.layers[0].attention.qkv.num_heads
         shares = config.shared_prefixes and heads // config.groups[0].num_kv_heads <= PREFIX_QUERIES
@@ -83,13 +88,8 @@ def make_runner(
         )
         reserve_masks(config.max_num_seqs, model_config.vocab_size, device)
     with CompileAhead(device) as ahead:
-        with phase("kernels"):
-            collect_kernels(ahead, config, model, rows, sampler, comm)
-        with phase("weights"), meter.part(ledger.WEIGHTS):
-            load_weights(model, config.model_path, model_config, options.model.load_format, progress, options.model.seed)
-            if device.type == "cuda":
-                torch.cuda.synchronize()                 # kernels may prefetch weights before they wait for anything (PDL)
-                torch.cuda.empty_cache()                 # of what loading took: later tensors would be put into it
+        with meter.part(ledger.WEIGHTS):
+            _kernels_and_weights(ahead, config, model, rows, sampler, comm, progress)
         with phase("KV cache"), meter.part(ledger.KV):
             buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
         with phase("kernels"):
@@ -111,13 +111,54 @@ def make_runner(
     return runner
 
 
+def _kernels_and_weights(
+    ahead: CompileAhead, config: ResolvedConfig, model: Decoder, rows: DeviceRows, sampler: Sampler, comm: Communicator,
+    progress: Progress | None,
+) -> None:
+    """Collect the kernels to compile and load the weights. On a GPU both at once: launches that are only collected read no
+    weight, and reading a checkpoint leaves the interpreter to others most of the time."""
+    device, told = rows.device, (0, 0)
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        told = done, total
+
+    def load(news: Progress | None) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        model_options = config.options.model
+        load_weights(model, config.model_path, config.model, model_options.load_format, news, model_options.seed)
+
+    if device.type != "cuda":
+        with phase("weights"):
+            load(progress)
+        return
+    with ThreadPoolExecutor(1, "weights") as thread:
+        loading = thread.submit(load, tell)
+        with phase("kernels"):
+            collect_kernels(ahead, config, model, rows, sampler, comm)
+        with phase("weights"):
+            while not wait([loading], _NEWS_SECONDS).done:
+                if progress is not None and told[1]:
+                    progress(*told)                      # from this thread: the link to the front end is its own
+            loading.result()
+            if progress is not None:
+                progress(*told)
+            torch.cuda.synchronize()                     # kernels may prefetch weights before they wait for anything (PDL)
+            torch.cuda.empty_cache()                     # of what loading took: later tensors would be put into it
+
+
 def _first_steps(config: ResolvedConfig, runner: Runner) -> None:
     """Reserve the memory that steps need, and run and capture what the first requests will launch."""
     memory_pools.take(runner.rows.device, config.step_bytes)
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     warm_up(runner, *sizes)
     if isinstance(runner.forward, GraphForward):
-        runner.rehearse = Rehearsal(runner, runner.forward, *sizes).go_on
+        rehearsal = Rehearsal(runner, runner.forward, *sizes)
+        runner.rehearse = rehearsal.go_on
+        with phase("graphs"):
+            captured = rehearsal.before_ready(CAPTURE_SECONDS)
+        logger.debug("captured %d CUDA graphs before the first request", captured)
 
 
 class MemoryMeter:

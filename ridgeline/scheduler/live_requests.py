@@ -12,7 +12,7 @@ class LiveRequests:
         self._eos = eos_token_ids
         self._use_priorities = use_priorities
         self._seed = seed
-        self._arrivals = 0
+        self.num_arrived = 0
         self._sequences: dict[str, list[Sequence]] = {}
 
     def __len__(self) -> int:
@@ -44,10 +44,10 @@ class LiveRequests:
             raise BadRequest("resumed must hold unfinished answers of this request, at least one")
         sequences: list[Sequence] = []
         for index in range(params.n):
-            self._arrivals += 1
+            self.num_arrived += 1
             if resumed is not None and index not in resumed:
                 continue                                         # it had ended
-            turn = Turn(request.priority if self._use_priorities else 0, self._arrivals, step)
+            turn = Turn(request.priority if self._use_priorities else 0, self.num_arrived, step)
             sequence = Sequence(request, index, turn, limit, self._noise_key(request, index), stop_ids)
             if resumed is not None:
                 _resume(sequence, resumed[index], any(resumed.values()) or 0 not in resumed)
@@ -65,7 +65,7 @@ class LiveRequests:
     def _noise_key(self, request: Request, index: int) -> int:
         """Equal seeds give equal noise; the n answers of one request differ; without a seed every request differs."""
         seed = request.params.seed
-        base = seed if seed is not None else self._seed * 0x9E3779B97F4A7C15 + self._arrivals * 0xD1B54A32D192ED03
+        base = seed if seed is not None else self._seed * 0x9E3779B97F4A7C15 + self.num_arrived * 0xD1B54A32D192ED03
         return (base + index * 0xBF58476D1CE4E5B9) % 2**64
 
 

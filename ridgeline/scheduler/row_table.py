@@ -67,6 +67,10 @@ class Rows:
         self._stale = True
         return row
 
+    def rank_again(self) -> None:
+        """A priority has changed."""
+        self._stale = True
+
     def ranked(self) -> np.ndarray:
         """The occupied rows, the most important first."""
         if self._stale:

@@ -10,6 +10,7 @@ import numpy as np
 from ridgeline.cache.manager import Hit, KVManager, SequenceBlocks
 from ridgeline.messages import RowAdded, Want
 from ridgeline.scheduler.bookkeeping import Delta
+from ridgeline.scheduler.policy import AGED_PRIORITY
 from ridgeline.scheduler.row_table import Rows
 from ridgeline.scheduler.sequence import Sequence
 
@@ -95,6 +96,14 @@ class Running:
             if sequence.blocks is not None and self._manager.exclusive_blocks(sequence.blocks):
                 return sequence
         return candidates[0] if candidates else None             # all share: several have to go before a block is free
+
+    def promote_aged(self, deadline: int) -> None:
+        """As waiting ones (WaitingQueue.promote_aged): unfinished prompts must not starve behind more important ones either."""
+        if deadline > 0:
+            for sequence in self.rows.running():
+                if not sequence.prefill.done and sequence.turn.arrived_at <= deadline:
+                    sequence.turn.priority = AGED_PRIORITY
+                    self.rows.rank_again()
 
     def promised(self, rows: np.ndarray) -> int:
         """Blocks that these rows will take to finish their prompts and sample one token."""

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ridgeline.cache.manager import Hit, KVManager
+from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Logprobs, Request, Snapshot, StepPlan, StepResult, TokenDelta
+from ridgeline.scheduler import fairness
 from ridgeline.scheduler.bookkeeping import Delta, InFlight, SchedulerCounters, SchedulerLimits, Steady
+from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import Admission, ContinuousBatching
 from ridgeline.scheduler.running import ON_PROMPT, ON_SAMPLED, Running, row_added
@@ -36,6 +38,7 @@ from ridgeline.sizes.batch_levelling import level_rows
 if TYPE_CHECKING:
     from ridgeline.grammar.matcher import Matcher
 
+_Ahead = list[tuple[Sequence, int]]      # waiting sequences and tokens kept for them
 _NONE = np.zeros(0, np.int32)
 _NO_BLOCKS = _NONE.reshape(0, 4)
 _NOTHING: tuple = (_NONE, [], _NO_BLOCKS, _NONE, _NONE, _NONE.astype(np.int8))
@@ -58,13 +61,14 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.started: list[str] = []                         # requests whose first stay in a row began with the newest plan
         self.admission: Admission = admission or ContinuousBatching()
-        self.finds_prefixes = True
         self.step_tokens: int | None = None                  # fewer than the limit, for a while after memory ran out
         self.level: int | None = None                        # rows at once, see begin_with_longest()
-        self._time_model = time_model or NoTimeModel()
         self._live = LiveRequests(eos_token_ids, use_priorities, seed)
         self._waiting = WaitingQueue()
         self._running = Running(manager, limits.max_rows)
+        self._joining = Joining(
+            limits, manager, self._running, self._waiting, time_model or NoTimeModel(), self.counters
+        )
         self._flights: deque[InFlight] = deque()
         self._steady: Steady | None = None                   # of the newest plan
         self._step = 0
@@ -83,7 +87,8 @@ class Scheduler:
         Such a run ends with the longest answer, alone in its last steps, which take nearly as long as full ones. If it starts
         first, it is ahead by the steps that the other prompts take. Short answers are held back to run beside it, if only their
         length ends them (sizes/batch_levelling.py). The order is left alone if the KV cache cannot hold all requests at once:
-        requests with a common prefix would then run far apart, and the prefix might be evicted in between.
+        requests with a common prefix would then run far apart, and the prefix might be evicted in between. Either way no prompt
+        is overtaken by a shorter one from now on (fairness.py).
         """
         waiting = self._waiting.sequences()
         level = None
@@ -93,7 +98,12 @@ class Scheduler:
                 answers = [sequence.limit - sequence.num_prompt for sequence in waiting]
                 level = level_rows(answers, self.limits.enough_rows, self.limits.max_rows)
             self._waiting.longest_first()
+        self._joining.fair = False
         self.level = self.admission.use_level(level)
+
+    def use_prefix_cache(self, use: bool) -> None:
+        """From now on. What it holds stays."""
+        self._joining.finds_prefixes = use
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Forget a request, or one of its answers, at once. False when it is not here (finished, or never was)."""
@@ -146,6 +156,11 @@ class Scheduler:
         return [self.fail(each, each.matcher.error, True) for each in listed if each.matcher is not None and each.matcher.error]
 
     @property
+    def num_arrived(self) -> int:
+        """Sequences so far."""
+        return self._live.num_arrived
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -177,26 +192,30 @@ class Scheduler:
         """
         self.started = []
         self._running.publish()
-        rows, tokens, budget, short = self._give_to_running()
-        places = self.admission.places(self.num_running, self.num_waiting) if self._waiting and not short else 0
+        rows, tokens, budget, ahead = self._give_to_running()
+        places = self.admission.places(self.num_running, self.num_waiting) if self._waiting and ahead is not None else 0
         if budget > 0 and places > 0:
-            joined, joined_tokens = self._admit(budget, int(np.count_nonzero(tokens == 1)), places)
-            if joined:
-                rows = np.concatenate([rows, np.array(joined, np.int64)])
-                tokens = np.concatenate([tokens, np.array(joined_tokens, np.int64)])
+            joined = Joined(self._step, int(np.count_nonzero(tokens == 1)), places, budget, budget)
+            self._waiting.promote_aged(self._step - self.limits.max_waiting_steps)
+            full = self._joining.admit(joined, ahead or [])
+            self.started = joined.started
+            self.admission.admitted(self.num_running, full or self._running.rows.full or not self.num_waiting)
+            if joined.rows:
+                rows = np.concatenate([rows, np.array(joined.rows, np.int64)])
+                tokens = np.concatenate([tokens, np.array(joined.tokens, np.int64)])
         if not len(rows):
             return StepPlan(self._step, *_NOTHING)
         return self._plan(rows, tokens)
 
-    def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, int, bool]:
-        """Tokens for the rows that run: decodes first, then prefill chunks, by rank, until the budget is spent.
+    def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, int, _Ahead | None]:
+        """Tokens for the rows that run: decodes first, then prompts, until the budget is spent.
 
-        Also what is left of the budget, and whether blocks ran short: then no waiting sequence may join.
+        Also what is left of the budget, and the waiting sequences it is kept for; None: blocks ran short, so none may join.
         """
         table, size = self._running.rows, self.manager.block_size
         rows = table.ranked()
         if not len(rows):
-            return rows, rows, self._budget(0, self.num_waiting, 0), False
+            return rows, rows, self._budget(0, 0), []
         need = table.known[rows] - table.computed[rows]
         # A row at its limit has all it may have; its last token needs no KV.
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
@@ -205,14 +224,17 @@ class Scheduler:
         prefill = need > 1
         num_prefill = int(np.count_nonzero(prefill))
         num_decodes = len(rows) - num_prefill
-        position = int(table.computed[rows[np.argmax(prefill)]]) if num_prefill else 0
-        tokens, budget = need, self._budget(num_decodes, num_prefill + self.num_waiting, position)
+        position = int(table.computed[rows[prefill]].max()) if num_prefill else 0
+        tokens, budget = need, self._budget(num_decodes, position)
         whole = num_prefill == 0 and num_decodes <= budget
+        ahead: _Ahead = []
         if not whole:
             order = np.argsort(prefill, kind="stable")
             rows, need = rows[order], need[order]
             before = np.cumsum(need) - need
             tokens = np.minimum(need, np.maximum(0, budget - before))
+            if self._joining.fair and num_decodes < budget < before[-1] + need[-1]:
+                tokens[num_decodes:], ahead = self._share(rows[num_decodes:], need[num_decodes:], budget - num_decodes)
 
         preemptions = self.counters.preemptions
         short = False
@@ -232,13 +254,27 @@ class Scheduler:
             rows, tokens = rows[some], tokens[some]
             for place in np.nonzero(tokens > 1)[0].tolist():
                 self._running.publish_later(int(rows[place]), int(tokens[place]))
-        return rows, tokens, budget - int(tokens.sum()), short
+        return rows, tokens, budget - int(tokens.sum()), None if short else ahead
 
-    def _budget(self, num_decodes: int, num_prompts: int, position: int) -> int:
-        """Token budget of a step: the limit, or the decodes and as many prompt tokens as the step time allows. `position`: where
-        the first prompt goes on."""
+    def _share(self, rows: np.ndarray, need: np.ndarray, budget: int) -> tuple[list[int], _Ahead]:
+        """Running prompts cannot all be finished: tokens for each (fairness.py), and for waiting sequences that go ahead."""
+        self._running.promote_aged(self._step - self.limits.max_waiting_steps)
+        turns = [sequence.turn for row in rows.tolist() if (sequence := self._running.rows.sequences[row]) is not None]
+        prompts = [fairness.Prompt(turn.priority, turn.order, rest) for turn, rest in zip(turns, need.tolist(), strict=True)]
+        running = sorted(prompts)
+        cut = fairness.first_cut(running, budget)
+        assert cut is not None
+        places = self.admission.places(self.num_running, self.num_waiting) if self._waiting else 0
+        waiting = self._joining.go_ahead(running[cut], places)
+        ranked = sorted([*running, *(prompt for _, prompt in waiting)])
+        tokens = dict(zip(ranked, fairness.share(ranked, budget), strict=True))
+        return [tokens[prompt] for prompt in prompts], [(each, tokens[prompt]) for each, prompt in waiting if tokens[prompt]]
+
+    def _budget(self, num_decodes: int, position: int) -> int:
+        """Token budget of a step: the limit, or the decodes and as many prompt tokens as the step time allows. `position`: the
+        last one at which a prompt goes on."""
         most = min(self.limits.max_step_tokens, self.step_tokens or self.limits.max_step_tokens)
-        return min(most, num_decodes + max(1, self._time_model.prompt_tokens(num_decodes, num_prompts, position, most)))
+        return min(most, num_decodes + max(1, self._joining.time_model.prompt_tokens(num_decodes, position, most)))
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for a running sequence; others are preempted if there are too few. False: it waits, or was preempted itself."""
@@ -265,63 +301,6 @@ class Scheduler:
         sequence.prefill.restart(int(self._running.rows.computed[sequence.row]))
         self._running.leave(sequence)
         self._waiting.push(sequence)
-
-    def _admit(self, budget: int, num_decodes: int, places: int) -> tuple[list[int], list[int]]:
-        """Let waiting sequences join, by rank, while rows, blocks and budget last. Unready ones are passed over."""
-        self._waiting.promote_aged(self._step - self.limits.max_waiting_steps)
-        running, table = self._running, self._running.rows
-        num_running = len(table)
-        running.vacated &= num_running > 0
-        full = False
-        rows: list[int] = []
-        tokens: list[int] = []
-        unready: list[Sequence] = []
-        promised = running.promised(table.ranked())
-        room = budget
-        while budget > 0 and len(rows) < places and not table.full and (sequence := self._waiting.first()) is not None:
-            if not sequence.ready:
-                unready.append(self._waiting.pop())
-                continue
-            running.publish()
-            hit = running.hit(sequence, self.finds_prefixes)
-            rest = len(sequence.tokens) - hit.num_tokens
-            most = budget
-            if hit.num_tokens and self.limits.chunked_prefill:   # it goes on where tokens weigh more
-                prompts = num_running - num_decodes + len(rows) + self.num_waiting
-                fits = self._time_model.prompt_tokens(num_decodes, prompts, hit.num_tokens, room)
-                most = max(1, min(budget, fits * budget // room))        # its share of what is left
-            count = min(rest, most) if self.limits.chunked_prefill else rest
-            if count > budget:
-                break                                            # the next one waits, and is not overtaken
-            fits_in = self._has_room(hit, len(sequence.tokens), promised)
-            blocks = self.manager.start(hit, hit.num_tokens + count) if fits_in else None
-            if blocks is None:
-                full = True
-                break
-            self._waiting.pop()
-            self.counters.joins += running.vacated
-            row = running.join(sequence, hit, blocks, self._step)
-            promised += running.promised(np.array([row]))
-            if sequence.prefill.lost_tokens == 0 and sequence.leader is None:
-                sequence.num_cached = hit.num_tokens
-                self.started.append(sequence.request.request_id)
-            if count > 1:                                        # as of rows that run, see publish_later
-                running.publish_later(row, count)
-            rows.append(row)
-            tokens.append(count)
-            budget -= -(-count * budget // most)
-        for sequence in unready:
-            self._waiting.push(sequence)
-        self._waiting.tidy()
-        self.admission.admitted(len(table), full or table.full or not self.num_waiting)
-        return rows, tokens
-
-    def _has_room(self, hit: Hit, known: int, promised: int) -> bool:
-        """Room for all its known tokens, and for the blocks promised to running sequences.
-
-        With less, a running sequence would have to be preempted a few steps later.
-        """
-        return self.manager.num_free >= self.manager.blocks_beyond(hit, known, self.limits.max_step_tokens) + promised
 
     def _plan(self, rows: np.ndarray, tokens: np.ndarray) -> StepPlan:
         """Book the step as done, so that the next can be planned, and write it down as a delta."""
@@ -409,7 +388,7 @@ class Scheduler:
         self.counters.padded_tokens += result.padded
         self.counters.rejected_tokens += result.rejected
         self.counters.prompt_tokens += flight.num_prompt_tokens
-        self._time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, result.device_seconds)
+        self._joining.time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, result.device_seconds)
         self.manager.pool.retired(flight.step)
         self._commit(flight, result.failed)
         deltas: list[TokenDelta] = []
@@ -423,8 +402,7 @@ class Scheduler:
                 continue
             if more:
                 if place in result.failed:
-                    deltas.append(self._fail(sequence, result.failed[place]))
-                    deltas[-1].bad_request = place in result.overconstrained
+                    deltas.append(self._fail(sequence, result.failed[place], place in result.overconstrained))
                     continue
                 if place in result.prompt_logprobs and _still_there(sequence, flight):
                     sequence.prefill.logprobs += (result.prompt_logprobs[place],)
@@ -473,11 +451,10 @@ class Scheduler:
                 self.manager.commit(sequence.blocks, sequence.tokens, int(flight.ends[place]))
                 table.committed[sequence.row] = full[place]      # not what was published for steps still in flight
 
-    def _fail(self, sequence: Sequence, reason: str) -> TokenDelta:
+    def _fail(self, sequence: Sequence, reason: str, bad_request: bool) -> TokenDelta:
         if sequence.blocks is not None:
             self.manager.distrust(sequence.blocks)
-        self._end(sequence)
-        return TokenDelta(sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason)
+        return self.fail(sequence, reason, bad_request)
 
     def _end(self, sequence: Sequence) -> None:
         """Finished, aborted or failed: forget it. Its blocks go once no step in flight can touch them."""

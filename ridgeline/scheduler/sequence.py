@@ -34,6 +34,8 @@ class Prefill:
     logprobs: tuple[Logprobs, ...] = ()                          # of the prompt: chunks that have arrived
     logprobs_sent: bool = False
     hidden: np.ndarray | None = None                             # pooled so far
+    found: int = 0                   # tokens that the prefix cache held when it was last asked, while the sequence waited
+    looked_up: int = 0               # when that was, as a number that grows
 
     def restart(self, num_computed: int) -> None:
         """A preemption: everything is computed again."""
@@ -41,6 +43,7 @@ class Prefill:
         self.done = False
         self.logprobs = ()
         self.hidden = None
+        self.found = 0
 
 
 class Sequence:

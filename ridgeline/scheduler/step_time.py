@@ -17,7 +17,9 @@ from typing import Protocol
 
 _REMEMBERED = 15                     # steps of each kind
 _SHARE = 0.25                        # of the target time that prompts get at least, even if decodes take longer
-_FEWEST = 256                        # prompt tokens: fewer are too noisy to learn from, and are always allowed
+# Prompt tokens that are always allowed, by kind of device. Fewer cost more each: kernels for few rows read all weights for them.
+FEWEST = {"cuda": 256, "cpu": 128}
+_UNKNOWN = 2                         # times as many are computed before a step was measured
 _ROUND = 64                          # GEMMs are fastest with whole tiles
 
 
@@ -26,9 +28,8 @@ _ATTENTION_RATE = 0.67
 
 
 class StepTimeModel(Protocol):
-    def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
-        """Most prompt tokens of a step with that many decodes. `num_prompts` prompts are unfinished; the first of them goes on at
-        `position`."""
+    def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
+        """Most prompt tokens of a step with that many decodes, where prompts go on at `position`."""
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
         """The time of a step. `num_pairs`: (query, key) pairs of its prompt tokens."""
@@ -37,7 +38,7 @@ class StepTimeModel(Protocol):
 class NoTimeModel:
     """The off version: prompts may fill the token budget."""
 
-    def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+    def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
         return budget
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
@@ -45,20 +46,22 @@ class NoTimeModel:
 
 
 class MeasuredStepTime:
-    def __init__(self, target_seconds: float, alike: float = math.inf) -> None:
+    def __init__(self, target_seconds: float, alike: float = math.inf, fewest: int = FEWEST["cuda"]) -> None:
         self._target = target_seconds
+        self._fewest = fewest
         self._alike = alike                                          # keys whose attention costs as much as a token's GEMMs
         self._decode: deque[float] = deque(maxlen=_REMEMBERED)       # seconds of the last steps without prompts
         self._per_weight: deque[float] = deque(maxlen=_REMEMBERED)   # seconds that a prompt token without keys adds
 
-    def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
-        """No limit for a single prompt without decodes, or before anything is known. Of several prompts those that finish first
-        wait for the end of the step, as decodes do."""
-        if (num_decodes == 0 and num_prompts <= 1) or not self._per_weight:
-            return budget
+    def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
+        """Also for a prompt alone: a request that arrives next waits for the step that runs, and for one that is planned.
+        Before anything is known, a small step shows what a token takes."""
+        per_weight = _median(self._per_weight)
+        if not per_weight:
+            return min(budget, _UNKNOWN * self._fewest)
         rest = max(self._target - (_median(self._decode) if num_decodes else 0.0), _SHARE * self._target)
-        fit = self._tokens(rest / _median(self._per_weight), position)
-        return max(_FEWEST, fit - fit % _ROUND)
+        fit = self._tokens(rest / per_weight, position)
+        return max(self._fewest, fit - fit % _ROUND)
 
     def _tokens(self, weight: float, position: int) -> int:
         """The number n of tokens from a position on with this weight: n + (n position + n²/2) / alike."""
@@ -70,7 +73,7 @@ class MeasuredStepTime:
     def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
         if num_prompt_tokens == 0:
             self._decode.append(seconds)
-        elif num_prompt_tokens >= _FEWEST:
+        elif num_prompt_tokens >= self._fewest:
             rest = seconds - (_median(self._decode) if num_decodes else 0.0)
             self._per_weight.append(max(rest, _SHARE * seconds) / (num_prompt_tokens + num_pairs / self._alike))
 

@@ -40,6 +40,14 @@ class WaitingQueue:
         """Take out what first() returned."""
         return heapq.heappop(self.heap)[1]
 
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence; usually it is the first."""
+        if self.heap[0][1] is sequence:
+            heapq.heappop(self.heap)
+        else:
+            self.heap = [entry for entry in self.heap if entry[1] is not sequence]
+            heapq.heapify(self.heap)
+
     def ended(self) -> None:
         """One of the waiting sequences has ended."""
         self._num_ended += 1

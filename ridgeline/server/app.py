@@ -14,16 +14,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ridgeline.errors import RidgelineError
-from ridgeline.server.api import model_cards, openapi, prepare, responses_continued
-from ridgeline.server.api.dialects import ANTHROPIC, RESPONSES
-from ridgeline.server.api.embeddings import embed
-from ridgeline.server.api.score import score
-from ridgeline.server.endpoints import Generation, Question
-from ridgeline.server.http.error_bodies import anthropic_body
+from ridgeline.server.api import first_contact, model_cards, openapi, prepare
+from ridgeline.server.api.dialects import ANTHROPIC, LLAMA, OLLAMA, RESPONSES
+from ridgeline.server.api.llamacpp import llama_server
+from ridgeline.server.api.ollama import ollama_models, ollama_prepare
+from ridgeline.server.api.openai import responses_continued
+from ridgeline.server.api.openai.embeddings import embed
+from ridgeline.server.api.vllm.score import score
+from ridgeline.server.background import Responses
+from ridgeline.server.endpoints import Generation, Invocations, Question
+from ridgeline.server.http.error_bodies import body_for
 from ridgeline.server.http.failures import describe, http_error
+from ridgeline.server.http.root_path import plain_prefix
 from ridgeline.server.http.stream import json_response
 from ridgeline.server.observe import dashboard, prometheus, roofline_endpoint
-from ridgeline.server.service import Service
+from ridgeline.server.service import NOT_READY, Service
 from ridgeline.version import __version__
 
 
@@ -31,21 +36,30 @@ def make_app(service: Service) -> Starlette:
     chat = Generation(service, prepare.prepare_chat, prompt_field="messages")
     completion = Generation(service, prepare.prepare_completion, prompt_field="prompt")
     messages = Generation(service, prepare.prepare_messages, ANTHROPIC)
-    responses = Generation(service, prepare.prepare_response, RESPONSES, "input")
+    responses = Responses(service, prepare.prepare_response, RESPONSES, "input")
+    embeddings, scores = Question(service, embed, prompt_field="input"), Question(service, score)
     app = Starlette(
         routes=[
             _post("/v1/chat/completions", chat),
+            _post("/v1/chat/completions/batch", Generation(service, prepare.prepare_batch, prompt_field="messages")),
             _post("/v1/completions", completion),
             _post("/v1/messages", messages),
             _post("/v1/messages/count_tokens", Question(service, prepare.count_tokens, ANTHROPIC)),
             _post("/v1/responses", responses),
             _post("/v1/responses/input_tokens", Question(service, prepare.count_input, RESPONSES, "input")),
+            _post("/v1/responses/{id}/cancel", responses.cancel),
             *responses_continued.routes(service),
-            _post("/v1/embeddings", Question(service, embed, prompt_field="input")),
-            _post("/v1/score", Question(service, score)),
+            _post("/v1/embeddings", embeddings),
+            _post("/v1/score", scores),
+            _post("/invocations", Invocations(
+                service, {"messages": chat, "prompt": completion, "input": embeddings, "text_1": scores},
+            )),
             _post("/tokenize", Question(service, prepare.tokenize)),
             _post("/detokenize", Question(service, prepare.detokenize)),
             *model_cards.routes(service),
+            *first_contact.routes(service),
+            *_ollama(service),
+            *_llamacpp(service),
             *_health(service),
             *_pages(service),
         ],
@@ -59,13 +73,39 @@ def _post(path: str, endpoint: Any) -> Route:
     return Route(path, endpoint, methods=["POST"])
 
 
+def _ollama(service: Service) -> list[Route]:
+    models = ollama_models.Models(service)
+    return [
+        _post("/api/chat", Generation(service, ollama_prepare.prepare_chat, OLLAMA, "messages")),
+        _post("/api/generate", Generation(service, ollama_prepare.prepare_generate, OLLAMA, "prompt")),
+        _post("/api/embed", Question(service, ollama_prepare.embed, OLLAMA, "input")),
+        _post("/api/embeddings", Question(service, ollama_prepare.old_embed, OLLAMA, "prompt")),
+        _post("/api/show", Question(service, models.show, OLLAMA)),
+        Route("/api/tags", models.tags),
+        Route("/api/ps", models.running),
+        Route("/api/version", models.version),
+    ]
+
+
+def _llamacpp(service: Service) -> list[Route]:
+    return [
+        _post("/completion", Generation(service, llama_server.prepare_completion, LLAMA, "prompt")),
+        _post("/apply-template", Question(service, llama_server.apply_template, prompt_field="messages")),
+        _post("/infill", Question(service, llama_server.infill)),
+        *llama_server.routes(service),
+    ]
+
+
 def _health(service: Service) -> list[Route]:
     llm = service.llm
 
     async def health(request: Request) -> Response:
         blocks = llm.ready.num_blocks if llm.ready else 0
         counts = {"requests": llm.num_open, "running": llm.running, "free_blocks": llm.free_blocks, "num_blocks": blocks}
-        return json_response({"status": service.state, **counts}, 200 if service.state == "ok" else 503)
+        if service.state == "ok":
+            return json_response({"status": "ok", **counts})
+        reason = {"code": 503, "message": NOT_READY[service.state], "type": "unavailable_error"}     # as llama.cpp's is
+        return json_response({"status": service.state, **counts, "error": reason}, 503)
 
     async def live(request: Request) -> Response:
         return json_response({"status": "ok"})           # of this process; /health reports the engine
@@ -86,7 +126,7 @@ def _pages(service: Service) -> list[Route]:
     llm = service.llm
 
     async def document(request: Request) -> Response:
-        return json_response(openapi.document())
+        return json_response(openapi.document(plain_prefix(service.options.root_path)))
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
@@ -116,7 +156,7 @@ def _pages(service: Service) -> list[Route]:
 
 async def _failed(request: Request, error: Exception) -> Response:
     status, body, headers = describe(error)
-    body = anthropic_body(status, body) if model_cards.is_for_anthropic(request) else body
+    body = body_for(request.scope["path"], request.scope["headers"], status, body)
     response = Response(body, status, media_type="application/json")
     response.raw_headers.extend(headers)
     return response

@@ -8,25 +8,29 @@ Each request runs under a watch for its client: a client that hangs up has its r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from ridgeline.engine.client.answer_stream import AnswerStream, Batch
 from ridgeline.engine.client.request_context import Caller
+from ridgeline.errors import BadRequest
 from ridgeline.server.api.dialects import CHAT, Dialect
 from ridgeline.server.api.prepare import Job
+from ridgeline.server.http.body import away_if_long
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
     DIRECT,
+    Binary,
     ClientGone,
     EventStream,
     Receive,
     Send,
     read_body,
+    send_bytes,
     send_json,
     while_connected,
 )
@@ -50,7 +54,7 @@ class Endpoint(ABC):
         try:
             self._service.require_ready()
             with self._service.slots.taking(1):          # before a byte of the body is read
-                check_media_type(scope)
+                check_media_type(scope, self._dialect.any_media_type)
                 body = await read_body(receive)
                 prometheus.note_arrival(scope)
                 self._service.tracing.note(scope)
@@ -76,16 +80,21 @@ class Question(Endpoint):
         self._make = answer
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        await send_json(send, 200, msgspec.json.encode(await self._make(self._service, caller_of(scope), body)))
+        answer = await self._make(self._service, caller_of(scope), body)
+        if isinstance(answer, Binary):
+            await send_bytes(send, answer)
+        else:
+            await send_json(send, 200, msgspec.json.encode(answer))
 
 
 class Generation(Endpoint):
     """An endpoint that generates tokens."""
 
     def __init__(
-        self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Job]], dialect: Dialect = CHAT,
+        self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Job | bytes]], dialect: Dialect = CHAT,
         prompt_field: str | None = None,
     ) -> None:
+        """`prepare`: the request as a job; or its answer, where there is nothing to generate."""
         super().__init__(service, dialect, prompt_field)
         self._prepare = prepare
 
@@ -96,19 +105,19 @@ class Generation(Endpoint):
     async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
         caller = caller_of(scope)
         job = await self._prepare(self._service, caller, body)
-        caller = prometheus.switched(self._service.llm, caller, job.request.techniques)
-        caller = caller.expecting_first_token(job.request.ttft_deadline_ms)
+        if isinstance(job, bytes):
+            await send_json(send, 200, job)
+            return
+        await self._run(scope, caller, job, send)
+
+    async def _run(self, scope: Scope, caller: Caller, job: Job, send: Send) -> None:
         count = len(job.prompts) * job.params.n
         with self._service.slots.taking(count, already=1):
-            with job.request.naming_its_grammar():
-                stream = await self._service.llm.stream(
-                    job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
-                    arrived=prometheus.arrived(), must_fit="" if self._dialect.clips else job.request.length_field,
-                    caller=caller,
-                )
+            stream = await self._start(caller, job)
             try:
                 if job.request.stream:
-                    events = EventStream(send, job.headers, self._dialect.framed, scope.get(DIRECT))
+                    dialect = self._dialect
+                    events = EventStream(send, job.headers, dialect.framed, scope.get(DIRECT), dialect.stream_kind)
                     await self._send_events(stream, job, events)
                 else:
                     body = job.writer.body(await stream.complete())
@@ -116,10 +125,22 @@ class Generation(Endpoint):
                         body = prometheus.with_timings(body, self._service.llm, stream.outputs)
                     await send_json(send, 200, body, job.headers)
             finally:
-                prometheus.note_in_log(self._service.llm, stream.outputs)
-                self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
-                stream.close()
-                stream.error = None                      # it refers to this frame: no cycle for the garbage collector
+                self._end(job, stream)
+
+    async def _start(self, caller: Caller, job: Job) -> AnswerStream:
+        caller = prometheus.switched(self._service.llm, caller, job.request.techniques)
+        caller = caller.expecting_first_token(job.request.ttft_deadline_ms)
+        with job.request.naming_its_grammar():
+            return await self._service.llm.stream(
+                job.prompts, job.params, priority=job.request.priority or 0, cache_salt=job.request.cache_salt or "",
+                arrived=prometheus.arrived(), must_fit="" if self._dialect.clips else job.request.length_field, caller=caller,
+            )
+
+    def _end(self, job: Job, stream: AnswerStream) -> None:
+        prometheus.note_in_log(self._service.llm, stream.outputs)
+        self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
+        stream.close()
+        stream.error = None                              # it refers to this frame: no cycle for the garbage collector
 
     async def _send_events(self, stream: AnswerStream, job: Job, events: EventStream) -> None:
         """Nothing is sent before the first tokens: until then a failure can still have its own status.
@@ -158,9 +179,37 @@ class Generation(Endpoint):
         await events.end()
 
 
-def check_media_type(scope: Scope) -> None:
+class Invocations(Endpoint):
+    """SageMaker's one path for all requests: the body's fields decide which endpoint answers."""
+
+    def __init__(self, service: Service, endpoints: Mapping[str, Endpoint]) -> None:
+        """`endpoints`: by the field that only their requests have."""
+        super().__init__(service)
+        self._endpoints = endpoints
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        def names() -> Collection[str]:
+            try:
+                return msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+            except msgspec.MsgspecError as error:
+                raise BadRequest(f"the body is not a JSON object: {error}") from None
+
+        given = await away_if_long(len(body), names)
+        chosen = next((endpoint for name, endpoint in self._endpoints.items() if name in given), None)
+        if chosen is None:
+            raise BadRequest(f"the body needs one of {', '.join(self._endpoints)}, which says what kind of request it is")
+        await chosen._answer(scope, body, send)
+
+
+# A browser sends one of these with every request of a page.
+_BROWSER_HEADERS = frozenset({b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"})
+
+
+def check_media_type(scope: Scope, any_kind: bool = False) -> None:
+    """`any_kind`: a client that is no browser may leave the type out, as Ollama's examples for curl do."""
     kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    if kind.split(b";")[0].strip().lower() != b"application/json":
+    free = any_kind and not any(name in _BROWSER_HEADERS for name, _ in scope["headers"])
+    if not free and kind.split(b";")[0].strip().lower() != b"application/json":
         raise WrongMediaType("the body must be JSON and say so: Content-Type: application/json")
     if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]):
         raise WrongMediaType("the body must not be compressed: Content-Encoding is not supported")

@@ -32,6 +32,7 @@ from ridgeline.server.http.connection_limits import LINGERING, limited_protocol
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.http.root_path import RootPath
 from ridgeline.server.observe import admin
 from ridgeline.server.observe.tracing import start_tracing
 from ridgeline.server.options import ServerOptions
@@ -78,8 +79,9 @@ class HttpServer(uvicorn.Server):
     """uvicorn with a graceful shutdown: let running requests finish for a while, then fail them and end the engine."""
 
     def __init__(self, service: Service) -> None:
+        guarded = HostGuard(make_app(service), service.options, len(service.keys) > 0)
         config = uvicorn.Config(
-            Gate(HostGuard(make_app(service), service.options, len(service.keys) > 0), service.options, service.keys),
+            RootPath(Gate(guarded, service.options, service.keys), service.options.root_path),
             http=limited_protocol(service.options),
             ws="none",
             lifespan="off",

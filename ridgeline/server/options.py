@@ -16,6 +16,7 @@ class ServerOptions:
         "", "name of the model in requests and answers, and aliases, separated by commas; gpt-*: any name that begins with gpt-; "
         "empty: the file's name",
     )
+    root_path: str = option("", "prefix of the paths behind a reverse proxy, like /llm, whether the proxy removes it or not")
     max_connections: int = option(4096, "open connections, including idle ones", low=1)
     max_queued_requests: int | None = option(
         None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1
@@ -30,6 +31,8 @@ class ServerOptions:
         "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template contains it",
         ("auto", "none", "think"),
     )
+    strict_messages: bool = option(False, "refuse unknown fields inside messages by name; otherwise they are ignored, as in vLLM")
+    enable_force_include_usage: bool = option(False, "every event of a stream has the usage, whether asked for or not")
     max_body_bytes: int = option(16 * 2**20, "largest size of a request's body", low=1)
     max_stored_responses: int = option(
         1000, "answers of /v1/responses kept in memory for an hour, for previous_response_id; 0: none", low=0

@@ -12,8 +12,9 @@ from pathlib import Path
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import BadRequest
 from ridgeline.process import embedded
+from ridgeline.process.hub_cache import hub_name
 from ridgeline.server.api.generation import GenerationRequest
-from ridgeline.server.api.responses_store import ResponseStore
+from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.observe.tracing import NoTracing
@@ -26,7 +27,7 @@ NOT_READY = {
     "stopping": "the server is stopping",
     "loading": "the engine is not ready",
     "stalled": "the engine does not answer",
-    "restarting": "the engine is being started again",
+    "restarting": "the engine is restarting",
     "dead": STOPPED,
 }
 
@@ -97,7 +98,12 @@ class Service:
 
 def model_name(llm: AsyncLLM, options: ServerOptions) -> str:
     path = Path(llm.config.model.model)
-    own = embedded.NAME if not llm.config.model.model else path.stem if path.suffix == ".gguf" else path.resolve().name
+    if not llm.config.model.model:
+        own = embedded.NAME
+    elif not path.exists() and hub_name(llm.config.model.model):
+        own = llm.config.model.model                     # as clients of vLLM call it
+    else:
+        own = path.stem if path.suffix == ".gguf" else path.resolve().name
     return next((name for name in _listed(options.served_model_name) if not name.endswith(ANY)), own)
 
 

@@ -7,6 +7,7 @@ This file knows neither requests nor streams (text/detokenizer), nor how a chat 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -14,6 +15,7 @@ from typing import Any, Literal, overload
 import tokenizers
 
 from ridgeline.errors import BadRequest, ModelError
+from ridgeline.metrics import SPENT
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.process.log import get_logger
 from ridgeline.text.chat_template import ChatTemplate
@@ -106,6 +108,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """`parse_special=False` reads the text of control tokens, such as <|im_end|>, as ordinary characters."""
         core = self._encoder(parse_special)
+        began = time.thread_time()
         try:
             if len(text) < _LONG_TEXT:
                 ids: list[int] = core.encode(text, add_special_tokens=False).ids
@@ -119,6 +122,8 @@ class Tokenizer:
             if not is_panic(error):
                 raise
             raise _not_cut(error) from None
+        finally:
+            SPENT["tokenising"] += time.thread_time() - began
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
     def encode_batch(

@@ -60,7 +60,8 @@ def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, float]:
     file = path / "tokenizer.json"
     if not file.is_file():
         other = " (a tokenizer.model alone cannot be read)" if (path / "tokenizer.model").is_file() else ""
-        raise ModelError(f"{path}: no tokenizer.json{other}; save the model's fast tokenizer there")
+        raise ModelError(f"{path}: no tokenizer.json{other}; save the model's fast tokenizer there: "
+                         f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(path)!r})")
     text, growth = read_tokenizer(file)
     try:
         core = tokenizers.Tokenizer.from_str(text)

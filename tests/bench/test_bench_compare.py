@@ -280,3 +280,15 @@ def test_peak_memory_of_this_process_and_of_a_server(tmp_path: Path) -> None:
     (tmp_path / "10/fd/3").symlink_to("socket:[777]")
     assert server_peak(8000, tmp_path) == (100 + 2000 + 5) * 1024        # with its children and theirs
     assert server_peak(8001, tmp_path) is None and server_peak(80, tmp_path) is None
+
+
+def test_a_wide_table_fits_the_terminal() -> None:
+    rows = [{"name": f"row {place}"} | {f"column {each}": place * each for each in range(20)} for place in range(1, 3)]
+    whole = table.as_markdown(rows, 1000)
+    assert table.as_markdown(rows) == whole and len(whole.splitlines()) == 4
+    sideways = table.as_markdown(rows, 60).splitlines()
+    assert max(map(len, sideways)) <= 60 and len(sideways) == 23 and sideways[2].split("|")[1].strip() == "name"
+    several = table.as_markdown([*rows] * 30, 60)
+    assert max(map(len, several.splitlines())) <= 60 and several.count("\n\n") >= 3
+    assert all(block.startswith("| name ") for block in several.split("\n\n"))
+    assert {f"column {each}" for each in range(20)} <= {cell.strip() for cell in several.replace("\n", "|").split("|")}

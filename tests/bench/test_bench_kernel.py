@@ -116,6 +116,14 @@ def test_a_faulty_candidate_is_found_out(name: str, tmp_path: Path, capsys: pyte
     assert said in capsys.readouterr().out
 
 
+def test_another_signature_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def rms_norm(x, weight):\n    return x\n")
+    assert main(["bench", "kernel", str(path), "--op", "rms_norm", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert "it must be called like rms_norm(x: " in said and "eps" in said and said.count("\n") == 1
+
+
 def test_an_output_that_was_handed_over_is_poisoned(tmp_path: Path) -> None:
     """kv_write returns nothing: what it does not write stays NaN."""
     code, made = bench(tmp_path, "def kv_write(*args, **kwargs):\n    pass\n", "--check-only", op="kv_write")

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeline.bench.lab.plots import axis, distribution
 from ridgeline.bench.load import client_check, latency
 from ridgeline.bench.load.latency import Outcome, Slo, parse_slo
 from ridgeline.errors import ConfigError
+from ridgeline.report.plots import axis, distribution
 
 
 def answered(intended: float, sent: float, first: float, gap: float = 0.01, tokens: int = 5) -> Outcome:

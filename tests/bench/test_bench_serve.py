@@ -399,8 +399,21 @@ def test_a_sweep_a_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     outside = Outside()
     outside.feed(text)
     assert outside.found == [] and not re.search(r"@import|url\(|https?://(?!127\.0\.0\.1)", text)
-    assert text.count("<svg") == 3 + 2 * 4 and "prefers-color-scheme: dark" in text and "<b>fake" not in text
+    assert text.count("<figure") == 3 + 2 * 4 and "prefers-color-scheme: dark" in text and "<b>fake" not in text
+    assert "SLO TTFT 5000 ms" in text and "{'" not in text and "fields: ignore eos" in text
     assert "Rate and goodput" in text and "nan" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S).lower().split()
+
+
+def test_the_first_pass_comes_before_the_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that is slow at first: its first requests are a figure of their own, and no part of the others."""
+    with FakeServer(lambda number, body: Script(0.3 if number < 8 else 0.01, [0.005] * 3)) as server:
+        made = bench(server, tmp_path, "--num-prompts", "8", "--num-warmups", "2", "--first-pass")
+        assert len(server.seen) >= 18
+    point = made["figures"]["points"][0]
+    assert point["first_pass"]["completed"] == point["figures"]["completed"] == 8
+    assert point["first_pass"]["ttft_ms"]["p50"] >= 300
+    assert point["first_pass"]["ttft_ms"]["p50"] > point["figures"]["ttft_ms"]["p50"]
+    assert "first pass: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("form", ["csv", "json"])

@@ -89,9 +89,9 @@ def test_help_is_fast() -> None:
 
 
 COMMAND_NAMES = [
-    "serve", "chat", "generate", "admin", "eval", "plan", "diagnose", "pull", "build", "bench serve", "bench offline",
-    "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle", "bench startup", "bench soak",
-    "bench loop", "bench kernel", "bench compare", "bench studies",
+    "serve", "chat", "generate", "admin", "eval", "plan", "diagnose", "pull", "list", "rm", "build", "completion",
+    "bench serve", "bench offline", "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle", "bench startup",
+    "bench soak", "bench loop", "bench kernel", "bench compare", "bench studies",
 ]
 
 
@@ -135,7 +135,7 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
         (["serve", "--port", "eighty"], "argument --port: invalid int value: 'eighty'"),
         (["serve", "--port", "70000", "--load-format", "dummy"], "port must be between 0 and 65535, got 70000"),
         (["serve", "--max_model_len", "1"], "max_model_len must be at least 2, got 1"),
-        (["serve", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["serve", "--dtype", "int3"], "dtype must be one of auto, float32, bfloat16, float16, float64; got 'int3'"),
         (["serve", "--port", "0", "--allowed-host", "http://box"], "allowed_host must list host names or addresses"),
         (["serve", "/nowhere/model"], "model /nowhere/model does not exist"),
         (["chat", "/nowhere/model"], "model /nowhere/model does not exist"),
@@ -177,7 +177,7 @@ def test_build(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(native.subprocess, "run", compiler)
     for _ in range(2):                                   # the second time it is there
         assert main(["build"]) == 0
-        assert capsys.readouterr().out == f"{native.path()}\n" and native.path().parent == tmp_path
+        assert capsys.readouterr().out == f"CPU kernels for this machine: {native.path()}\n" and native.path().parent == tmp_path
     assert len(compiled) == 2 and native.path().is_file()        # compiled and linked, once
 
 
@@ -324,7 +324,7 @@ def test_chat_over_a_pipe(model: Path) -> None:
     done = ridgeline("chat", str(model), *OPTIONS, "--temperature", "0", "--max-tokens", "5", input=told)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{first}\n{first}\n{second}\n"
-    assert "max_model_len" in done.stderr and done.stderr.count("\n") == 1
+    assert "max_model_len" in done.stderr and done.stderr.count("cut at max_tokens 5\n") == 3 and done.stderr.count("\n") == 4
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.config import NEUTRAL, NO_EFFECT, EngineConfig, declared_options
+from ridgeline.config import EngineConfig, declared_options
 from ridgeline.errors import ConfigError
+from ridgeline.known_options import KNOWN
+from ridgeline.server.options import ServerOptions
 
 DECLARED = [declared for declared, _, _ in declared_options()]
 
 
 def test_none_means_the_default_for_every_option() -> None:
     assert EngineConfig.of(**{declared.name: None for declared in DECLARED}) == EngineConfig()
-    assert EngineConfig.of(**dict.fromkeys(NEUTRAL), **dict.fromkeys(NO_EFFECT)) == EngineConfig()
+    engine = {declared.name for declared in DECLARED}
+    foreign = [name for name, known in KNOWN.items() if known.kind != "same" or known.says in engine]
+    assert EngineConfig.of(**dict.fromkeys(foreign)) == EngineConfig()
 
 
 def test_flat_options_come_back() -> None:
@@ -63,18 +67,35 @@ def test_what_the_grammar_library_cannot_be_told(given: Any, words: str) -> None
         EngineConfig.of(structured_outputs_config=given)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("4k", 4000), ("4K", 4096), ("25.6k", 25600), (4096, 4096), ("4096", 4096), ("auto", None), (-1, None)]
+)
+def test_spellings_of_a_length(given: Any, meant: int | None) -> None:
+    assert EngineConfig.of(max_model_len=given).model.max_model_len == meant
+
+
+@pytest.mark.parametrize("given", ["1.5", "k", "", "4 k", "1.0001k", "infk"])
+def test_what_is_no_length(given: str) -> None:
+    with pytest.raises(ConfigError, match="max_model_len must be of type int"):
+        EngineConfig.of(max_model_len=given)
+
+
+def test_overrides_may_be_a_dict() -> None:
+    assert EngineConfig.of(override_generation_config={"top_p": 0.5}).flat() == {"override_generation_config": '{"top_p": 0.5}'}
+
+
 def test_paths_may_be_paths() -> None:
     assert EngineConfig.of(model=Path("a"), tokenizer=Path("b/c")).flat() == {"model": "a", "tokenizer": "b/c"}
 
 
 def test_a_name_has_one_meaning() -> None:
-    assert not {declared.name for declared in DECLARED} & (NEUTRAL.keys() | NO_EFFECT)
-    assert not NEUTRAL.keys() & NO_EFFECT
+    own = {declared.name for declared, _, _ in declared_options()} | {each.name for each, _, _ in declared_options(ServerOptions)}
+    assert not own & KNOWN.keys()
 
 
 def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
-    for name, (taken, _) in NEUTRAL.items():
-        for value in taken:
+    for name, known in KNOWN.items():
+        for value in known.neutral:
             assert EngineConfig.of(**{name: value}) == EngineConfig()
     assert EngineConfig.of(swap_space=4, disable_log_stats=True, compilation_config=3) == EngineConfig()
 
@@ -83,9 +104,9 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
     ("options", "says"),
     [
         ({"trust_remote_code": True}, "trust_remote_code=True .* runs code from model directories"),
-        ({"quantization": "awq"}, "quantization must be one of none, fp8"),
+        ({"quantization": 8}, "quantization must be of type str"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be one of auto, fp8"),
-        ({"revision": "main"}, "revision='main' .* local directory"),
+        ({"revision": "main"}, "revision='main' .*ridgeline pull NAME --revision"),
         ({"download_dir": "/tmp"}, "download_dir='/tmp' .* local directory"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 .* tensor_parallel_size"),
         ({"enable_lora": True}, "enable_lora=True"),

@@ -37,7 +37,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("n", 0), ("n", -1), ("n", MAX_N + 1),
     ("temperature", -0.1), ("temperature", 101),
     ("top_k", -2), ("top_k", 2**31),
-    ("top_p", 0.0), ("top_p", -0.5), ("top_p", 1.01),
+    ("top_p", -0.5), ("top_p", 1.01),
     ("min_p", -0.01), ("min_p", 1.5),
     ("typical_p", 0.0), ("typical_p", 2),
     ("repetition_penalty", 0.0), ("repetition_penalty", -1), ("repetition_penalty", 1000), ("repetition_penalty", 3e-292),

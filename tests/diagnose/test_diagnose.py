@@ -62,19 +62,19 @@ STEP = StepTimes(1.0, 0.1, 0.09, "decode", 8, 8)
 @pytest.mark.parametrize(("changes", "cause"), [
     ({"collecting": 0.08}, "garbage_collection"), ({"compiled": 1}, "kernel_compile"), ({"recorded": 2}, "graph_recording"),
     ({"allocated": 1}, "allocation"), ({"lost": 0.08}, "processor_taken"), ({"between": 0.07}, "between_steps"),
-    ({"preemptions": 1}, "preemption"), ({"prompt_tokens": 100}, "prompt_tokens"), ({}, "unknown"),
+    ({"preemptions": 1}, "preemption"), ({"prompt_tokens": 100}, "prompt_tokens"), ({}, "device"), ({"device": 0.01}, "unknown"),
     ({"collecting": 0.08, "lost": 0.08, "allocated": 1}, "garbage_collection"),
     ({"lost": 0.01, "prompt_tokens": 9}, "prompt_tokens"),
 ])
 def test_slow_steps_have_a_cause(changes: dict[str, Any], cause: str) -> None:
     assert cause_of(replace(STEP, **changes), 0.01) == cause
-    assert cause in (*SLOW_CAUSES, "allocation", "processor_taken")
+    assert cause in SLOW_CAUSES
 
 
 def test_the_slowest_hundredth() -> None:
     steps = [replace(STEP, seconds=0.01, device=0.008)] * 297 + [replace(STEP, compiled=1), replace(STEP, recorded=1), STEP]
     found = slowest(steps)
-    assert found["count"] == 3 and found["causes"] == {"kernel_compile": 1, "graph_recording": 1, "unknown": 1}
+    assert found["count"] == 3 and found["causes"] == {"kernel_compile": 1, "graph_recording": 1, "device": 1}
     assert found["share_of_time"] == pytest.approx(0.3 / (0.3 + 2.97)) and found["median_ms"] == 10
     assert [row["step"] for row in found["steps"]] == [297, 298, 299]
     section = steps_section(steps)
@@ -191,7 +191,9 @@ def test_recorded_graphs_leave_a_launch_for_every_kernel(model: Path) -> None:
 def test_narrow_pages_are_read_as_fast_as_their_kernels_do(model: Path) -> None:
     """Half of the bytes are no half of the time where a kernel widens them: a gain is promised only as far as it is known."""
     config = what_if(model, Load(1, 8, 8)).config
-    [kv8] = [case for case in cases(replace(config, device="cuda"), Load(1, 8, 8), 0) if case.key == "kv8"]
+    on_gpu = replace(config, device="cuda", dtype="bfloat16")
+    [kv8] = [case for case in cases(on_gpu, Load(1, 8, 8), 0, ("fp8",)) if case.key == "--kv-cache-dtype fp8"]
+    assert not any("fp8" in case.what for case in cases(on_gpu, Load(1, 8, 8), 0, ("bfloat16", "int8"))), "an A100 has none"
     slow = kv8.speeds(Speeds(1e9, 1e15, {}, {"attention": 1.5}, {}, 0.0, 0.0))
     assert slow.reading["attention"] == pytest.approx(1.5 / fitted().narrow_kv_read)
     assert slow.computing["attention"] == pytest.approx(1 / fitted().narrow_kv_compute)
@@ -232,7 +234,7 @@ def test_a_workload_is_diagnosed(model: Path, tmp_path: Path, capsys: pytest.Cap
     titles = re.findall(r"── (.*?) ──", page)
     assert titles == [
         "application", "steps", "ops and kernels", "patterns in the trace", "verdict",
-        "what to change, largest predicted gain first",
+        "what to change, largest predicted gain first", "what no setting changes: work on the engine's code",
     ]
     assert "100% met it" in page and "the profiler's own cost" in page
     made = json.loads(files["out"].read_text())

@@ -138,7 +138,7 @@ def test_reset_prefix_cache(llm: AsyncLLM, run: Run) -> None:
 def test_without_params_the_models_own_defaults_count(
     model: Path, runner: asyncio.Runner, llm: AsyncLLM, tmp_path: Path
 ) -> None:
-    assert llm.get_default_sampling_params() == SamplingParams() and not llm.sampling_defaults
+    assert llm.get_default_sampling_params() == SamplingParams() and not llm.sampling_defaults.fields
     copy = shutil.copytree(model, tmp_path / "model")
     (copy / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 1, "max_new_tokens": 3}))
 
@@ -464,13 +464,13 @@ def test_nobody_is_told_it_is_ready_before_it_is(model: Path, monkeypatch: pytes
     """The engine says Ready while the tokenizer still loads."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     engine_spoke, go_on = threading.Event(), threading.Event()
-    load = async_llm.Frontend.load
+    load = async_llm.Processor.load
 
     def slow_load(*args: Any) -> Any:
         assert go_on.wait(60)
         return load(*args)
 
-    monkeypatch.setattr(async_llm.Frontend, "load", slow_load)
+    monkeypatch.setattr(async_llm.Processor, "load", slow_load)
     take = Supervisor._take
 
     def watched_take(self: Supervisor, message: Any) -> Any:
@@ -664,6 +664,6 @@ def test_the_engine_goes_when_its_front_end_is_killed(model: Path) -> None:
 
 
 def test_the_front_end_imports_neither_torch_nor_pydantic() -> None:
-    modules = "ridgeline.server.app, ridgeline.cli.cmd_serve, ridgeline.cli.cmd_chat, ridgeline.__main__"
+    modules = "ridgeline.server.app, ridgeline.cli.cmd_serve, ridgeline.cli.chat.cmd_chat, ridgeline.__main__"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -342,7 +342,7 @@ def test_a_model_without_tokenizer_is_told_before_its_weights_are_loaded(
         LLM(model, chat_template=str(tmp_path / "nothing"), **OPTIONS)
     with pytest.raises(ModelError, match="does not exist"):
         LLM(tmp_path / "nowhere", **OPTIONS)
-    with pytest.raises(ModelError, match="model some/name does not exist: it looks like a name on a model hub"):
+    with pytest.raises(ModelError, match="model some/name is not on this machine: fetch it with `ridgeline pull some/name`"):
         LLM("some/name", **OPTIONS)
 
 

@@ -82,8 +82,8 @@ def test_yarn_stretches_the_context() -> None:
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported; supported: float32, "),
     ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq) is not supported; use the "
-                                                        "unquantised checkpoint or a GGUF file"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported; supported: "
+                                                            "compressed-tensors, awq, gptq"),
 ])
 def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
@@ -144,7 +144,7 @@ def test_a_broken_config_is_named(content: str, message: str, tmp_path: Path) ->
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"nowhere does not exist: give a directory with config\.json or a \.gguf file$"):
         load_model_config(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match=r"^model some/name does not exist: it looks like a name on a model hub, and those"):
+    with pytest.raises(ModelError, match=r"^model some/name does not exist: give a directory"):
         load_model_config("some/name")
     with pytest.raises(ModelError, match=r"^model some/file\.gguf does not exist: give a directory"):
         load_model_config("some/file.gguf")
@@ -153,6 +153,10 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         load_model_config(tmp_path / "model.bin")
     with pytest.raises(ModelError, match=r"has no config\.json: give a Hugging Face model directory"):
         load_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ModelError, match=r"is a LoRA adapter, not a model: merge it"):
+        load_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "some.gguf").touch()
     with pytest.raises(ModelError, match=r"has no config\.json: give the file some\.gguf$"):
         load_model_config(tmp_path)

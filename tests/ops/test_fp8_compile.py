@@ -35,7 +35,7 @@ def ring_source(module: Any, rows: int, paired: bool) -> tuple[Any, dict[str, An
     }
     types = dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | {
         "part_ptr": "*fp32", "arrived_ptr": "*i32", "x_scale_ptr": "*fp32", "scale_ptr": "*fp32", "weight_ptr": "*fp8e4nv",
-        "x_tiles": f"tensordesc<fp8e4nv[{plan.block_rows}, {plan.block_inputs}],{module.tile_layout(8)!r}>",
+        "x_tiles": f"tensordesc<fp8e4nv[{plan.block_rows}, {plan.block_inputs}],{module.tiles_of(128, 8, 2)!r}>",
     } | dict.fromkeys(COUNTS, "i32")
     return module._ring_gemm_kernel, constants, types, plan.warps
 

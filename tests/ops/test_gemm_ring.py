@@ -102,7 +102,7 @@ def compiled(rows: int, gate: int) -> dict[str, Any]:
     types |= {"part_ptr": "*fp32", "arrived_ptr": "*i32"}
     counts = ("rows", "inputs", "outputs", "tiles", "step", "splits", "weight_stride", "part_inputs")
     types |= dict.fromkeys(counts, "i32") | dict.fromkeys(constants, "constexpr")
-    types["x_tiles"] = f"tensordesc<bf16[{plan.block_rows}, {plan.block_inputs}],{module.tile_layout()!r}>"
+    types["x_tiles"] = f"tensordesc<bf16[{plan.block_rows}, {plan.block_inputs}],{module.tiles_of(128, 16, 2)!r}>"
     aligned = [name for name in types if name.endswith("_ptr") or name in ("inputs", "weight_stride", "part_inputs")]
     source = GluonASTSource(
         kernel, {name: types[name] for name in kernel.arg_names},

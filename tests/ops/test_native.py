@@ -8,6 +8,7 @@ import itertools
 import platform
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,21 @@ def test_without_a_compiler_the_error_is_one_line(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"false failed on native\.c"):
         native.build()
     assert not list(tmp_path.glob("*.so"))
+
+
+def test_an_engine_compiles_what_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """`pip install` runs no `ridgeline build`: the first engine compiles, and says so; without a compiler it says that, too."""
+    missing, built = Path("/nowhere/native.so"), native.path()
+    monkeypatch.setattr(native, "path", lambda: missing)
+    monkeypatch.setattr(native, "build", lambda: built)
+    monkeypatch.setattr(native.logger.parent, "propagate", True)
+    caplog.set_level("INFO", "ridgeline")
+    assert native.library.__wrapped__() is not None
+    assert "compiling the CPU kernels for this machine (once" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "path", lambda: missing)
+    monkeypatch.setattr(native.logger.parent, "propagate", True)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", lambda dir: nullcontext("/tmp"))
+    assert native.library.__wrapped__() is None
+    assert "decoding is slower: no C compiler: no-such-compiler" in caplog.text

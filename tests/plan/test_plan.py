@@ -903,7 +903,8 @@ def test_the_command_answers_as_text_json_and_page(tmp_path: Path, capsys: pytes
     assert "10 requests/s need" in printed and "within the SLO: " in printed
     assert "best tensor parallelism" in printed and "$/M tokens" in printed
     drawn = page.read_text()
-    assert drawn.count("<svg") == 2 and "<circle" in drawn and "http" not in drawn and "<script" not in drawn
+    assert drawn.count("<figure") == 2 and "<circle" in drawn and "http:" not in drawn and "<script" not in drawn
+    assert "SLO TPOT 50 ms" in drawn and "int4 weights: not in this engine yet" in drawn
     assert main([*words, "--weights", "int4", "--kv-cache-dtype", "int8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["textbook"]["batch"] == 901

@@ -44,12 +44,19 @@ def test_a_library_that_was_changed_is_not_loaded(cache: Path, monkeypatch: pyte
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(native.subprocess, "run", compiler)
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda *_, **__: pytest.fail("it was loaded"))
+    loaded: list[bytes] = []
+
+    def load(file: str, **options: object) -> None:
+        loaded.append(Path(file).read_bytes())
+        raise OSError("enough")
+
+    monkeypatch.setattr(native.ctypes, "CDLL", load)
+    monkeypatch.setattr(native, "_openmp_runtimes", list)
     built = native.build()
     assert native._is_ours(built)
     built.write_bytes(b"other")
     assert not native._is_ours(built) and native.library.__wrapped__() is None
-    assert native._is_ours(native.build())               # made anew
+    assert loaded == [b"code"]                           # made anew
     built.chmod(0o777)
     assert not native._is_ours(built)
     built.chmod(0o700)

@@ -284,8 +284,8 @@ def test_what_was_refused_is_freed_without_the_garbage_collector(server: Scripte
 
 # What is told to people or stored has the time of day; nothing is ever waited for or measured by it.
 TIME_OF_DAY = {
-    "server/service.py", "server/api/generation.py", "server/http/gate.py", "server/api/responses_answer.py",
-    "server/api/score.py",
+    "server/service.py", "server/api/generation.py", "server/http/gate.py", "server/api/openai/responses_answer.py",
+    "server/api/vllm/score.py",
     "text/chat_template.py",
 }
 SPANS = {"server/observe/tracing.py"}            # a trace's times are of the day: what was measured, shifted when it is told

@@ -35,12 +35,12 @@ from tiny_models import load, save_checkpoint
 from ridgeline import SamplingParams
 from ridgeline.engine import ipc
 from ridgeline.engine.client.async_llm import AsyncLLM
-from ridgeline.engine.client.processor import Frontend
+from ridgeline.engine.client.processor import Processor
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, ModelError, Overloaded
 from ridgeline.models.model_config import load_model_config
-from ridgeline.server.api.chat import ChatRequest
-from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.keys import Keys
 from ridgeline.text.tokenizer import Tokenizer
@@ -408,7 +408,7 @@ def test_twice_the_request_is_about_twice_the_work(what: str, tmp_path: Path) ->
     gc.collect()
     gc.freeze()                                          # as the server does: what pytest has loaded is not looked through
     tokenizer = Tokenizer.load(write_model(tmp_path / "tiny"))
-    frontend = Frontend(tokenizer)
+    processor = Processor(tokenizer)
 
     def work(kind: type[Any], body: bytes) -> None:
         try:
@@ -418,7 +418,7 @@ def test_twice_the_request_is_about_twice_the_work(what: str, tmp_path: Path) ->
                 prompt: Any = tokenizer.apply_chat_template(request.conversation(), tokenize=True, **request.template())
             else:
                 prompt = request.prompts()[0]
-            made, _ = frontend.request(prompt, params)
+            made, _ = processor.request(prompt, params)
             ipc.TO_ENGINE.encode(ipc.Add(made))
         except BadRequest:
             pass

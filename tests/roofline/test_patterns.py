@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from ridgeline.roofline.step_cost import DecoderShape
 from ridgeline.roofline.trace import Work, part_of, read_trace, trace_of_steps
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.roofline.verdict import REMEDIES
+from ridgeline.sizes.abilities import KV_FORMATS, WEIGHT_FORMATS
 
 
 @functools.cache
@@ -203,13 +205,31 @@ def test_the_same_change_is_listed_once_with_the_best_figure() -> None:
     nothing = ranked(found, findings, [Planned("rows", "max_num_seqs 1 → 8", 1.0, "latency")])
     assert "rows" not in [each.key for each in nothing]
     # Done already.
-    assert "weights" not in [each.key for each in ranked(found, findings, done={"weights"})]
+    assert "--quantization fp8" in [each.key for each in ranked(found, findings)]
+    assert "--quantization fp8" not in [each.key for each in ranked(found, findings, done={"--quantization fp8"})]
 
 
 def test_the_verdicts_changes_have_keys() -> None:
     """Those that a trace or a plan can name too; the others stand for themselves."""
     keys = {key_of(remedy.what) for remedy in REMEDIES}
-    assert {"rows", "prefix", "graphs", "overlap", "kv8", "weights", "ranks", "fusion"} <= keys
+    assert {"rows", "prefix", "graphs", "overlap", "cores", "ranks", "blocks"} <= keys
+    assert key_of("--kv-cache-dtype fp8: fewer bytes of the cache") == "--kv-cache-dtype fp8"
+
+
+def test_narrower_formats_come_from_what_the_engine_has() -> None:
+    case = next(each for each in PLANTED if each.name.startswith("one chat"))
+    seen = facts(case)
+    without, with_fp8 = ([one.what for each in find_patterns(replace(seen, formats=formats)) for one in each.advice]
+                         for formats in ((), (WEIGHT_FORMATS[0], KV_FORMATS[0])))
+    assert not any("weights" in what and "--" in what for what in without)
+    assert "--quantization fp8: narrower weights" in with_fp8
+
+
+def test_work_on_the_code_is_told_apart() -> None:
+    """An operator reads what settings change; whoever writes kernels reads the rest."""
+    keys = {remedy.key: remedy.is_code for pattern in PATTERNS for remedy in pattern.remedies if not remedy.option}
+    assert not any(keys[key] for key in ("cores", "graphs", "rows", "admission", "blocks", "ranks", "chunks", "shards"))
+    assert all(keys[key] for key in ("fusion", "split", "tiles", "scratch", "on-device", "overlap-collectives"))
 
 
 def test_steps_become_a_chrome_trace() -> None:

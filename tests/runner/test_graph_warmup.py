@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.messages import Request, StepPlan
 from ridgeline.runner.runner import Runner
+from ridgeline.runner.start import graph_warmup
 from ridgeline.runner.start.graph_warmup import Rehearsal
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import GraphShapes, Shape
@@ -32,11 +35,17 @@ class Seen:
 
     def __init__(self, runner: Runner, known: set[tuple[Shape, bool]]) -> None:
         self.known, self.plans = known, list[StepPlan]()
+        self.at_once = 0
         submit = runner.submit
         runner.submit = lambda plan: (self.plans.append(plan), submit(plan))[1]      # type: ignore[method-assign]
 
     def is_new(self, shape: Shape, greedy: bool) -> bool:
         return (shape, greedy) not in self.known
+
+    @contextmanager
+    def at_first_use(self) -> Iterator[None]:
+        self.at_once += 1
+        yield
 
 
 def start(model: Path, known: set[tuple[Shape, bool]] | None = None) -> tuple[EngineCore, Rehearsal, Seen]:
@@ -69,10 +78,12 @@ def test_every_decode_and_every_single_prompt_comes_once(model: Path) -> None:
         pass
     shapes = GraphShapes(ROWS, TOKENS)
     assert shapes.decodes == [1, 2, 4, 8, 12, 16, 20] and shapes.prompt_tokens == [64, 128, 192, 256]
-    wanted = [[1], [64], [128], [192], *([1] * size for size in shapes.decodes[1:])]     # a prompt of 256 is too long
+    # Likely sizes first; a prompt of 256 is too long.
+    wanted = [[1], [64], [128], [192], *([1] * size for size in (2, 4, 8, 16, 12, 20))]
     assert [plan.num_tokens.tolist() for plan in seen.plans] == [counts for counts in wanted for _ in range(2)]
     kinds = [plan.added[0].params.temperature for plan in seen.plans]
-    assert kinds == [1.0, 0.0] * len(wanted), "drawn, then greedy"
+    assert kinds == [0.0, 1.0] * len(wanted), "greedy, then sampled"
+    assert seen.at_once == len(seen.plans), "each is captured at once"
     assert not rehearsal.go_on()
     core.close()
 
@@ -84,8 +95,17 @@ def test_what_has_come_by_itself_is_left_out(model: Path) -> None:
     seen.known |= {(Shape(0, 1, 128), True), (Shape(0, 1, 128), False)}                  # meanwhile
     rehearsal.go_on()
     assert [(plan.num_tokens.tolist(), plan.added[0].params.temperature) for plan in seen.plans] == [
-        ([1], 0.0), ([64], 1.0), ([192], 1.0),
+        ([1], 0.0), ([64], 1.0), ([192], 0.0),
     ]
+    core.close()
+
+
+def test_before_ready_it_ends_when_the_time_is_over_and_goes_on_when_idle(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, rehearsal, seen = start(model)
+    clock = iter(range(100))
+    monkeypatch.setattr(graph_warmup.time, "monotonic", lambda: float(next(clock)))
+    assert rehearsal.before_ready(4.0) == 3              # a second each, and one to begin with
+    assert rehearsal.go_on() and len(seen.plans) == 4
     core.close()
 
 

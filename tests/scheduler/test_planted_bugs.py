@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 
 import pytest
 import test_batch_levelling
+import test_fairness
 import test_kv_manager
 import test_prefix_cache
 import test_scheduler
@@ -29,8 +30,10 @@ from ridgeline.cache import prefix_cache
 from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
 from ridgeline.cache.prefix_cache import PrefixCache
+from ridgeline.scheduler import fairness
 from ridgeline.scheduler import running as running_module
 from ridgeline.scheduler import scheduler as scheduler_module
+from ridgeline.scheduler.joining import Joining
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.row_table import Rows
@@ -196,7 +199,7 @@ PLANTS = [
           "-int(table.computed[each.row])", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
     Plant("a victim may be more important", Running, "victim", "sequence.turn.priority >= asking.turn.priority", "True",
           one(test_scheduler.test_a_victim_that_frees_nothing_is_passed_over)),
-    Plant("admission forgets those who run", Scheduler, "_has_room", " + promised", "",
+    Plant("admission forgets those who run", Joining, "_has_room", " + promised", "",
           one(test_scheduler.test_admission_leaves_room_for_those_who_run)),
     Plant("a hit pays for blocks it does not have", KVManager, "blocks_beyond", "- len(shared))", "- len(table))",
           one(test_kv_manager.test_blocks_beyond_a_hit)),
@@ -212,6 +215,19 @@ PLANTS = [
           one(test_scheduler.test_prompt_logprobs_survive_a_preemption_in_the_prompt, 0)),
     Plant("a failed row's blocks stay in the cache", Scheduler, "_fail", "self.manager.distrust(sequence.blocks)", "pass",
           one(test_scheduler.test_a_failed_row_fails_alone, 0)),
+    # -- fairness
+    Plant("a cut prompt lends everything", fairness, "share", "left // LENT", "left",
+          one(test_fairness.test_a_stream_of_short_prompts_makes_a_long_one_twice_as_long_at_most)),
+    Plant("prompts of one length alternate", fairness, "overtakes", "SHORTER * prompt.rest <= cut.rest", "True",
+          one(test_fairness.test_prompts_of_one_length_are_computed_in_order)),
+    Plant("a blocked head is overtaken", Joining, "go_ahead",
+          "if not self._has_room(self._hit(first), len(first.tokens), promised):", "if False:",
+          one(test_fairness.test_the_first_in_line_is_not_overtaken_while_blocks_are_short)),
+    Plant("cached tokens make a prompt long", Joining, "_look_up", "self._hit(sequence).num_tokens", "0",
+          one(test_fairness.test_a_prompt_that_became_short_while_it_waited)),
+    Plant("a running prompt never grows old", Running, "promote_aged", "if deadline > 0:", "if False:",
+          one(test_fairness.test_a_running_prompt_grows_old_behind_important_ones)),
+    Plant("those who go ahead stay in the queue", WaitingQueue, "remove", "if entry[1] is not sequence", ""),
     Plant("rows keep a stale order", Rows, "remove", "self._stale = True", "pass"),
 ]
 

@@ -52,7 +52,7 @@ class Chunks:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+    def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
         return self.size - num_decodes
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
@@ -184,9 +184,9 @@ def test_decodes_go_before_prompts_and_share_the_budget() -> None:
     simulation.step()
     simulation.ask("b", prompt(40, 1), 2)
     simulation.ask("c", prompt(3, 2), 9)
-    assert numbers(simulation.step()) == [1, 15], "b gets what a leaves; c has to wait"
-    assert numbers(simulation.step()) == [1, 15]
-    assert numbers(simulation.step()) == [1, 10, 3], "b's rest, and c joins"
+    assert numbers(simulation.step()) == [1, 3, 12], "c is much shorter than b, which gets what a and c leave"
+    assert numbers(simulation.step()) == [1, 1, 14]
+    assert numbers(simulation.step()) == [1, 1, 14]
     simulation.drain()
 
 
@@ -201,7 +201,7 @@ def test_without_chunks_a_prompt_is_one_step_or_waits() -> None:
 
 def test_the_time_model_sizes_chunks() -> None:
     simulation = Simulation(ROOMY)
-    simulation.scheduler._time_model = Chunks(5)
+    simulation.scheduler._joining.time_model = Chunks(5)
     simulation.ask("a", prompt(9), 5)
     simulation.ask("b", prompt(7, 1), 5)
     assert numbers(simulation.step()) == [5]
@@ -214,19 +214,18 @@ def test_the_time_model_sizes_chunks() -> None:
 
 def test_measured_steps_keep_to_their_time() -> None:
     model = MeasuredStepTime(0.050)
-    assert model.prompt_tokens(8, 1, 0, 8192) == 8192, "nothing is known yet"
+    assert model.prompt_tokens(8, 0, 8192) == 512, "nothing is known yet: a small step shows it"
     for _ in range(20):
         model.observe(8, 0, 0, 0.010)
         model.observe(8, 2000, 2000 * 1000, 0.010 + 2000 * 20e-6)
-    assert model.prompt_tokens(8, 1, 0, 8192) == 1984       # 40 ms at 20 µs a token, in whole tiles
-    assert model.prompt_tokens(0, 1, 0, 8192) == 8192, "nobody waits"
-    assert model.prompt_tokens(0, 2, 0, 8192) == 2496, "the first of two prompts does not wait for all of the second"
+    assert model.prompt_tokens(8, 0, 8192) == 1984       # 40 ms at 20 µs a token, in whole tiles
+    assert model.prompt_tokens(0, 0, 8192) == 2496, "a prompt alone as well: the next request may come any moment"
     model.observe(8, 0, 0, 3.0)
     model.observe(8, 2000, 2000 * 1000, 3.0)
-    assert model.prompt_tokens(8, 1, 0, 8192) == 1984, "one step that was held up does not count"
+    assert model.prompt_tokens(8, 0, 8192) == 1984, "one step that was held up does not count"
     for _ in range(40):
         model.observe(8, 0, 0, 0.060)
-    assert model.prompt_tokens(8, 1, 0, 8192) == 576, "prompts always get a share"
+    assert model.prompt_tokens(8, 0, 8192) == 576, "prompts always get a share"
 
 
 def test_the_middle_of_a_long_prompt_is_cut_shorter() -> None:
@@ -239,7 +238,7 @@ def test_the_middle_of_a_long_prompt_is_cut_shorter() -> None:
     model = MeasuredStepTime(0.050, alike=products / per_key)
     for length in (500, 1000, 2000):
         model.observe(8, length, length * length // 2, seconds(0, length))
-    cuts = {position: model.prompt_tokens(8, 1, position, 8192) for position in (0, 2_000, 20_000, 100_000)}
+    cuts = {position: model.prompt_tokens(8, position, 8192) for position in (0, 2_000, 20_000, 100_000)}
     for position, tokens in cuts.items():
         assert tokens % 64 == 0 and seconds(position, tokens) <= 0.050 < seconds(position, tokens + 64)
     assert cuts[0] > cuts[2_000] > cuts[20_000] > 2 * cuts[100_000] > 512
@@ -249,15 +248,15 @@ def test_a_running_prompt_says_where_it_goes_on() -> None:
     asked, seen = [], []
 
     class Notes(Chunks):
-        def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+        def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
             asked.append(position)
-            return super().prompt_tokens(num_decodes, num_prompts, position, budget)
+            return super().prompt_tokens(num_decodes, position, budget)
 
         def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
             seen.append((num_prompt_tokens, num_pairs))
 
     simulation = Simulation(ROOMY)
-    simulation.scheduler._time_model = Notes(4)
+    simulation.scheduler._joining.time_model = Notes(4)
     simulation.ask("a", prompt(10), 2)
     simulation.drain()
     assert asked[:3] == [0, 4, 8]
@@ -268,19 +267,19 @@ def test_a_prompt_that_goes_on_from_a_long_hit_is_cut_by_where_it_goes_on() -> N
     class Heavy(Chunks):
         """Behind position 0 a token weighs four."""
 
-        def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+        def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
             return self.size // (4 if position else 1)
 
     simulation = Simulation(ROOMY)
     simulation.ask("a", prompt(24), 40)
     for _ in range(3):
         simulation.step()
-    simulation.scheduler._time_model = Heavy(16)
+    simulation.scheduler._joining.time_model = Heavy(16)
     simulation.ask("b", prompt(24) + prompt(20, 1), 2)
-    simulation.ask("c", prompt(9, 2), 2)
+    simulation.ask("c", prompt(12, 2), 2)
     assert numbers(simulation.step()) == [1, 4], "all of the time, and nothing is left for c"
     assert numbers(simulation.step()) == [1, 4]
-    simulation.scheduler._time_model = Heavy(64)
+    simulation.scheduler._joining.time_model = Heavy(64)
     assert numbers(simulation.step()) == [1, 12, 3], "what is left of the 16 tokens of a step"
     simulation.drain()
 
@@ -288,14 +287,14 @@ def test_a_prompt_that_goes_on_from_a_long_hit_is_cut_by_where_it_goes_on() -> N
 def test_many_that_go_on_from_a_long_hit_share_the_time_of_one() -> None:
     """Twenty requests behind the same 8,192 cached tokens, in a step that has room for 64 tokens there."""
     class Heavy(Chunks):
-        def prompt_tokens(self, num_decodes: int, num_prompts: int, position: int, budget: int) -> int:
+        def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
             return 64 if position else 1024
 
     simulation = Simulation(replace(ROOMY, num_blocks=400, max_rows=32, max_step_tokens=1024, max_model_len=200))
     simulation.ask("a", prompt(40), 60)
     for _ in range(3):
         simulation.step()
-    simulation.scheduler._time_model = Heavy(1024)
+    simulation.scheduler._joining.time_model = Heavy(1024)
     for number in range(20):
         simulation.ask(f"b{number}", prompt(40) + prompt(10, number + 1), 2)
     taken = numbers(simulation.step())
@@ -922,10 +921,10 @@ def test_answers_wait_until_their_prompt_is_computed() -> None:
     """The n answers share the first one's blocks whole: the last of a chunk may be half full."""
     simulation = Simulation(replace(ROOMY, prefix_caching=False, max_step_tokens=10))
     simulation.ask("a", prompt(17, 1), 3, n=2)
-    simulation.ask("b", prompt(4, 2), 3)
+    simulation.ask("b", prompt(9, 2), 3)
     assert simulation.step().num_tokens.tolist() == [10]
     simulation.scheduler.limits.max_step_tokens = 16
-    assert simulation.step().num_tokens.tolist() == [7, 4]       # the leader's rest, and b before the second answer
+    assert simulation.step().num_tokens.tolist() == [7, 9]       # the leader's rest, and b before the second answer
     simulation.drain()
 
 

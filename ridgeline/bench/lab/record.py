@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import importlib.metadata
@@ -10,6 +11,7 @@ import os
 import platform as python_platform
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -51,11 +53,18 @@ def record(
     }
 
 
-def finish(result: dict[str, Any], out: str | None) -> None:
-    """Prints the record as one line of JSON; with --out also writes it to a file."""
-    if out:
-        write(result, Path(out))
-    print(json.dumps(result))
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", help="write the record to this file")
+    parser.add_argument("--json", action="store_true", help="print the record as one line of JSON, last")
+
+
+def finish(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """The record goes where --out and --json say; people have read the figures already."""
+    if args.out:
+        write(result, Path(args.out))
+        print(f"wrote {args.out}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(result))
 
 
 def write(result: dict[str, Any], path: Path) -> None:

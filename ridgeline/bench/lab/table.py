@@ -10,6 +10,8 @@ import argparse
 import csv
 import io
 import json
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,10 +35,42 @@ def columns(rows: Rows) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def as_markdown(rows: Rows) -> str:
+def as_markdown(rows: Rows, width: int | None = None) -> str:
+    """One table. Wider than `width` (default: the terminal's, and no limit for a file or a pipe), it is turned on its side if it
+    then fits, or cut into several that begin with the same first column."""
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    whole = _grid(rows)
+    if width is None or _width(whole) <= width:
+        return whole
+    sideways = _grid(_turned(rows))
+    if _width(sideways) <= width:
+        return sideways
+    first, *others = columns(rows)
+    pieces: list[str] = []
+    kept = [first]
+    for name in others:
+        if len(kept) > 1 and _width(_grid(rows, [*kept, name])) > width:
+            pieces.append(_grid(rows, kept))
+            kept = [first]
+        kept.append(name)
+    return "\n\n".join([*pieces, _grid(rows, kept)])
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()), default=0)
+
+
+def _turned(rows: Rows) -> list[dict[str, Any]]:
+    """A row per column; columns without any value are left out."""
+    filled = [name for name in columns(rows) if any(cell(row.get(name)) for row in rows)]
+    return [{"": name} | {str(place): row.get(name) for place, row in enumerate(rows, 1)} for name in filled]
+
+
+def _grid(rows: Rows, chosen: Sequence[str] = ()) -> str:
     if not rows:
         return ""
-    names = columns(rows)
+    names = list(chosen) or columns(rows)
     cells = [[cell(row.get(name)) for name in names] for row in rows]
     numbers = [all(isinstance(row.get(name), int | float | dict | None) for row in rows) for name in names]
     pads = [max(len(name), *(len(line[place]) for line in cells)) for place, name in enumerate(names)]

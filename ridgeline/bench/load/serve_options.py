@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--slo", "--goodput", nargs="+", default=[], metavar="ttft:500,tpot:50",
                        help="latency objectives in milliseconds; adds goodput")
     group.add_argument("--num-warmups", type=int, default=WARM_UPS, help=f"requests before the timed ones (default: {WARM_UPS})")
+    group.add_argument("--first-pass", action="store_true",
+                       help="run each setting once before its warm-up too: what users meet after a deploy")
     group.add_argument("--repeats", type=int, default=1,
                        help="runs of each setting; with several, figures are medians with P10 and P90")
     group.add_argument("--max-failed", default="10%", metavar="SHARE",

@@ -1,73 +1,63 @@
 """The HTML report of `bench serve`: tables and plots in one self-contained file, without scripts.
 
 Plots: for each point the distributions of its latencies and its timeline; over all points, goodput, throughput and latency
-against the rate.
+against the rate. Limits of the SLO are drawn into them.
 """
 
 from __future__ import annotations
 
 import functools
-import html
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from ridgeline.bench.lab import price, table
-from ridgeline.bench.lab.plots import Series, axis, distribution, plot
 from ridgeline.bench.lab.sweep import middle
 from ridgeline.bench.load import client_check
-from ridgeline.bench.load.latency import Outcome
+from ridgeline.bench.load.latency import Outcome, parse_slo
+from ridgeline.report import web_page
+from ridgeline.report.plots import Limit, Series, axis, distribution, plot, plot_grid
+from ridgeline.report.web_page import paragraph
 
-_STYLE = """
-:root { color-scheme: light dark; --page: #fff; --ink: #1c2024; --quiet: #60666e; --rule: #dfe3e8; --alarm: #b3261e;
-  --c0: #1f6feb; --c1: #d9730d; --c2: #2e8b57; --c3: #a33ea1; --c4: #8a6d00; --c5: #c0392b; }
-@media (prefers-color-scheme: dark) { :root { --page: #14171a; --ink: #e6e8ea; --quiet: #9aa1a9; --rule: #32383e;
-  --alarm: #ff8a80; --c0: #6ea8fe; --c1: #f0a35e; --c2: #5fd38d; --c3: #dd8ddb; --c4: #d9c24a; --c5: #ff7f6e; } }
-body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1340px;
-  padding: 24px; }
-h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8px; }
-p { margin: 6px 0; } .quiet { color: var(--quiet); } .alarm { color: var(--alarm); font-weight: 600; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--rule); padding: 4px 10px; text-align: right; white-space: nowrap; }
-th { font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-.plots { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
-figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: 2px; } svg { display: block; height: auto; width: 100%; }
-svg text { fill: var(--quiet); font-size: 11px; } .grid { stroke: var(--rule); stroke-width: 1; }
-.line { fill: none; stroke-width: 1.8; } .dot { stroke: none; fill-opacity: .75; }
-.legend { display: flex; flex-wrap: wrap; font-size: 13px; gap: 4px 16px; }
-.swatch { border-radius: 2px; display: inline-block; height: 10px; margin-right: 5px; width: 10px; }
-""" + "".join(
-    f".line.s{n} {{ stroke: var(--c{n}); }} .dot.s{n} {{ fill: var(--c{n}); }} .swatch.s{n} {{ background: var(--c{n}); }}\n"
-    for n in range(6)
-)
+Limits = dict[str, float]            # of the SLO, in ms, by the latency's name
 
 
 def report(made: dict[str, Any], runs: Sequence[Sequence[Outcome]]) -> str:
     """`made` is the record; `runs` the requests of each point's last run."""
-    points, workload = made["figures"]["points"], made["workload"]
-    body = [
-        f"<h1>{escaped(workload['model'] or 'a model')} under load</h1>",
-        f'<p class="quiet">{escaped(workload["url"])}{escaped(workload["endpoint"])}, {escaped(made["date"])}. '
-        f"Latencies count from the intended time of sending. Tokens counted by: "
-        f"{escaped(workload['tokens_counted_by'])}. Quality: {escaped(made['quality'])}.</p>",
-        *(f'<p class="alarm">{escaped(client_check.verdict(middle(point["figures"]["client"])))}</p>'
+    points, workload, machine = made["figures"]["points"], made["workload"], made["machine"]
+    limits = limits_of(workload["slo"])
+    client = f"{machine['cpu']}, {machine['cores']} cores"
+    lead = [
+        paragraph(f"{workload['url']}{workload['endpoint']}, {made['date']}. Client: {client}.", "quiet"),
+        paragraph(f"Latencies count from the intended time of sending. Tokens counted by: {workload['tokens_counted_by']}. "
+                  f"Quality: {made['quality']}.", "quiet"),
+        *(paragraph(client_check.verdict(middle(point["figures"]["client"])), "alarm")
           for point in points if point["figures"]["client"]["is_bottleneck"]),
-        html_table([_summary(point) for point in points]),
-        *_sweep(points, workload),
     ]
-    for point, outcomes in zip(points, runs, strict=True):
-        body += _point(point, outcomes)
-    body += ["<h2>Workload and machine</h2>", html_table(_facts(made))]
-    return page("bench serve", body)
+    sections = [
+        ("Summary", [html_table([_summary(point) for point in points]), _goodput(made)]),
+        ("Over the sweep", _sweep(points, limits)),
+    ]
+    sections += [(f"{_named(point)} ({point['process']})", _point(point, outcomes, limits))
+                 for point, outcomes in zip(points, runs, strict=True)]
+    facts = workload | {"client": client, "ridgeline": made["versions"]["ridgeline"], "commit": made["commit"]}
+    sections.append(("Workload and machine", [web_page.facts(facts)]))
+    return web_page.page(f"{workload['model'] or 'a model'} under load", lead, sections)
 
 
-def page(title: str, body: Sequence[str]) -> str:
-    """One self-contained HTML file."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escaped(title)}</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
-    )
+def limits_of(slo: str | None) -> Limits:
+    found = parse_slo([slo]) if slo else None
+    return {name: limit * 1e3 for name, limit in found.limits} if found else {}
+
+
+def _goodput(made: dict[str, Any]) -> str:
+    best = made["figures"].get("best_goodput")
+    if not best:
+        return ""
+    slo = made["workload"]["slo"]
+    if not best["request_goodput"]:
+        return paragraph(f"No request met the SLO {slo} (ms), at any setting.", "alarm")
+    return paragraph(f"Most requests within the SLO {slo} (ms): {best['request_goodput']:.2f} requests/s at {_named(best)}.")
 
 
 def _summary(point: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +68,7 @@ def _summary(point: dict[str, Any]) -> dict[str, Any]:
         "output tok/s": found["output_throughput"],
     }
     if "request_goodput" in found:
-        cells |= {"goodput, requests/s": found["request_goodput"], "met": f"{middle(found['slo_attainment']):.1%}"}
+        cells |= {"goodput, requests/s": found["request_goodput"], "met the SLO": f"{middle(found['slo_attainment']):.1%}"}
     cells |= {
         f"{title} {percent.upper()}, ms": found[name].get(percent)
         for name, title in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"))
@@ -100,7 +90,7 @@ def _line(across: Sequence[float], points: Sequence[dict[str, Any]], name: str, 
     return Series(name, found, "line+dots", [f"{number:g}" for _, number in found])
 
 
-def _sweep(points: list[dict[str, Any]], workload: dict[str, Any]) -> list[str]:
+def _sweep(points: list[dict[str, Any]], limits: Limits) -> list[str]:
     """Figures against the rate, or against the number of users; nothing for a single point."""
     rates = [point["setting"]["request_rate"] for point in points]
     by_rate = all(isinstance(rate, int | float) for rate in rates)
@@ -113,60 +103,81 @@ def _sweep(points: list[dict[str, Any]], workload: dict[str, Any]) -> list[str]:
     served = [line("answered", ["request_throughput"])]
     if by_rate:
         served.insert(0, Series("offered", sorted((place, place) for place in across)))
-    if workload["slo"]:
-        served.append(line(f"goodput under {workload['slo']}", ["request_goodput"]))
+    if limits:
+        served.append(line("within the SLO (goodput)", ["request_goodput"]))
     first = [line(f"TTFT {percent.upper()}", ["ttft_ms", percent]) for percent in ("p50", "p90", "p99")]
     later = [line(f"TPOT {percent.upper()}", ["tpot_ms", percent]) for percent in ("p50", "p90", "p99")]
+    first_y = axis("ms", _heights(first) + _only(limits, "ttft"), log=True)
+    later_y = axis("ms", _heights(later) + _only(limits, "tpot"))
     plots = [
         plot("Rate and goodput", served, x, axis("requests/s", _heights(served))),
-        plot("Time to first token", first, x, axis("ms", _heights(first), log=True)),
-        plot("Time per output token", later, x, axis("ms", _heights(later))),
+        plot("Time to first token", first, x, first_y, _drawn(limits, "ttft")),
+        plot("Time per output token", later, x, later_y, _drawn(limits, "tpot")),
     ]
-    return ["<h2>Over the sweep</h2>", plot_grid(plots)]
+    return [plot_grid(plots)]
 
 
-def _point(point: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]:
+def _only(limits: Limits, *names: str) -> list[float]:
+    return [limits[name] for name in names if name in limits]
+
+
+def _drawn(limits: Limits, *names: str, across: bool = False) -> list[Limit]:
+    return [Limit(limits[name], f"SLO {name.upper()} {limits[name]:g} ms", across) for name in names if name in limits]
+
+
+def _point(point: dict[str, Any], outcomes: Sequence[Outcome], limits: Limits) -> list[str]:
     found = point["figures"]
     answered = [outcome for outcome in outcomes if outcome.ok]
-    said = [f"<h2>{escaped(_named(point))} ({escaped(point['process'])})</h2>"]
+    said = [html_table(_percentiles(found))]
+    if found["errors"]:
+        kinds = ", ".join(f"{kind}: {table.cell(count)}" for kind, count in found["errors"].items())
+        said.append(paragraph(f"errors: {kinds}. {point.get('first_error', '')}", "alarm"))
+    if found.get("kept_up") is False:
+        said.append(paragraph(f"the server did not keep up with {middle(found['offered_rate']):.2f} requests/s", "alarm"))
+    said.append(paragraph(client_check.verdict(middle(found["client"])), "quiet"))
+    for name, text in (("sustain", lambda: point["sustain"]["verdict"]), ("cost", lambda: price.line(middle(found["cost"])))):
+        if name in point or name in found:
+            said.append(paragraph(text(), "quiet"))
+    if answered:
+        said.append(plot_grid([
+            latency_plot(answered, limits), gap_plot(answered, limits), _over_time(point), _requests_over_time(answered, limits),
+        ]))
+    return said
+
+
+def _percentiles(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """From the intended time, and from sending."""
     rows = []
     for name, title in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2EL")):
         for tree, where in ((found, ""), (found["from_send"], ", from sending")):
             if tree.get(name):
-                rows.append({"ms": title + where} | {key.upper(): tree[name][key] for key in ("p50", "p90", "p95", "p99", "max")})
-    said.append(html_table(rows))
-    if found["errors"]:
-        kinds = ", ".join(f"{kind}: {table.cell(count)}" for kind, count in found["errors"].items())
-        said.append(f'<p class="alarm">errors: {escaped(kinds)}. {escaped(point.get("first_error", ""))}</p>')
-    if found.get("kept_up") is False:
-        said.append(f'<p class="alarm">the server did not keep up with {middle(found["offered_rate"]):.2f} requests/s</p>')
-    said.append(f'<p class="quiet">{escaped(client_check.verdict(middle(found["client"])))}</p>')
-    for name, text in (("sustain", lambda: point["sustain"]["verdict"]), ("cost", lambda: price.line(middle(found["cost"])))):
-        if name in point or name in found:
-            said.append(f'<p class="quiet">{escaped(text())}</p>')
-    if answered:
-        said.append(plot_grid([latency_plot(answered), gap_plot(answered), _over_time(point), _requests_over_time(answered)]))
-    return said
+                spread = {shown: tree[name][shown.lower()] for shown in ("P50", "P90", "P95", "P99", "max")}
+                rows.append({"latency, ms": title + where} | spread)
+    return rows
 
 
-def latency_plot(answered: Sequence[Outcome]) -> str:
+def latency_plot(answered: Sequence[Outcome], limits: Limits) -> str:
     series = [
         Series("TTFT", distribution([outcome.ttft() * 1e3 for outcome in answered])),
         Series("TTFT, from sending", distribution([outcome.ttft(True) * 1e3 for outcome in answered])),
         Series("E2EL", distribution([outcome.e2el() * 1e3 for outcome in answered])),
         Series("E2EL, from sending", distribution([outcome.e2el(True) * 1e3 for outcome in answered])),
     ]
-    x = axis("ms", [value for each in series for value, _ in each.points], log=True)
-    return plot("Latency: share of requests at or below", series, x, axis("share", [0.0, 1.0]))
+    return _shares("Latency", series, limits, "ttft", "e2el")
 
 
-def gap_plot(answered: Sequence[Outcome]) -> str:
+def gap_plot(answered: Sequence[Outcome], limits: Limits) -> str:
     series = [
         Series("TPOT", distribution([outcome.tpot * 1e3 for outcome in answered if outcome.tpot is not None])),
         Series("ITL", distribution([gap * 1e3 for outcome in answered for gap in outcome.gaps()])),
     ]
-    x = axis("ms", [value for each in series for value, _ in each.points], log=True)
-    return plot("Between tokens: share at or below", series, x, axis("share", [0.0, 1.0]))
+    return _shares("Between tokens", series, limits, "tpot", "itl")
+
+
+def _shares(title: str, series: Sequence[Series], limits: Limits, *names: str) -> str:
+    places = [value for each in series for value, _ in each.points] + _only(limits, *names)
+    x, y = axis("ms", places, log=True), axis("share at or below", [0.0, 1.0])
+    return plot(title, series, x, y, _drawn(limits, *names, across=True))
 
 
 def _over_time(point: dict[str, Any]) -> str:
@@ -179,7 +190,7 @@ def _over_time(point: dict[str, Any]) -> str:
     return plot("Output tokens per second", series, x, axis("tok/s", _heights(series)))
 
 
-def _requests_over_time(answered: Sequence[Outcome]) -> str:
+def _requests_over_time(answered: Sequence[Outcome], limits: Limits) -> str:
     labels = [
         f"{outcome.tokens_in} in, {outcome.tokens_out} out: first token after {outcome.ttft() * 1e3:.0f} ms, "
         f"all after {outcome.e2el() * 1e3:.0f} ms"
@@ -190,34 +201,17 @@ def _requests_over_time(answered: Sequence[Outcome]) -> str:
         Series("E2EL", [(outcome.intended, outcome.e2el() * 1e3) for outcome in answered], "dots", labels),
     ]
     x = axis("intended time of sending, seconds", [outcome.intended for outcome in answered])
-    return plot("Every request", series, x, axis("ms", _heights(series), log=True))
+    y = axis("ms", _heights(series) + _only(limits, "ttft", "e2el"), log=True)
+    return plot("Every request", series, x, y, _drawn(limits, "ttft", "e2el"))
 
 
 def _heights(series: Sequence[Series]) -> list[float]:
     return [height for each in series for _, height in each.points if math.isfinite(height)]
 
 
-def plot_grid(plots: Sequence[str]) -> str:
-    return f'<div class="plots">{"".join(plots)}</div>'
-
-
 def html_table(rows: Sequence[dict[str, Any]]) -> str:
-    names = table.columns(rows)
-    head = "".join(f"<th>{escaped(name)}</th>" for name in names)
-    cells = ("".join(f"<td>{escaped(table.cell(row.get(name)))}</td>" for name in names) for row in rows)
-    lines = "".join(f"<tr>{each}</tr>" for each in cells)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
-
-
-def _facts(made: dict[str, Any]) -> list[dict[str, Any]]:
-    known = made["workload"] | {"client": f"{made['machine']['cpu']}, {made['machine']['cores']} cores"}
-    known |= {"ridgeline": made["versions"]["ridgeline"], "commit": made["commit"]}
-    return [{"what": name, "value": str(value)} for name, value in known.items() if value not in (None, "", {})]
+    return web_page.table(rows, table.cell)
 
 
 def _named(point: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in point["setting"].items() if value is not None)
-
-
-def escaped(value: Any) -> str:
-    return html.escape(str(value))
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in point["setting"].items() if value is not None)

@@ -26,7 +26,7 @@ from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.lab.device_peaks import MachinePeaks, device_kind, machine_peaks
 from ridgeline.bench.lab.machine_log import Watch
-from ridgeline.bench.lab.record import finish, percentiles, record, write
+from ridgeline.bench.lab.record import percentiles, record, write
 from ridgeline.bench.lab.sweep import cross, figure, settings
 from ridgeline.bench.workload import workloads
 from ridgeline.bench.workload.bench_engine import EXACT, Engine, Run, parse_options, quality_of
@@ -68,6 +68,7 @@ SUITE: dict[str, Group] = {
 # Further commands that it runs, each with a record of this name.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "startup-warm": ("startup", "--shape", "llama-3.1-8b"),
+    "startup-checkpoint": ("startup", "--shape", "llama-3.1-8b", "--written"),
     "startup-cold": ("startup", "--shape", "llama-3.1-8b", "--cold", "--starts", "2"),
     "long-prompt": ("studies", "--study", "long-prompt", "--shape", "llama-3.1-8b"),
     "ops": ("ops",),
@@ -113,12 +114,9 @@ def run(args: argparse.Namespace) -> None:
             one.label = "-".join(filter(None, [args.label or chosen["shape"], chosen["dtype"], *chosen["set"]]))
         made = measure_model(chosen["shape"], one, list(dict.fromkeys(args.preset)), started)
         rows += [table_row(made["workload"]["model"], name, row) for name, row in made["figures"]["rows"].items()]
-        if args.format == "md":
-            finish(made, args.out)
-        elif args.out:
+        if args.out:
             write(made, Path(args.out))
-    if args.format != "md":
-        print(table.rendered(rows, args.format, made))
+    print(table.rendered(rows, args.format, made))
 
 
 def run_suite(args: argparse.Namespace) -> None:
@@ -256,7 +254,7 @@ def measure_preset(
 ) -> dict[str, Any]:
     """One row: runs, medians, floors, and the device's clocks and power."""
     vocab = engine.config.model.vocab_size
-    engine.serve(preset.requests(workloads.WARM_UP, vocab), _salt())
+    first_pass = engine.serve(preset.requests(workloads.WARM_UP, vocab), _salt())
     ones = [(prompt, 1) for prompt, _ in preset.requests(workloads.FIRST_TOKENS, vocab)]
     asked = preset.requests(workloads.TIMED, vocab)
     decodes = preset.uniform and preset.longest() > len(asked[0][0]) + 1
@@ -282,7 +280,18 @@ def measure_preset(
         "p90": {name: found["p90"] for name, found in spreads.items()},
         "device_log": watch.between(begin, end).get("gpu", {}), "watts": watch.watts(begin, end),
     }
+    row["first_pass"] = _first_pass(first_pass, medians)
     return row | _memory(engine) | _against_floors(engine, preset, model, peaks, row, asked)
+
+
+def _first_pass(run: Run, medians: dict[str, float]) -> dict[str, float]:
+    """The run before all others of this workload, right after the engine was ready or had run other workloads: what a user meets
+    after a deploy. Its prompts are others of the same kind."""
+    speed = run.tokens / run.seconds
+    return {
+        "seconds": run.seconds, "output_tok_s": speed, "first_token_ms": 1e3 * min(run.first),
+        "longest_step_ms": 1e3 * run.longest_step, "of_median": speed / medians["output_tok_s"],
+    }
 
 
 def _against_floors(
@@ -401,6 +410,7 @@ def line(model: str, preset: str, row: dict[str, Any]) -> str:
         if name in row["median"]:
             share = f" ({against[name]:.0%} of the floor)" if name in against else ""
             parts.append(text.format(row["median"][name] * scale) + share)
+    parts.append(f"first pass {row['first_pass']['of_median']:.1%}")
     if "cost" in row:
         parts.append(price.line(row["cost"]))
     if "sustain" in row:

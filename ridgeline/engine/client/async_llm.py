@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from ridgeline.engine.client.answer_stream import AnswerStream, only_new, so_far
 from ridgeline.engine.client.engine_commands import EngineCommands
 from ridgeline.engine.client.open_requests import OpenRequests
 from ridgeline.engine.client.outputs import RequestOutput
-from ridgeline.engine.client.processor import Frontend, Prompt, RequestState
+from ridgeline.engine.client.processor import Processor, Prompt, RequestState
 from ridgeline.engine.client.prompt_limits import LONG_WORK, PromptLimits, is_brief, is_long
 from ridgeline.engine.client.request_context import LOCAL, Caller
+from ridgeline.engine.client.sampling_defaults import SamplingDefaults
 from ridgeline.engine.client.supervisor import Listener, Supervisor
 from ridgeline.engine.client.wait_estimate import LoadMeter
 from ridgeline.engine.client.watchdog import Supervision
@@ -75,7 +76,7 @@ class AsyncLLM:
         self._engine = Supervisor(self.engine_module, self.config, supervision or Supervision(), listener)
         self._open = OpenRequests(self.load, self.metrics, self._engine.send)
         self._commands = EngineCommands(self._engine)
-        self._frontend: Frontend | None = None           # None: not loaded yet
+        self._processor: Processor | None = None           # None: not loaded yet
         self._longest_piece = 0                          # bytes of the vocabulary's longest token
         self._starting = asyncio.Lock()
 
@@ -99,14 +100,14 @@ class AsyncLLM:
     async def load_tokenizer(self) -> None:
         """Load the tokenizer and chat template; start() does it too, while the engine loads weights. Called before start(), a
         mistake in them is found before an engine is started."""
-        if self._frontend is not None:
+        if self._processor is not None:
             return
-        frontend = await asyncio.to_thread(Frontend.load, self.config.model, model_path(self.config))
-        if frontend.tokenizer is not None:
-            self._longest_piece = max(map(len, frontend.tokenizer.token_pieces()), default=0)
-            if frontend.tokenizer.chat_template is not None:
+        processor = await asyncio.to_thread(Processor.load, self.config.model, model_path(self.config))
+        if processor.tokenizer is not None:
+            self._longest_piece = max(map(len, processor.tokenizer.token_pieces()), default=0)
+            if processor.tokenizer.chat_template is not None:
                 await asyncio.to_thread(start_renderer)
-        self._frontend = frontend
+        self._processor = processor
 
     @property
     def is_alive(self) -> bool:
@@ -140,8 +141,8 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """End the engine's process. Open requests fail with EngineDead."""
         await self._engine.shutdown()
-        if self._frontend is not None and self._frontend.grammars is not None:
-            self._frontend.grammars.close()
+        if self._processor is not None and self._processor.grammars is not None:
+            self._processor.grammars.close()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -210,8 +211,8 @@ class AsyncLLM:
 
     async def _check_grammar(self, params: SamplingParams, caller: Caller) -> None:
         """Compile a new grammar without holding up the event loop; afterwards its verdict is known."""
-        if params.structured_outputs is not None and self._frontend is not None and self._frontend.grammars is not None:
-            checker = self._frontend.grammars
+        if params.structured_outputs is not None and self._processor is not None and self._processor.grammars is not None:
+            checker = self._processor.grammars
             checked = checker.check_soon(params.structured_outputs, lambda: self.num_open > 0, caller.ends)
             await asyncio.wrap_future(checked)
 
@@ -260,14 +261,14 @@ class AsyncLLM:
         # A thread costs several switches, of 5 ms each when this one is busy; rendering a short chat takes a tenth of that.
         return render() if not template.get("tools") and is_brief(messages) else await asyncio.to_thread(render)
 
-    async def text_tokens(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def text_tokens(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """A text as token ids. BadRequest if it is too long for a prompt."""
         await self.start()
         tokenizer = self.get_tokenizer()
         self._limits.check_text(text)
         if len(text) < LONG_WORK:
-            return tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+            return tokenizer.encode(text, add_special_tokens, parse_special)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, parse_special)
 
     async def abort(self, request_id: str) -> None:
         """End one prompt's answers where they are, with the finish reason "abort"; other prompts of its stream go on.
@@ -295,18 +296,18 @@ class AsyncLLM:
         return await self._commands.profile(steps)
 
     @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        """The fields of SamplingParams that the model's generation_config.json sets; known once the tokenizer is loaded."""
-        return {} if self._frontend is None else self._frontend.sampling_defaults
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The sampling fields that the model brings, and where they come from; known once the tokenizer is loaded."""
+        return SamplingDefaults() if self._processor is None else self._processor.sampling_defaults
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json asks for; used where no SamplingParams are given."""
-        return SamplingParams(**self.sampling_defaults)
+        """The model's own defaults; used where no SamplingParams are given."""
+        return SamplingParams(**self.sampling_defaults.fields)
 
     def get_tokenizer(self) -> Tokenizer:
-        if self._frontend is None or self._frontend.tokenizer is None:
+        if self._processor is None or self._processor.tokenizer is None:
             raise BadRequest("there is no tokenizer: the engine is not started, or skip_tokenizer_init is set")
-        return self._frontend.tokenizer
+        return self._processor.tokenizer
 
     @property
     def _limits(self) -> PromptLimits:
@@ -331,8 +332,8 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str, caller: Caller, must_fit: str
     ) -> tuple[Request, bytes, RequestState]:
         """(request, its frame for the engine, its state here). Every check of a request is made here, before anything is sent."""
-        assert self._frontend is not None
-        request, state = self._frontend.request(prompt, params, priority=priority, cache_salt=cache_salt)
+        assert self._processor is not None
+        request, state = self._processor.request(prompt, params, priority=priority, cache_salt=cache_salt)
         self._limits.check_length(len(request.prompt_token_ids))
         if must_fit:
             self._limits.check_answer(len(request.prompt_token_ids), params.max_tokens, must_fit)

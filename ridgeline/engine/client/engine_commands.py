@@ -31,7 +31,7 @@ class EngineCommands:
 
     async def switch(self, technique: str, on: bool) -> None:
         if not self._engine.is_up:
-            raise BadRequest("the engine is being started again; try later")
+            raise BadRequest("the engine is restarting; try again later")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._switching.append(answer)
         self._engine.send(TO_ENGINE.encode(Switch(technique, on)))
@@ -41,7 +41,7 @@ class EngineCommands:
 
     async def profile(self, steps: int) -> Profiled:
         if not self._engine.is_up or self._profiling is not None:
-            raise BadRequest("the engine is being started again, or a profile is under way; try later")
+            raise BadRequest("the engine is restarting, or another profile is running; try again later")
         self._profiling = asyncio.get_running_loop().create_future()
         try:
             self._engine.send(TO_ENGINE.encode(Profile(steps)))

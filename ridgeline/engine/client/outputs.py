@@ -55,6 +55,33 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """The likelihood of a second text after a first one: the sum of its tokens' log-probabilities."""
+
+    score: float
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """A prompt as a vector, or as a score."""
+
+    request_id: str
+    outputs: EmbeddingOutput | ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class AnswerDelta:
     """What is new in one answer: the unit of streaming."""
 

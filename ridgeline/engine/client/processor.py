@@ -15,19 +15,17 @@ import numpy as np
 from ridgeline.config import ModelOptions
 from ridgeline.engine.client.grammar_check import GrammarChecker
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
-from ridgeline.errors import PROMPT, BadRequest, ConfigError, ModelError, RequestError
+from ridgeline.engine.client.sampling_defaults import SamplingDefaults, load_sampling_defaults
+from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError
 from ridgeline.messages import Logprobs, Request, TokenDelta
-from ridgeline.models.model_config import read_json
+from ridgeline.process.hub_cache import locate
 from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1             # either way
 MAX_SALT_CHARACTERS = 1_024
-
-# generation_config.json's names -> ours
-_GENERATION_CONFIG = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
-_GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")         # of a chat's messages
 
 
 class TextPrompt(TypedDict):
@@ -44,37 +42,34 @@ class TokensPrompt(TypedDict):
 Prompt = str | Mapping[str, Any] | Sequence[int]         # a mapping is a TextPrompt or a TokensPrompt
 
 
-class Frontend:
+class Processor:
     """Makes requests. `tokenizer` is None when the caller works on token ids only.
 
-    `sampling_defaults` are the fields of SamplingParams that the model's generation_config.json sets.
+    `sampling_defaults` are the fields of SamplingParams that the model sets where a request does not.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, sampling_defaults: Mapping[str, Any] | None = None, backend: str = "auto"
+        self, tokenizer: Tokenizer | None, sampling_defaults: SamplingDefaults | None = None, backend: str = "auto"
     ) -> None:
         self.tokenizer = tokenizer
-        self.sampling_defaults = dict(sampling_defaults or {})
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.grammars = GrammarChecker(tokenizer, backend) if tokenizer is not None else None
         self._numbers = itertools.count()
 
     @classmethod
-    def load(cls, options: ModelOptions, model: Path) -> Frontend:
+    def load(cls, options: ModelOptions, model: Path) -> Processor:
         """With the tokenizer and the chat template that the options ask for; by default the model's own."""
-        defaults = sampling_defaults(model)
+        defaults = load_sampling_defaults(options, model)
         if options.skip_tokenizer_init:
             return cls(None, defaults)
-        tokenizer = Tokenizer.load(Path(options.tokenizer) if options.tokenizer else model)
+        tokenizer = Tokenizer.load(locate(options.tokenizer) if options.tokenizer else model)
         if options.chat_template:
-            try:
-                tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"chat_template {options.chat_template} cannot be read: {error}") from None
+            tokenizer.chat_template = _template(options.chat_template)
         return cls(tokenizer, defaults, options.structured_outputs_backend)
 
     def default_params(self) -> SamplingParams:
         """For a request that brings none of its own."""
-        return SamplingParams(**self.sampling_defaults)
+        return SamplingParams(**self.sampling_defaults.fields)
 
     def new_id(self) -> str:
         return str(next(self._numbers))
@@ -105,7 +100,8 @@ class Frontend:
             raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
         text, tokens = self.prompt_tokens(prompt)
         if params.truncate_prompt_tokens is not None:
-            tokens = tokens[-params.truncate_prompt_tokens :]
+            most = params.truncate_prompt_tokens
+            tokens = tokens[:most] if params.truncation_side == "right" else tokens[-most:]
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
         if params.stop:
@@ -148,18 +144,27 @@ class Frontend:
         return self.tokenizer
 
 
-def sampling_defaults(model: Path) -> dict[str, Any]:
-    """What the model's generation_config.json asks for, checked, by our names."""
-    file = model / "generation_config.json"
-    if not file.is_file():
-        return {}
-    written = read_json(file)
-    given = {ours: written[name] for name, ours in _GENERATION_CONFIG.items() if written.get(name) is not None}
+def second_begins(first: Sequence[int], both: Sequence[int]) -> int:
+    """Where the tokens of a second text begin, of two that were tokenised as one: a token across the border is the second's.
+    At least 1, since the very first token has no likelihood."""
+    differ = (at for at, (one, other) in enumerate(zip(first, both, strict=False)) if one != other)
+    begin = next(differ, min(len(first), len(both)))
+    if not first or begin == len(both):
+        raise BadRequest("both texts must have at least one token", field="text_1")
+    if len(both) == 1:
+        raise BadRequest("both texts are a single token together, which has no likelihood: no token is before it", field="text_1")
+    return max(1, begin)
+
+
+def _template(given: str) -> str:
+    """A chat template: the text itself, as vLLM takes it, or the file with it."""
+    if "{%" in given or "{{" in given or "\n" in given:
+        return given
     try:
-        SamplingParams(**given)
-    except BadRequest as error:
-        raise ModelError(f"{file}: {error}") from None
-    return given
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"chat_template {given} cannot be read: {reason}; give a file, or the template itself") from None
 
 
 def _token_ids(given: Any) -> list[int]:
@@ -241,7 +246,8 @@ class RequestState:
     def _take_logprobs(self, answer: CompletionOutput, delta: TokenDelta, token_ids: list[int]) -> list[LogprobsAt] | None:
         if answer.logprobs is None:
             return None
-        new = [at for chunk in delta.logprobs for at in self._readable(chunk)][: len(token_ids)]
+        listed = self._params.logprob_token_ids is not None
+        new = [at for chunk in delta.logprobs for at in self._readable(chunk, listed)][: len(token_ids)]
         answer.logprobs.extend(new)
         chosen = sum(at[token].logprob for at, token in zip(new, token_ids, strict=True))
         answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
@@ -251,11 +257,12 @@ class RequestState:
         answer.finish_reason, answer.stop_reason = finish, reason
         self.output.finished = all(each.finished() for each in self.output.outputs)
 
-    def _readable(self, logprobs: Logprobs) -> list[LogprobsAt]:
+    def _readable(self, logprobs: Logprobs, listed: bool = False) -> list[LogprobsAt]:
+        """`listed`: the tokens beside the sampled one are those that the request lists; they have no rank."""
         positions = []
         for place, token in enumerate(logprobs.token_ids.tolist()):
             at = {
-                int(top): Logprob(float(value), rank, self._word(int(top)))
+                int(top): Logprob(float(value), None if listed else rank, self._word(int(top)))
                 for rank, (top, value) in enumerate(
                     zip(logprobs.top_ids[place], logprobs.top_logprobs[place], strict=True), 1
                 )

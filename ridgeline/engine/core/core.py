@@ -17,13 +17,14 @@ import numpy as np
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.grammar_check import vocabulary_of
-from ridgeline.engine.core.executor import Executor, LocalExecutor, make_executor
+from ridgeline.engine.core.executor import Executor, make_executor
 from ridgeline.engine.core.grammars import Grammars
 from ridgeline.engine.core.oom_backoff import Thrift
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.process.log import get_logger
+from ridgeline.process.thread_clock import ThreadClock
 from ridgeline.resolve import ResolvedConfig, resolve
 from ridgeline.roofline.step_cost import decoder_shape
 from ridgeline.roofline.steps import StepRecorder
@@ -32,7 +33,8 @@ from ridgeline.runner.to_host import pinned_array
 from ridgeline.runner.worker import device_facts
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
-from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
+from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
+from ridgeline.sizes.abilities import matrix_dtype
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
@@ -254,18 +256,19 @@ def _time_model(config: ResolvedConfig) -> StepTimeModel:
     if not config.step_seconds:
         return NoTimeModel()
     model = config.model
-    return MeasuredStepTime(config.step_seconds, keys_like_a_token(
-        model.matrices, model.windows.count(None), model.num_heads, model.head_dim
-    ))
+    alike = keys_like_a_token(model.matrices, model.windows.count(None), model.num_heads, model.head_dim)
+    return MeasuredStepTime(config.step_seconds, alike, FEWEST[config.device])
 
 
 def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
-    """Counts what one rank computes and moves. Only a model in this process knows how many bytes its GEMMs read of a weight; with
-    several ranks, or without a device, it is the size of the weight."""
+    """Counts what one rank computes and moves. Its model knows how many bytes GEMMs read of a weight; without one, as when
+    steps are only planned, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
     shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
-    reads = executor.runner.model.weight_reads if isinstance(executor, LocalExecutor) else None
-    return StepRecorder(shape.shard(ranks) if ranks > 1 else shape, config.dtype, reads)
+    runner = getattr(executor, "runner", None)
+    reads = runner.model.weight_reads if runner is not None else None
+    linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)
+    return StepRecorder(shape.shard(ranks) if ranks > 1 else shape, config.dtype, reads, linear_dtype, ThreadClock().waiting)
 
 
 def make_grammars(config: ResolvedConfig, vocabulary: GrammarVocabulary | None = None) -> Grammars:
@@ -292,6 +295,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "prompt_token_ids": request.prompt_token_ids,
         "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids or [],
+        "logprob_token_ids": params.logprob_token_ids or [],
         "logit_bias": list(params.logit_bias or {}),
         "bad_words": [token for word in request.bad_words_token_ids for token in word],
         "resumed": [token for produced in (request.resumed or {}).values() for token in produced],

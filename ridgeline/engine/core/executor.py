@@ -181,7 +181,7 @@ class TensorParallelExecutor:
             with ranks.named():
                 backend = "gloo" if config.device == "cpu" else "nccl"
                 self._comm = ProcessGroup(0, ranks.size, ranks.store, backend)
-                self._runner = make_runner(config, self._comm, watched)
+                self.runner = make_runner(config, self._comm, watched)
             ranks.wait("loaded")
         except BaseException:
             self.close()
@@ -191,15 +191,15 @@ class TensorParallelExecutor:
         self._ranks.check()
         self._ranks.send(PLAN.encode(plan))
         with self._ranks.named():
-            self._runner.submit(plan)
+            self.runner.submit(plan)
 
     def sample(self, masks: Any = None) -> None:
         with self._ranks.named():
-            self._runner.sample(masks)
+            self.runner.sample(masks)
 
     def collect(self) -> StepResult:
         with self._ranks.named():
-            return self._runner.collect()
+            return self.runner.collect()
 
     def prepare(self) -> bool:
         return False                                     # every rank would have to, in step

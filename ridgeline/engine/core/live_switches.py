@@ -46,7 +46,7 @@ class Switches:
 
     def _set_prefix_caching(self, on: bool) -> list[TokenDelta]:
         """Off, lookups find nothing. Blocks that are computed meanwhile are found again once it is back on."""
-        self._core.scheduler.finds_prefixes = on
+        self._core.scheduler.use_prefix_cache(on)
         return []
 
     def _set_continuous_batching(self, on: bool) -> list[TokenDelta]:

@@ -1,9 +1,9 @@
 """The engine's side of metrics: watches each step, and reports the counters now and then.
 
 After each step it reads a few integers and adds to two histograms, some microseconds in all. Slow steps are logged with
-their cause, once a second at most; what the steps come to against the machine's roofline, every ten seconds while there
-is work. The machine's peaks are measured in moments without work, unless they were measured before. Reads the core,
-never changes it.
+their cause, once a second at most, and not at all if prompts explain them; what the steps come to against the machine's
+roofline, once a minute under load. The machine's peaks are measured in moments without work, unless they were measured
+before. Reads the core, never changes it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import gc
 import time
 
 import numpy as np
+import torch
 
 from ridgeline.cache.block_pool import CACHED, HELD
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.metrics import HAPPENED, EngineStats, RooflineStats, Step, StepWatch
 from ridgeline.process.log import get_logger
+from ridgeline.process.thread_clock import ThreadClock
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.roofline.live import LiveRoofline, Rates
 from ridgeline.roofline.peaks import MachinePeaks, from_data_sheet
 from ridgeline.roofline.steps import PHASES
-from ridgeline.roofline.verdict import Setting
+from ridgeline.roofline.verdict import IDLE, Setting
 from ridgeline.runner.start.measure_peaks import PeakMeter
+from ridgeline.sizes.abilities import SHEET_NAMES
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.techniques import TECHNIQUES, turned_off
 
@@ -31,7 +34,8 @@ logger = get_logger("engine")
 
 _STATS_SECONDS = 0.1                 # between two reports while there is work
 _LOG_SECONDS = 1.0                   # between two lines about slow steps
-_LINE_SECONDS = 10.0                 # between two lines about the roofline
+_LINE_SECONDS = 60.0                 # between two lines about the roofline
+_EXPECTED = ("prompt_tokens", "first_of_its_kind")       # causes of slow steps that are no news: they are counted, not logged
 _MAP_SECONDS = 2.0                   # between two pictures of the KV cache
 _MAP_CELLS = 480                     # at most
 _ROOFLINE_SECONDS = 0.5              # between two counts of what was recorded: many steps at once cost little
@@ -65,17 +69,60 @@ class _CollectorClock:
         gc.callbacks.remove(self._note)
 
 
+class _StepFacts:
+    """What happened to this process in a step: the differences of numbers that only grow."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._clock = _CollectorClock()
+        self._thread = ThreadClock()
+        self._kinds: set[tuple[int, int]] = set()        # of steps so far: their sizes, as powers of two
+        self._allocations = 0                            # of the GPU's driver, as last asked
+        self._seen, self._times, self._collected = self._marks(), self._thread.read(), 0.0
+
+    def idle(self) -> None:
+        self._times = self._thread.read()
+
+    def take(self, seconds: float, between: float, tokens: int, is_slow: bool) -> Step:
+        """Since the step before."""
+        marks, times, collected = self._marks(), self._thread.read(), self._clock.seconds
+        prompts, preemptions, compiled, recorded, added = (now - then for now, then in zip(marks, self._seen, strict=True))
+        used, collecting = times.since(self._times), collected - self._collected
+        self._seen, self._times, self._collected = marks, times, collected
+        kind = (tokens.bit_length(), prompts.bit_length())
+        is_first = kind not in self._kinds
+        self._kinds.add(kind)
+        return Step(
+            seconds, between, collecting, tokens, prompts, preemptions, compiled, recorded,
+            device=self._core.recorder.last_device, computing=used.computing, waiting=used.waiting, faults=used.faults,
+            read_faults=used.read_faults, allocated=self._allocated() if is_slow else 0, added=added, is_first=is_first,
+        )
+
+    def close(self) -> None:
+        self._clock.close()
+
+    def _marks(self) -> tuple[int, ...]:
+        scheduler = self._core.scheduler
+        counters, happened = scheduler.counters, (HAPPENED["kernel_compile"], HAPPENED["graph_recording"])
+        return counters.prompt_tokens, counters.preemptions, *happened, scheduler.num_arrived
+
+    def _allocated(self) -> int:
+        """Pieces of memory that came from the GPU's driver since this was last asked: asking takes too long for every step."""
+        if self._core.config.device != "cuda":
+            return 0
+        before, self._allocations = self._allocations, torch.cuda.memory_stats().get("num_device_alloc", 0)
+        return self._allocations - before
+
+
 class StatsKeeper:
     """Told of every step by the engine's loop: `stepped` when one ran, `due` when there is something to report."""
 
     def __init__(self, core: EngineCore) -> None:
         self.watch = StepWatch()
         self._core = core
-        self._clock = _CollectorClock()
+        self._facts = _StepFacts(core)
         self._ended = 0.0                                # the last step; 0: there was no work since
         self._taken = self._tokens_taken()
-        self._seen = self._marks()
-        self._collected = 0.0
         self._reported = 0.0
         self._news = True                                # facts about the machine can be reported before the first step
         self._waiting = 0                                # as last reported
@@ -86,6 +133,7 @@ class StatsKeeper:
     def idle(self) -> None:
         """There is no work: the time until there is some again belongs to no step."""
         self._ended = 0.0
+        self._facts.idle()
 
     def prepare(self, now: float) -> bool:
         """Use a moment without work to measure what the machine can do. False: that is known."""
@@ -103,15 +151,9 @@ class StatsKeeper:
             self._ended = before
             return
         self._taken, self._ended = taken, ended
-        prompts, preemptions, compiled, recorded = marks = self._marks()
-        seen, self._seen = self._seen, marks
-        collected, self._collected = self._collected, self._clock.seconds
-        step = Step(
-            ended - before, began - before, self._collected - collected, tokens, prompts - seen[0],
-            preemptions - seen[1], compiled - seen[2], recorded - seen[3],
-        )
+        step = self._facts.take(ended - before, began - before, tokens, self.watch.is_slow(ended - before))
         cause = self.watch.observe(step)
-        if cause:
+        if cause and cause not in _EXPECTED:
             self._log(step, cause, ended)
 
     def due(self, now: float) -> bool:
@@ -149,16 +191,12 @@ class StatsKeeper:
         )
 
     def close(self) -> None:
-        self._clock.close()
+        self._facts.close()
 
     def _tokens_taken(self) -> int:
         """Tokens of the steps whose results were taken in."""
         counters = self._core.scheduler.counters
         return counters.useful_tokens + counters.wasted_tokens
-
-    def _marks(self) -> tuple[int, int, int, int]:
-        counters = self._core.scheduler.counters
-        return counters.prompt_tokens, counters.preemptions, HAPPENED["kernel_compile"], HAPPENED["graph_recording"]
 
     def _replays(self) -> int:
         """Steps that were a CUDA graph, if there are any."""
@@ -171,9 +209,10 @@ class StatsKeeper:
             return
         logger.info(
             "slow step: cause=%s ms=%.1f median_ms=%.1f tokens=%d prompt_tokens=%d preemptions=%d compiled=%d "
-            "recorded=%d gc_ms=%.1f between_ms=%.1f unlogged=%d",
+            "recorded=%d gc_ms=%.1f between_ms=%.1f device_ms=%.1f cpu_ms=%.1f run_queue_ms=%.1f page_faults=%d unlogged=%d",
             cause, step.seconds * 1e3, self.watch.median * 1e3, step.tokens, step.prompt_tokens, step.preemptions,
-            step.compiled, step.recorded, step.collecting * 1e3, step.between * 1e3, self._unlogged,
+            step.compiled, step.recorded, step.collecting * 1e3, step.between * 1e3, step.device * 1e3, step.computing * 1e3,
+            step.waiting * 1e3, step.faults, self._unlogged,
         )
         self._logged, self._unlogged = now, 0
 
@@ -220,7 +259,7 @@ class RooflineReporter:
         new = min(recorder.num_points - self._sent, len(recorder.points), _POINTS)
         self._sent = recorder.num_points
         self._worked = now if new else self._worked
-        stats = RooflineStats(sums, list(recorder.points)[len(recorder.points) - new :], dtype=recorder.dtype)
+        stats = RooflineStats(sums, list(recorder.points)[len(recorder.points) - new :], dtype=self._dtype)
         stats.device, stats.kv_bytes = self._meter.device, recorder.shape.kv_bytes
         stats.weight_bytes = recorder.weight_bytes
         if recorder.peaks is not None:
@@ -232,17 +271,24 @@ class RooflineReporter:
             stats.held, stats.cached = _picture(self._core.scheduler.manager.pool.states())
         return stats
 
+    @property
+    def _dtype(self) -> str:
+        """Of the rate that the roof is drawn with: that of the linears, if it is known."""
+        recorder, peaks = self._recorder, self._recorder.peaks
+        return recorder.linear_dtype if peaks is not None and recorder.linear_dtype in peaks.flops_s else recorder.dtype
+
     def _write_line(self, now: float) -> None:
-        """Every ten seconds while there is work."""
+        """Now and then under load; an engine that mostly waits for requests has nothing to say."""
         if now - self._lined < _LINE_SECONDS:
             return
         begins = not self._lined
-        self._lined = now
         peaks = self._recorder.peaks
         if begins or peaks is None:
+            self._lined = self._lined or now
             return
-        found = self._live.look(now, Rates(peaks.read_bytes_s, peaks.rate(self._recorder.dtype)), self._setting())
-        if found.total.steps:
+        found = self._live.look(now, Rates(peaks.read_bytes_s, peaks.rate(self._dtype)), self._setting())
+        if found.total.steps and found.verdict.term != IDLE:
+            self._lined = now
             logger.info("%s", found.line())
 
     def _setting(self) -> Setting:
@@ -252,7 +298,8 @@ class RooflineReporter:
             kv_usage=1 - scheduler.manager.num_free / max(1, config.num_blocks - 1),
             weight_bytes=self._recorder.weight_bytes, kv_bytes=self._recorder.shape.kv_bytes, graphs=config.graphs,
             overlap=config.depth > 0, prefix_caching=config.prefix_caching,
-            ranks=config.options.parallel.tensor_parallel_size,
+            ranks=config.options.parallel.tensor_parallel_size, dtype=config.dtype,
+            native=tuple(self._recorder.peaks.flops_s) if self._recorder.peaks is not None else (),
         )
 
 
@@ -261,7 +308,8 @@ def _sheet_peaks(kind: str, name: str) -> MachinePeaks | None:
     sheet = data_sheet(name) if kind == "cuda" else None
     if sheet is None:
         return None
-    return from_data_sheet(name, sheet.bandwidth, {"float32": sheet.rate("float32"), **sheet.flops})
+    rates = {dtype: sheet.flops[each] for dtype, each in SHEET_NAMES.items() if each in sheet.flops}
+    return from_data_sheet(name, sheet.bandwidth, {"float32": sheet.rate("float32"), **sheet.flops, **rates})
 
 
 def _picture(states: np.ndarray) -> tuple[list[int], list[int]]:

@@ -26,7 +26,7 @@ from ridgeline.ops.attention.attention_arguments import scale_argument
 from ridgeline.ops.attention.prefill_tiles import TILE_KEYS, rounded
 from ridgeline.ops.hopper import (
     HAS_GLUON,
-    TensorDescriptor,
+    described,
     fence_async_shared,
     fetch,
     gl,
@@ -34,6 +34,7 @@ from ridgeline.ops.hopper import (
     is_hopper,
     mbarrier,
     ring_barriers,
+    tiles_of,
     viewed,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -551,17 +552,18 @@ def prompt_attention(
     narrow = k_scale is not None
     k_scale, k_strides = scale_argument(k_scale, q)
     v_scale, v_strides = scale_argument(v_scale, q)
-    cube = gl.NVMMASharedLayout(128, 16, rank=3)
     pages = [
-        TensorDescriptor(
-            cache, [blocks * block_size, width], [width, 1], [block_size, part],
-            gl.NVMMASharedLayout(part * cache.element_size(), 8 * cache.element_size(), rank=2),
+        described(
+            cache, (blocks * block_size, width), (width, 1), (block_size, part),
+            tiles_of(part * cache.element_size(), 8 * cache.element_size(), 2),
         )
         for cache, part in ((k_cache, head_dim if narrow else 64), (v_cache, 64))
     ]
     items = tiles.shape[0] * kv_heads
     prompt_kernel[min(items, multiprocessors(q.device)),](
-        TensorDescriptor(q, [tokens, heads, head_dim], [heads * head_dim, head_dim, 1], [64 // pairs, pairs, 64], cube),
+        described(
+            q, (tokens, heads, head_dim), (heads * head_dim, head_dim, 1), (64 // pairs, pairs, 64), tiles_of(128, 16, 3)
+        ),
         *pages, out, block_table, tiles, k_scale, v_scale, items, scale * math.log2(math.e), block_table.stride(0),
         out.stride(0), *k_strides, *v_strides,
         KV_HEADS=kv_heads, GROUP=group, ROUND=pairs, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE_KEYS=TILE_KEYS,

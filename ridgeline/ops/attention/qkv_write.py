@@ -13,8 +13,8 @@ from torch import Tensor
 from ridgeline.ops.attention.attention_arguments import quantise_kv, scale_argument, token_scales
 from ridgeline.ops.attention.kernel_decode import store_scaled
 from ridgeline.ops.attention.kv_write import kv_write
-from ridgeline.ops.launch import dependent_launch
-from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
+from ridgeline.ops.launch import dependent_launch, power_of_two
+from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.ops.rms_norm import rms_norm
 from ridgeline.ops.rotary import rotary
 from ridgeline.sizes.op_costs import ROTARY_WRITE_CASES, rotary_write_cost
@@ -189,9 +189,9 @@ def rotary_write_triton(
         qkv if k_norm is None else k_norm, k_scales, v_scales, eps, norm_offset, qkv.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], *k_strides, *v_strides,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=half, BLOCK_SIZE=k_cache.shape[1],
-        HEADS_ROUND=triton.next_power_of_2(heads), KV_HEADS_ROUND=triton.next_power_of_2(kv_heads),
-        HALF_ROUND=triton.next_power_of_2(half), REST_ROUND=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
-        DIM_ROUND=triton.next_power_of_2(head_dim), NORM=q_norm is not None, SCALED=k_scale is not None,
+        HEADS_ROUND=power_of_two(heads), KV_HEADS_ROUND=power_of_two(kv_heads),
+        HALF_ROUND=power_of_two(half), REST_ROUND=power_of_two(max(head_dim - 2 * half, 1)),
+        DIM_ROUND=power_of_two(head_dim), NORM=q_norm is not None, SCALED=k_scale is not None,
         LIMIT=torch.finfo(k_cache.dtype).max, num_warps=4, **dependent_launch(qkv.device),
     )
     return q

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.activation import gated_activation_reference
-from ridgeline.ops.launch import dependent_launch
+from ridgeline.ops.launch import dependent_launch, power_of_two
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.registry import (
     TRITON_DTYPES,
@@ -25,7 +25,6 @@ from ridgeline.ops.registry import (
     Site,
     Tolerance,
     tl,
-    triton,
     triton_kernel,
 )
 from ridgeline.ops.rms_norm import rms_norm_reference
@@ -166,7 +165,7 @@ def _room(x: Tensor, width: int, paired: bool) -> tuple[Tensor, Tensor, dict[str
     rows = 2 * len(x) if paired else len(x)
     # The interpreter has no e4m3: it writes what would be rounded to coarse codes, and torch rounds.
     codes = torch.empty((rows, width), dtype=torch.float32 if TRITON_INTERPRETED else CODES, device=x.device)
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     shared = {
         "WIDTH": width, "BLOCK": block, "PAIRED": paired, "AS_FLOATS": TRITON_INTERPRETED,
         "num_warps": min(max(block // 512, 1), 16), **dependent_launch(x.device),

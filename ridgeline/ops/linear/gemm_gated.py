@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeline.ops.direct_launch import kept_descriptor
 from ridgeline.ops.hopper import is_hopper
-from ridgeline.ops.launch import multiprocessors, shared_memory
+from ridgeline.ops.launch import cdiv, multiprocessors, shared_memory
 from ridgeline.ops.linear.gemv import GATES, activated
-from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
+from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton_kernel
 
 # With fewer rows the last wave of tiles is so empty that cuBLAS is faster, whose tiles come in more sizes. With more inputs the
 # activation costs little beside the GEMM.
@@ -80,7 +81,7 @@ def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(outputs, BLOCK_OUTPUTS)
+    tiles = cdiv(rows, BLOCK_ROWS) * cdiv(outputs, BLOCK_OUTPUTS)
     programs = min(tiles, multiprocessors(x.device))
     _gated_gemm_kernel[programs,](
         _described(x, BLOCK_ROWS, BLOCK_INPUTS), _described(weight.view(2, outputs, inputs), 2, BLOCK_OUTPUTS, BLOCK_INPUTS),
@@ -95,4 +96,6 @@ def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
 def _described(tensor: Tensor, *block: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor  # not where there is no triton
 
-    return TensorDescriptor.from_tensor(tensor, list(block))
+    if TRITON_INTERPRETED:                               # it reads the tensor itself
+        return TensorDescriptor.from_tensor(tensor, list(block))
+    return kept_descriptor(TensorDescriptor, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), block)

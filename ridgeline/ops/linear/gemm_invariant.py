@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeline.ops.launch import dependent_launch
+from ridgeline.ops.launch import cdiv, dependent_launch
 from ridgeline.ops.linear.gemm_small import small_gemm
 from ridgeline.ops.linear.select import MOST_ROWS, GemmPlan, invariant_plan, split_inputs
-from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, tl, triton, triton_kernel
+from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, tl, triton_kernel
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -66,12 +66,12 @@ def _one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None, plan: G
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     part_inputs = split_inputs(inputs, plan.splits)
-    _invariant_gemm_kernel[(triton.cdiv(rows, plan.block_rows) * triton.cdiv(outputs, plan.block_outputs),)](
+    _invariant_gemm_kernel[(cdiv(rows, plan.block_rows) * cdiv(outputs, plan.block_outputs),)](
         TensorDescriptor.from_tensor(x, [plan.block_rows, plan.block_inputs]),
         TensorDescriptor.from_tensor(weight, [plan.block_outputs, plan.block_inputs]),
         weight if bias is None else bias, out, rows, inputs, outputs, part_inputs,
         BLOCK_ROWS=plan.block_rows, BLOCK_OUTPUTS=plan.block_outputs, BLOCK_INPUTS=plan.block_inputs,
-        SPLITS=triton.cdiv(inputs, part_inputs), GROUP=8, BIAS=bias is not None, UPCAST=TRITON_INTERPRETED,
+        SPLITS=cdiv(inputs, part_inputs), GROUP=8, BIAS=bias is not None, UPCAST=TRITON_INTERPRETED,
         num_warps=plan.warps, num_stages=plan.stages, **dependent_launch(x.device),
     )
     return out

@@ -10,27 +10,27 @@ gemm_small.py runs.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ridgeline.ops.hopper import (
     HAS_GLUON,
-    TensorDescriptor,
     async_copy,
     copy,
+    described,
     fence_async_shared,
     fetch,
     gl,
     group_barrier,
     is_hopper,
     mbarrier,
+    tiles_of,
     wait_for_kernel_before,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, shared_memory
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.linear.select import SPLIT_UNIT, RingGemmPlan, ring_gemm_plan, split_inputs
@@ -236,11 +236,6 @@ def ring_gemm_for(rows: int, outputs: int, inputs: int, gated: bool, device: tor
     return plan if plan.programs * (plan.shared_bytes(gated) + RESERVED) <= shared_memory(device) else None
 
 
-def tile_layout(bits: int = 16) -> Any:
-    """How tiles lie in shared memory: as TMA writes and the tensor cores read them."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
-
-
 def ring_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: RingGemmPlan, *, gate: str | None = None,
     scales: tuple[Tensor, Tensor] | None = None, paired: bool = False, dtype: torch.dtype | None = None,
@@ -253,12 +248,12 @@ def ring_gemm(
     rows, inputs = x.shape
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
     out = torch.empty((rows // 2 if paired else rows, outputs), dtype=dtype or x.dtype, device=x.device)
-    tiles, part_inputs = triton.cdiv(outputs, plan.step), split_inputs(inputs, plan.splits, max(SPLIT_UNIT, plan.block_inputs))
-    splits = triton.cdiv(inputs, part_inputs)            # fewer than asked for where the last ones would be empty
+    tiles, part_inputs = cdiv(outputs, plan.step), split_inputs(inputs, plan.splits, max(SPLIT_UNIT, plan.block_inputs))
+    splits = cdiv(inputs, part_inputs)            # fewer than asked for where the last ones would be empty
     size = tiles * splits * (1 if gate is None else 2) * plan.block_outputs * plan.block_rows if splits > 1 else 0
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
-    x_tiles = TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [plan.block_rows, plan.block_inputs], tile_layout(8 * x.element_size())
+    x_tiles = described(
+        x, (rows, inputs), x.stride(), (plan.block_rows, plan.block_inputs), tiles_of(128, 8 * x.element_size(), 2)
     )
     programs = min(tiles, max(1, plan.programs * multiprocessors(x.device) // splits))
     _ring_gemm_kernel[programs, splits](

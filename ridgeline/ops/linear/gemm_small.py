@@ -13,10 +13,10 @@ import functools
 import torch
 from torch import Tensor
 
-from ridgeline.ops.launch import dependent_launch
+from ridgeline.ops.launch import cdiv, dependent_launch
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.linear.select import GemmPlan, split_inputs
-from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
+from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton_kernel
 
 MOST_TILES = 4096                    # with split-K: one arrival counter each
 AHEAD = 256                          # inputs whose weights are prefetched into L2 before the PDL wait
@@ -143,9 +143,9 @@ def small_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, *
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     step = plan.step or plan.block_outputs
-    tiles, row_blocks = triton.cdiv(outputs, step), triton.cdiv(rows, plan.block_rows)
+    tiles, row_blocks = cdiv(outputs, step), cdiv(rows, plan.block_rows)
     part_inputs = split_inputs(inputs, plan.splits)
-    splits = triton.cdiv(inputs, part_inputs)            # fewer than asked for where the last ones would be empty
+    splits = cdiv(inputs, part_inputs)            # fewer than asked for where the last ones would be empty
     parts = arrived = out
     if splits > 1:
         halves = 1 if gate is None else 2

@@ -18,19 +18,20 @@ from torch import Tensor
 
 from ridgeline.ops.hopper import (
     HAS_GLUON,
-    TensorDescriptor,
+    described,
     fetch,
     gl,
     group_barrier,
     is_hopper,
     mbarrier,
     ring_barriers,
+    tiles_of,
     viewed,
     wait_for_kernel_before,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, shared_memory
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.linear.select_wide import WidePlan, wide_plan
 from ridgeline.ops.registry import gluon_kernel, triton
@@ -321,22 +322,22 @@ def wide_gemm(
     rows, inputs = x.shape
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device)
-    tiles = triton.cdiv(outputs, plan.step if gate is None else plan.step // 2)
+    tiles = cdiv(outputs, plan.step if gate is None else plan.step // 2)
     parts = arrived = out
     if plan.splits > 1:
         parts = torch.empty(tiles * plan.splits * 128 * plan.tile, dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
     bits, line = 8 * x.element_size(), 128 // x.element_size()
-    flat, cube = gl.NVMMASharedLayout(128, bits, rank=2), gl.NVMMASharedLayout(128, bits, rank=3)
+    flat = tiles_of(128, bits, 2)
     if gate is None:
-        described = TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [BOX, line], flat)
+        weights = described(weight, (outputs, inputs), (inputs, 1), (BOX, line), flat)
     else:
-        strides = [outputs * inputs, inputs, 1]
-        described = TensorDescriptor(weight, [2, outputs, inputs], strides, [2, BOX // 2, line], cube)
+        strides = (outputs * inputs, inputs, 1)
+        weights = described(weight, (2, outputs, inputs), strides, (2, BOX // 2, line), tiles_of(128, bits, 3))
     items = tiles * plan.splits
     wide_gemm_kernel[min(items, multiprocessors(x.device)),](
-        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [64, line], flat), described, *(scales or (out, out)),
-        out if bias is None else bias, out, parts, arrived, items, triton.cdiv(inputs, line), rows, outputs,
+        described(x, (rows, inputs), (x.stride(0), 1), (64, line), flat), weights, *(scales or (out, out)),
+        out if bias is None else bias, out, parts, arrived, items, cdiv(inputs, line), rows, outputs,
         TILE=plan.tile, STEP=plan.step, BOX=BOX, SPLITS=plan.splits, STAGES=plan.stages, ROW_STAGES=plan.row_stages, RUN=RUN,
         MOST_TILES=MOST_TILES, GATE=GATES[gate], BIAS=bias is not None, SCALED=scales is not None, PROMOTED=PROMOTED,
         num_warps=4, maxnreg=REGISTERS, **dependent_launch(x.device),

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.launch import dependent_launch, multiprocessors
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two
 from ridgeline.ops.linear.select import GemvPlan
-from ridgeline.ops.registry import tl, triton, triton_kernel
+from ridgeline.ops.registry import tl, triton_kernel
 
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
@@ -126,9 +126,9 @@ def gemv(
 ) -> tuple[Tensor, Tensor]:
     """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one)."""
     out, new_residual, arguments, constants = one_row(x, weight, bias, norm, eps, norm_offset, residual, gate)
-    block_inputs = triton.next_power_of_2(x.shape[1])
+    block_inputs = power_of_two(x.shape[1])
     even = block_inputs == x.shape[1] and out.shape[1] % plan.block == 0
-    programs = min(triton.cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
+    programs = min(cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
     _gemv_kernel[(programs,)](
         *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, EVEN=even, num_warps=plan.warps, **constants,
         **dependent_launch(x.device),

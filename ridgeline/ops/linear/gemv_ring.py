@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.hopper import HAS_GLUON, async_copy, copy, gl, wait_for_kernel_before
-from ridgeline.ops.launch import dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
 from ridgeline.ops.linear.gemv import activated, one_row
 from ridgeline.ops.linear.select import RingPlan, ring_plan
-from ridgeline.ops.registry import gluon_kernel, triton
+from ridgeline.ops.registry import gluon_kernel
 
 
 @gluon_kernel()
@@ -126,7 +126,7 @@ def ring_for(outputs: int, inputs: int, gated: bool, device: torch.device, weigh
     plan = ring_plan(outputs, inputs, gated, weight_bytes) if HAS_GLUON and device.type == "cuda" else None
     if plan is None:
         return None
-    needed = plan.shared_bytes(triton.next_power_of_2(inputs), gated, weight_bytes) + plan.programs * RESERVED
+    needed = plan.shared_bytes(power_of_two(inputs), gated, weight_bytes) + plan.programs * RESERVED
     return plan if needed <= shared_memory(device) else None
 
 
@@ -140,8 +140,8 @@ def ring_gemv(
         weight = weight.view(torch.uint8)
     out, new_residual, arguments, constants = one_row(x, weight, bias, norm, eps, norm_offset, residual, gate)
     arguments = (*arguments[:4], out if scale is None else scale, *arguments[4:])
-    block_inputs = triton.next_power_of_2(x.shape[1])
-    programs = min(triton.cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
+    block_inputs = power_of_two(x.shape[1])
+    programs = min(cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
     _ring_gemv_kernel[(programs,)](
         *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, STAGES=plan.stages, EVEN=block_inputs == x.shape[1],
         SCALED=scale is not None, WARPS=plan.warps, num_warps=plan.warps, **constants, **dependent_launch(x.device),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton, triton_kernel
+from ridgeline.ops.launch import cdiv, power_of_two
+from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.ops.sampling.sample_kernels import ordered_key, ordered_value
 from ridgeline.sizes.sampling_costs import LOGPROBS_CASES, logprobs_cost
 
@@ -174,8 +175,8 @@ def logprobs_triton(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor,
     top_ids, top_logprobs = empty(torch.int64, rows, top_k), empty(torch.float32, rows, top_k)
     if rows == 0:
         return logprobs, ranks, top_ids, top_logprobs
-    tile = min(TILE, max(GROUP, triton.next_power_of_2(vocab)))
-    tiles = triton.cdiv(vocab, tile)
+    tile = min(TILE, max(GROUP, power_of_two(vocab)))
+    tiles = cdiv(vocab, tile)
     groups = tiles * (tile // GROUP)
     found = (
         empty(torch.int32, rows, groups), empty(torch.float32, rows, tiles), empty(torch.float32, rows, tiles),
@@ -186,8 +187,8 @@ def logprobs_triton(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor,
     )
     _logprobs_kernel[(rows,)](
         logits, logits.stride(0), vocab, tokens, *found, logprobs, ranks, top_ids, top_logprobs, top_k,
-        TILES=tiles, GROUPS=groups, GROUP=GROUP, NOTHING=NOTHING, TILES_ROUND=triton.next_power_of_2(tiles),
-        GROUPS_ROUND=triton.next_power_of_2(groups), num_warps=4,
+        TILES=tiles, GROUPS=groups, GROUP=GROUP, NOTHING=NOTHING, TILES_ROUND=power_of_two(tiles),
+        GROUPS_ROUND=power_of_two(groups), num_warps=4,
     )
     return logprobs, ranks, top_ids, top_logprobs
 

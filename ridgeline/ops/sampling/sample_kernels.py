@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.ops.launch import dependent_launch
-from ridgeline.ops.registry import tl, triton, triton_kernel
+from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
+from ridgeline.ops.registry import tl, triton_kernel
 from ridgeline.sizes.sampling_costs import SAMPLE_CANDIDATES, SAMPLE_GROUP, SAMPLE_RACE_TILE, SAMPLE_TILE
 
 BEST_TILE, BEST_WARPS = SAMPLE_TILE, 4
@@ -567,9 +567,9 @@ def workspace(device: torch.device, rows: int, vocab: int) -> Workspace:
     if found is None or found.keys.shape[0] < rows:
         if found is not None:
             _outgrown.append(found)
-        tiles = triton.cdiv(vocab, BEST_TILE)
+        tiles = cdiv(vocab, BEST_TILE)
         groups = tiles * (BEST_TILE // GROUP)
-        race_tiles = triton.next_power_of_2(triton.cdiv(vocab, RACE_TILE))
+        race_tiles = power_of_two(cdiv(vocab, RACE_TILE))
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -641,7 +641,7 @@ def draw(
         raise AssertionError("filters look at logits alone: mask_logits first")
     masked = (logits if mask is None else mask, 0 if mask is None else mask.stride(0))
     integers, numbers = (choices.integers, choices.numbers) if choices is not None else (space.keys, space.scores)
-    tiles = triton.cdiv(vocab, BEST_TILE)
+    tiles = cdiv(vocab, BEST_TILE)
     common = (logits, logits.stride(0), vocab)
     _best_kernel[(tiles, count)](
         *common, space.keys, space.arrivals, tokens, failed.view(torch.uint8), tokens if rows is None else rows,
@@ -659,11 +659,11 @@ def draw(
             *common, *row, space.group_best, space.tile_best, space.tile_weight, space.listed, space.values, space.ids,
             integers.stride(0),
             TILES=tiles, GROUPS=groups, GROUP=GROUP, CANDIDATES=CANDIDATES, FEW=FEW, PAIRS=PAIRS,
-            AT_ONCE=GROUPS_AT_ONCE, LOWEST=LOWEST, TILES_ROUND=triton.next_power_of_2(tiles),
-            GROUPS_ROUND=triton.next_power_of_2(groups), num_warps=SELECT_WARPS, **launch,
+            AT_ONCE=GROUPS_AT_ONCE, LOWEST=LOWEST, TILES_ROUND=power_of_two(tiles),
+            GROUPS_ROUND=power_of_two(groups), num_warps=SELECT_WARPS, **launch,
         )
     span = 1 if count <= RACE_ALONE else RACE_SPAN
-    _race_kernel[(triton.cdiv(vocab, span * RACE_TILE), count)](
+    _race_kernel[(cdiv(vocab, span * RACE_TILE), count)](
         *common, space.arrivals[1], *row, space.leaders, space.scores, integers.stride(0), *masked,
         TILE=RACE_TILE, SPAN=span, PROGRAMS=space.scores.shape[1], MASKED=mask is not None,
         num_warps=4 if span == 1 else RACE_WARPS, **launch,
@@ -680,7 +680,7 @@ def mask_logits(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor
     broken.zero_()
     if rows:
         words = 64
-        _mask_kernel[(triton.cdiv(vocab, 32 * words), rows)](
+        _mask_kernel[(cdiv(vocab, 32 * words), rows)](
             logits, logits if mask is None else mask, out, broken.view(torch.uint8), vocab, logits.stride(0),
             0 if mask is None else mask.stride(0), out.stride(0), MASKED=mask is not None, WORDS=words, num_warps=4,
         )

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ridgeline.server.http.error_bodies import anthropic_body
+from ridgeline.server.api.llamacpp import llama_requests
+from ridgeline.server.api.ollama import ollama_requests
+from ridgeline.server.http.error_bodies import anthropic_body, ollama_body
 from ridgeline.server.http.failures import NO_NAMES
+from ridgeline.server.http.stream import EVENTS, LINES
 
 
 class Dialect:
@@ -18,6 +21,8 @@ class Dialect:
 
     names: Mapping[str, str] = NO_NAMES  # chat's fields -> the same fields in this dialect; the first that fits counts
     framed = False                   # the writer's events are complete, with a name each
+    stream_kind = EVENTS             # the type of a streamed answer
+    any_media_type = False           # clients that are no browsers need not declare their body as JSON
     clips = False                    # max_tokens may exceed the room that is left; the answer then ends where the context does
 
     def error(self, status: int, body: bytes) -> bytes:
@@ -55,4 +60,20 @@ class AnthropicDialect(NamedEvents):
         return anthropic_body(status, body)
 
 
-CHAT, RESPONSES, ANTHROPIC = Dialect(), ResponsesDialect(), AnthropicDialect()
+class OllamaDialect(NamedEvents):
+    names = MappingProxyType(ollama_requests.NAMES)
+    stream_kind = LINES
+    any_media_type = True
+    clips = True
+
+    def error(self, status: int, body: bytes) -> bytes:
+        return ollama_body(body)
+
+
+class LlamaDialect(Dialect):
+    names = MappingProxyType(llama_requests.NAMES)
+    clips = True
+
+
+CHAT, RESPONSES, ANTHROPIC, OLLAMA = Dialect(), ResponsesDialect(), AnthropicDialect(), OllamaDialect()
+LLAMA = LlamaDialect()

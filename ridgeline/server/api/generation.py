@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -26,7 +26,6 @@ from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
-ONLY_THE_LIKELIEST = 1e-9            # as top_p: only the most likely token is left
 DONE = b"[DONE]"
 MARK = "\x00text\x00"                # stands for an event's text; nothing after it contains it
 PADDING = 64                         # with include_obfuscation, events are padded to multiples of this length
@@ -72,10 +71,12 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     logit_bias: dict[Integer, float] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[Integer] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -111,7 +112,6 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     # Known to clients, not supported here.
     lora_request: Any = None
-    truncation_side: Any = None
     thinking_token_budget: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
@@ -126,7 +126,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         "mm_processor_kwargs", "media_io_kwargs",
     )
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that change nothing and are accepted
-        "truncation_side": ("left",), "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
+        "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
         "lora_request": (), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
         "guided_whitespace_pattern": (),
     }
@@ -136,6 +136,8 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         refuse(self, self.REFUSED)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", field="stream_options")
+        if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
+            raise BadRequest("logprob_token_ids needs logprobs", field="logprob_token_ids")
 
     @property
     def length_field(self) -> str:
@@ -150,8 +152,6 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         if self.truncate_prompt_tokens not in (None, FIT):
             given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        if given.get("top_p") == 0:                      # OpenAI's range includes 0
-            given["top_p"] = ONLY_THE_LIKELIEST
         try:
             return SamplingParams(**dict(defaults) | given | other)
         except BadRequest as error:
@@ -211,7 +211,7 @@ _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias",
     "ignore_eos", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "truncation_side", "logprob_token_ids",
 )
 
 
@@ -308,7 +308,7 @@ class Reply(msgspec.Struct):
     choices: list[Any]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = f"ridgeline-{__version__}"
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_logprobs: Any = UNSET         # in chat; completions have them in their choices
     obfuscation: str | UnsetType = UNSET
 
@@ -388,10 +388,16 @@ class Writer(ABC):
         reply.usage = self._usage_of(outputs)
         return [self._event(reply), DONE]
 
+    def force_usage(self) -> None:
+        """Every event has the usage so far, although the request did not ask for it."""
+        self._usage = self._usage_always = True
+
     def body(self, outputs: list[RequestOutput]) -> bytes:
         listed = [(output, answer) for output in outputs for answer in self._returned(output)]
         choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(listed)]
         reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
+        if self.one_prompt:
+            reply.prompt_token_ids = reply.prompt_logprobs = None    # vLLM's clients read them, whether asked for or not
         self._add_prompt_tokens(reply, outputs)
         return encode(reply)
 
@@ -439,7 +445,10 @@ class Writer(ABC):
 
 
 def ranked(at: LogprobsAt, count: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens at a position, the most likely first."""
+    """The `count` most likely tokens at a position, the most likely first. Where a request lists tokens, these and the sampled
+    one; they have no rank."""
+    if any(each.rank is None for each in at.values()):
+        return sorted(((token, finite(each.logprob)) for token, each in at.items()), key=lambda each: -each[1])
     places = sorted((logprob.rank or 0, token) for token, logprob in at.items())
     return [(token, finite(at[token].logprob)) for rank, token in places if rank <= count]
 

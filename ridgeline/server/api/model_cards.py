@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ridgeline.server.api import anthropic
-from ridgeline.server.api.tokenize import TokenizerInfo
+from ridgeline.server.api.anthropic import messages_api as anthropic
+from ridgeline.server.api.vllm.tokenize import TokenizerInfo
 from ridgeline.server.http.error_bodies import is_anthropic
 from ridgeline.server.http.stream import json_response
 from ridgeline.server.service import Service

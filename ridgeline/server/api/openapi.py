@@ -13,16 +13,31 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.server.api import anthropic, responses_answer
-from ridgeline.server.api.chat import ChatChoice, ChatRequest
-from ridgeline.server.api.completions import CompletionChoice, CompletionRequest
-from ridgeline.server.api.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.api.anthropic import messages_api as anthropic
 from ridgeline.server.api.generation import Reply
+from ridgeline.server.api.llamacpp.llama_answers import LlamaReply
+from ridgeline.server.api.llamacpp.llama_requests import LlamaRequest, Slot, TemplateReply
 from ridgeline.server.api.model_cards import ModelCard
-from ridgeline.server.api.responses_continued import MOST_ITEMS, DeletedResponse, InputItems
-from ridgeline.server.api.responses_request import KNOWN_INCLUDES
-from ridgeline.server.api.score import ScoreReply, ScoreRequest
-from ridgeline.server.api.tokenize import (
+from ridgeline.server.api.ollama import ollama_models
+from ridgeline.server.api.ollama.ollama_answers import OllamaChatReply, OllamaGenerateReply
+from ridgeline.server.api.ollama.ollama_prepare import EmbedReply, OldEmbedReply
+from ridgeline.server.api.ollama.ollama_requests import (
+    EmbedRequest,
+    OldEmbedRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
+from ridgeline.server.api.openai import responses_answer
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.chat_answers import ChatChoice
+from ridgeline.server.api.openai.completions import CompletionChoice, CompletionRequest
+from ridgeline.server.api.openai.embeddings import EmbeddingReply, EmbeddingRequest
+from ridgeline.server.api.openai.responses_continued import MOST_ITEMS, DeletedResponse, InputItems
+from ridgeline.server.api.openai.responses_request import KNOWN_INCLUDES
+from ridgeline.server.api.vllm.batch_chat import BatchChatRequest
+from ridgeline.server.api.vllm.score import ScoreReply, ScoreRequest
+from ridgeline.server.api.vllm.tokenize import (
     DetokenizeReply,
     DetokenizeRequest,
     TokenizeReply,
@@ -31,6 +46,7 @@ from ridgeline.server.api.tokenize import (
 )
 from ridgeline.server.http.error_bodies import AnthropicError
 from ridgeline.server.http.gate import OPEN_PATHS
+from ridgeline.server.http.stream import LINES
 from ridgeline.server.observe.prometheus import Load
 from ridgeline.server.observe.roofline_endpoint import RooflineReply
 from ridgeline.version import __version__
@@ -67,6 +83,10 @@ class Error(msgspec.Struct):
     error: ErrorDetail
 
 
+class OllamaError(msgspec.Struct):
+    error: str
+
+
 class ChatReply(Reply):
     choices: list[ChatChoice]
 
@@ -90,6 +110,18 @@ class Health(msgspec.Struct):
     status: str
 
 
+class Index(msgspec.Struct):
+    """Where to go from here. A browser is sent to the dashboard instead."""
+
+    name: str
+    version: str
+    openai_base_url: str
+    docs: str
+    openapi: str
+    dashboard: str
+    health: str
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     path: str
@@ -100,10 +132,13 @@ class Operation:
     streams: bool = False                # with `stream: true` the answer is server-sent events
     deletes: type[Any] | None = None     # what a DELETE of the same path gives, where there is one
     query: tuple[str, ...] = ()          # names from QUERY that its GET takes
+    posts: bool = False                  # a POST without a body
 
 
 OPERATIONS = (
     Operation("/v1/chat/completions", "A conversation", ChatRequest, ChatReply, streams=True),
+    Operation("/v1/chat/completions/batch", "Several conversations, one choice each", BatchChatRequest, ChatReply),
+    Operation("/invocations", "Any of the others, by its fields, for SageMaker", dict[str, Any], dict[str, Any], streams=True),
     Operation("/v1/completions", "A text to continue", CompletionRequest, CompletionReply, streams=True),
     Operation("/v1/responses", "A conversation, for clients of the Responses API", responses_answer.ResponsesRequest,
               responses_answer.ResponseReply, streams=True),
@@ -111,6 +146,7 @@ OPERATIONS = (
               responses_answer.InputTokens),
     Operation("/v1/responses/{id}", "One that is kept, fetched or deleted", gives=responses_answer.ResponseReply,
               deletes=DeletedResponse, query=("include",)),
+    Operation("/v1/responses/{id}/cancel", "End one in the background", gives=responses_answer.ResponseReply, posts=True),
     Operation("/v1/responses/{id}/input_items", "What was sent with it", gives=InputItems,
               query=("include", "limit", "order", "after")),
     Operation("/v1/messages", "A conversation, for Anthropic's clients", anthropic.MessagesRequest,
@@ -124,6 +160,20 @@ OPERATIONS = (
     Operation("/tokenizer_info", "Its special tokens and chat template", gives=TokenizerInfo),
     Operation("/v1/models", "The one model that is served", gives=ModelList),
     Operation("/v1/models/{name}", "The same by its name", gives=ModelCard),
+    Operation("/api/chat", "A conversation, for Ollama's clients", OllamaChatRequest, OllamaChatReply, OllamaError, streams=True),
+    Operation("/api/generate", "A text to continue, for Ollama's clients", OllamaGenerateRequest, OllamaGenerateReply,
+              OllamaError, streams=True),
+    Operation("/api/embed", "Texts as vectors", EmbedRequest, EmbedReply, OllamaError),
+    Operation("/api/embeddings", "A text as a vector; /api/embed replaces it", OldEmbedRequest, OldEmbedReply, OllamaError),
+    Operation("/api/show", "What is known of the model", ShowRequest, ollama_models.Shown, OllamaError),
+    Operation("/api/tags", "The one model that is served", gives=ollama_models.ListedModels, error=OllamaError),
+    Operation("/api/ps", "The same, as loaded", gives=ollama_models.RunningModels, error=OllamaError),
+    Operation("/api/version", "Of Ollama's API that this follows", gives=ollama_models.OllamaVersion, error=OllamaError),
+    Operation("/completion", "A text to continue, for llama.cpp's clients", LlamaRequest, LlamaReply, streams=True),
+    Operation("/apply-template", "A conversation as the prompt it becomes", ChatRequest, TemplateReply),
+    Operation("/infill", "Refused: use /v1/completions with a suffix", LlamaRequest),
+    Operation("/props", "Settings, for llama.cpp's clients", gives=dict[str, Any]),
+    Operation("/slots", "Rows of the running batch", gives=list[Slot]),
     Operation("/health", "Whether requests are taken", gives=Health),
     Operation("/health/ready", "The same", gives=Health),
     Operation("/health/live", "Whether this process answers", gives=Health),
@@ -133,11 +183,15 @@ OPERATIONS = (
     Operation("/load", "How much there is to do", gives=Load),
     Operation("/roofline", "Which resource binds, and how far it is to the roof", gives=RooflineReply),
     Operation("/dashboard", "A page that shows it, for a browser"),
+    Operation("/dashboard/", "The same"),
+    Operation("/docs", "This document as a page"),
+    Operation("/", "Where to go from here; for a browser, the dashboard", gives=Index),
+    Operation("/v1", "The same", gives=Index),
 )
 
 
 @cache
-def document() -> dict[str, Any]:
+def document(root_path: str = "") -> dict[str, Any]:
     """OpenAPI 3.1: its schemas are JSON Schema 2020-12, which msgspec writes."""
     types = {
         kind for each in OPERATIONS for kind in (each.takes, each.gives, each.error, each.deletes) if kind is not None
@@ -151,6 +205,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Ridgeline", "version": __version__},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": {each.path: _methods(each, by_type) for each in OPERATIONS},
         "components": {
             "schemas": components,
@@ -161,7 +216,7 @@ def document() -> dict[str, Any]:
 
 
 def _methods(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
-    methods = {"get" if operation.takes is None else "post": _written(operation, schemas)}
+    methods = {"get" if operation.takes is None and not operation.posts else "post": _written(operation, schemas)}
     if operation.deletes is not None:
         methods["delete"] = _written(replace(operation, gives=operation.deletes, query=()), schemas)
     return methods
@@ -169,7 +224,9 @@ def _methods(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> 
 
 def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
     answer = {JSON: {"schema": schemas[operation.gives]}} if operation.gives is not None else {}
-    if operation.streams:
+    if operation.streams and operation.error is OllamaError:
+        answer[LINES.decode()] = {"schema": schemas[operation.gives]} if operation.gives is not None else {}
+    elif operation.streams:
         text = {"type": "string"}                        # an event's data is JSON, but for the last of chat: [DONE]
         event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
         answer[EVENTS] = {"schema": event}

@@ -21,13 +21,21 @@ from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api import anthropic, responses_answer
-from ridgeline.server.api.chat import ChatRequest, ChatWriter
-from ridgeline.server.api.completions import CompletionRequest, CompletionWriter, middle_marks
+from ridgeline.server.api.anthropic import messages_api as anthropic
 from ridgeline.server.api.generation import FIT, GenerationRequest, Writer
-from ridgeline.server.api.responses_continued import Continued, recalled_bytes
-from ridgeline.server.api.responses_request import ResponsesRequest
-from ridgeline.server.api.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from ridgeline.server.api.openai import responses_answer
+from ridgeline.server.api.openai.chat import ChatRequest, ChatWriter
+from ridgeline.server.api.openai.completions import CompletionRequest, CompletionWriter, middle_marks
+from ridgeline.server.api.openai.responses_continued import Continued, recalled_bytes
+from ridgeline.server.api.openai.responses_request import ResponsesRequest
+from ridgeline.server.api.vllm.batch_chat import BatchChatRequest
+from ridgeline.server.api.vllm.tokenize import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    PlainTokens,
+    TokenizeReply,
+    TokenizeRequest,
+)
 from ridgeline.server.http.body import LONG_BODY, away_if_long, parse_body
 from ridgeline.server.http.stream import Headers
 from ridgeline.server.parse.tool_prompt import in_plain_text, mended, tells_of_tools
@@ -44,11 +52,12 @@ class Job:
     prompts: list[Prompt]
     writer: Writer
     headers: Headers
+    background: bool = False         # the client does not wait for the answer
 
 
 async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
     """A chat's prompt, by the model's own template. Tools that the template does not support are written into the messages."""
-    messages, given = request.conversation(), request.template()
+    messages, given = request.conversation(service.options.strict_messages), request.template()
     tokenizer = service.tokenizer
     if tokenizer is not None and (given["tools"] or any(map(tells_of_tools, messages))):
         templates = "\n".join(tokenizer.chat_templates.values())
@@ -71,6 +80,8 @@ async def chat_job(
         read.follow(tokens, params, service.tokenizer)
     request_id = f"{prefix}{secrets.token_hex(12)}"
     made = writer(request, params, request_id, service.name, service.tokenizer, read)
+    if service.options.enable_force_include_usage and request.stream_options is None:
+        made.force_usage()
     return Job(request, params, [tokens], made, [(b"x-request-id", request_id.encode())])
 
 
@@ -78,16 +89,29 @@ def checked_params(service: Service, request: ChatRequest | CompletionRequest) -
     """The request's sampling parameters, checked."""
     service.check(request)
     with request.naming_its_grammar():
-        return request.params(service.llm.sampling_defaults)
+        return request.params(service.llm.sampling_defaults.fields)
 
 
 async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job:
     def work() -> tuple[ChatRequest, SamplingParams]:
-        request = parse_body(ChatRequest, body)
+        request = parse_body(ChatRequest, body, service.options.strict_messages)
         return request, checked_params(service, request)
 
     request, params = await away_if_long(len(body), work)
     return await chat_job(service, request, params, "chatcmpl-", ChatWriter)
+
+
+async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Job:
+    """Several conversations, one choice each."""
+    def work() -> tuple[list[ChatRequest], SamplingParams]:
+        asked = parse_body(BatchChatRequest, body, service.options.strict_messages)
+        requests = asked.conversations()
+        return requests, checked_params(service, requests[0])
+
+    requests, params = await away_if_long(len(body), work)
+    job = await chat_job(service, requests[0], params, "chatcmpl-", ChatWriter)
+    job.prompts += [await prompt_tokens(service, each) for each in requests[1:]]
+    return job
 
 
 async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Job:
@@ -98,6 +122,8 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> J
     request, params = await away_if_long(len(body), work)
     request_id = f"cmpl-{secrets.token_hex(12)}"
     writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
+    if service.options.enable_force_include_usage and request.stream_options is None:
+        writer.force_usage()
     prompts: list[Prompt] = list(request.prompts())
     if request.suffix:
         prompts = [await around_gap(service, each, request.suffix) for each in prompts]
@@ -143,7 +169,7 @@ def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingPar
 
 async def prepare_messages(service: Service, caller: Caller, body: bytes) -> Job:
     def work() -> tuple[anthropic.MessagesRequest, ChatRequest, SamplingParams]:
-        asked = parse_body(anthropic.MessagesRequest, body)
+        asked = parse_body(anthropic.MessagesRequest, body, service.options.strict_messages)
         return asked, *as_chat(service, asked)
 
     asked, request, params = await away_if_long(len(body), work)
@@ -152,7 +178,7 @@ async def prepare_messages(service: Service, caller: Caller, body: bytes) -> Job
 
 async def count_tokens(service: Service, caller: Caller, body: bytes) -> anthropic.TokenCount:
     def work() -> ChatRequest:
-        return as_chat(service, parse_body(anthropic.CountRequest, body))[0]
+        return as_chat(service, parse_body(anthropic.CountRequest, body, service.options.strict_messages))[0]
 
     request = await away_if_long(len(body), work)
     return anthropic.TokenCount(len(await prompt_tokens(service, request)))
@@ -160,7 +186,7 @@ async def count_tokens(service: Service, caller: Caller, body: bytes) -> anthrop
 
 async def response_chat(service: Service, caller: Caller, body: bytes) -> tuple[Continued, ChatRequest, SamplingParams]:
     """A request of the Responses API as a chat request. A short one may continue a long stored conversation."""
-    asked = await away_if_long(len(body), lambda: parse_body(ResponsesRequest, body))
+    asked = await away_if_long(len(body), lambda: parse_body(ResponsesRequest, body, service.options.strict_messages))
     key = caller.key
 
     def work() -> tuple[Continued, ChatRequest, SamplingParams]:
@@ -176,7 +202,9 @@ async def response_chat(service: Service, caller: Caller, body: bytes) -> tuple[
 async def prepare_response(service: Service, caller: Caller, body: bytes) -> Job:
     continued, request, params = await response_chat(service, caller, body)
     writer = partial(responses_answer.ResponsesWriter, continued.asked, continued.keep)
-    return await chat_job(service, request, params, "resp_", writer)
+    job = await chat_job(service, request, params, "resp_", writer)
+    job.background = bool(continued.asked.background)
+    return job
 
 
 async def count_input(service: Service, caller: Caller, body: bytes) -> responses_answer.InputTokens:
@@ -184,7 +212,7 @@ async def count_input(service: Service, caller: Caller, body: bytes) -> response
     return responses_answer.InputTokens(len(await prompt_tokens(service, request)))
 
 
-async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeReply:
+async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeReply | PlainTokens:
     def work() -> tuple[TokenizeRequest, ChatRequest | None]:
         request = parse_body(TokenizeRequest, body)
         if request.model is not None:
@@ -192,6 +220,9 @@ async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeRep
         return request, as_chat(service, request)[0] if request.messages is not None else None
 
     request, chat = await away_if_long(len(body), work)
+    if request.content is not None:
+        ids = await service.llm.text_tokens(request.content, bool(request.add_special), request.parse_special is not False)
+        return PlainTokens.of(ids, service.llm.get_tokenizer(), bool(request.with_pieces))
     if chat is not None:
         tokens = await prompt_tokens(service, chat)
     else:

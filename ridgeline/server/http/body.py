@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
@@ -47,8 +47,9 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def parse_body(kind: type[T], body: bytes) -> T:
-    """The request, checked. BadRequest or Unsupported name the field."""
+def parse_body(kind: type[T], body: bytes, strict: bool = False) -> T:
+    """The request, checked. BadRequest or Unsupported name the field. Unless `strict`, unknown fields are dropped inside the
+    fields that the type lists as TOLERANT: clients add notes of their own to messages."""
     try:
         try:
             request: T = _decoder(kind).decode(body)
@@ -56,7 +57,8 @@ def parse_body(kind: type[T], body: bytes) -> T:
             if not _FLOAT_FOR_INT.match(str(error)) and not _UNKNOWN_FIELD.search(str(error)):
                 raise
             # Parse all of it again: the rest after the float may be invalid JSON.
-            mended = _without_nulls(_mend(kind)(msgspec.json.decode(body)), _type(kind))
+            tolerant = () if strict else getattr(kind, "TOLERANT", ())
+            mended = _without_nulls(_mend(kind)(msgspec.json.decode(body)), _type(kind), tolerant)
             request = msgspec.convert(mended, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise refusal(str(error), kind) from None
@@ -71,25 +73,34 @@ def _type(kind: Any) -> Type:
     return type_info(kind)
 
 
-def _without_nulls(value: Any, kind: Type) -> Any:
-    """A null counts as a missing field, so unknown fields that are null are dropped. Data without a struct keeps its nulls."""
+def _without_nulls(value: Any, kind: Type, tolerant: Collection[str] = (), drop: bool = False) -> Any:
+    """A null counts as a missing field, so unknown fields that are null are dropped. Data without a struct keeps its nulls.
+
+    `drop`: all unknown fields are dropped; so they are below fields named in `tolerant`."""
     kinds = _kinds(kind)
     if isinstance(value, list):
-        item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
-        return value if item is None or not _has_structs(item) else [_without_nulls(each, item) for each in value]
+        item = _item(kinds)
+        deep = item is not None and _has_structs(item)
+        return [_without_nulls(each, item, tolerant, drop) for each in value] if item is not None and deep else value
     structs = [each for each in kinds if isinstance(each, StructType)]
     if not isinstance(value, dict) or not structs:
         return value
     known = {field.encode_name: field.type for each in structs for field in each.fields}
     known |= {each.tag_field: NoneType() for each in structs if each.tag_field}
     return {
-        name: _without_nulls(each, known[name]) if name in known else each
-        for name, each in value.items() if each is not None or name in known
+        name: _without_nulls(each, known[name], (), drop or name in tolerant) if name in known else each
+        for name, each in value.items() if name in known or (each is not None and not drop)
     }
 
 
+def _item(kinds: tuple[Type, ...]) -> Type | None:
+    """The type of a list's items, if one of the types is a list."""
+    return next((each.item_type for each in kinds if isinstance(each, ListType)), None)
+
+
 def _has_structs(kind: Type) -> bool:
-    return any(isinstance(each, StructType) for each in _kinds(kind))
+    kinds = _kinds(kind)
+    return any(isinstance(each, StructType) or (isinstance(each, ListType) and _has_structs(each.item_type)) for each in kinds)
 
 
 # JSON has one kind of number, and some clients write 16 as 16.0. The function that turns it into 16 is made once per type of
@@ -106,7 +117,7 @@ def _mend_of(kind: Type, around: tuple[type[Any], ...]) -> Mend | None:
     """`around`: the structs that this type is inside of. Recursive ones (blocks of a message) are visited once."""
     kinds = _kinds(kind)
     integer = _is_integer(kind)
-    item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
+    item = _item(kinds)
     items = item and _mend_of(item, around)
     integers = item is not None and _is_integer(item)
     values = next((_mend_of(each.value_type, around) for each in kinds if isinstance(each, DictType)), None)

@@ -1,4 +1,4 @@
-"""The bodies of errors: OpenAI's shape, and Anthropic's on the paths of Anthropic's API.
+"""The bodies of errors: OpenAI's shape; Anthropic's and Ollama's on the paths of their APIs.
 
 A request may be refused before it reaches an endpoint (connection_limits, gate, hosts, routes); `body_for` then picks the shape
 by path and headers.
@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 _encode = msgspec.json.Encoder().encode
 
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
 VERSION = b"anthropic-version"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -50,6 +51,11 @@ def anthropic_body(status: int, openai_body: bytes) -> bytes:
     return _encode(AnthropicError(AnthropicDetail(kind, error["message"], error.get("details", UNSET))))
 
 
+def ollama_body(openai_body: bytes) -> bytes:
+    """The same error in Ollama's shape."""
+    return _encode({"error": msgspec.json.decode(openai_body)["error"]["message"]})
+
+
 def is_anthropic(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Paths that both kinds of clients use are told apart by a header that all of Anthropic's clients send."""
     return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/") or any(name == VERSION for name, _ in headers)
@@ -57,4 +63,6 @@ def is_anthropic(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 def body_for(path: str, headers: Iterable[tuple[bytes, bytes]], status: int, openai_body: bytes) -> bytes:
     """An error in OpenAI's shape, in the shape for a request to `path` with these headers."""
+    if path.startswith(OLLAMA_PATH):
+        return ollama_body(openai_body)
     return anthropic_body(status, openai_body) if is_anthropic(path, headers) else openai_body

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ridgeline.errors import (
     PROMPT,
@@ -30,6 +31,7 @@ from ridgeline.errors import (
 )
 from ridgeline.process.log import get_logger
 from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.near_paths import suggestion
 from ridgeline.server.http.stream import Headers
 from ridgeline.server.server_errors import (
     STOPPED,
@@ -110,6 +112,9 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path, allowed = request.method, request.scope["path"][:200], (error.headers or {}).get("Allow", "")
     message, code = f"{method} {path} does not exist here", "not_found"
+    known = {each.path for each in request.app.routes if isinstance(each, Route)}
+    if error.status_code == 404 and (words := suggestion(path, known)):
+        message += f"; {words}"
     if error.status_code == 405 and allowed:
         methods = sorted(allowed.split(", "))
         works = "works" if len(methods) == 1 else "work"

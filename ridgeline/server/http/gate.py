@@ -25,8 +25,10 @@ from ridgeline.server.http.keys import Keys
 from ridgeline.server.http.stream import DIRECT, Headers, Message, Receive, Send, send_json
 from ridgeline.server.options import ServerOptions
 
-# For load balancers; and the dashboard's page, whose data needs a key.
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/dashboard"})
+# For load balancers; and pages without data: the dashboard's data needs a key.
+OPEN_PATHS = frozenset({
+    "/", "/v1", "/docs", "/health", "/health/live", "/health/ready", "/ping", "/dashboard", "/dashboard/",
+})
 LOG = "ridgeline.log"                # in the scope: what the access log will say of this request
 CALLER = "ridgeline.caller"          # in the scope: the request's Caller
 TTFT_HEADER = b"x-ttft-deadline-ms"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -21,8 +22,9 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _JSON: Headers = [(b"content-type", b"application/json")]
-_EVENTS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+EVENTS = b"text/event-stream; charset=utf-8"
+LINES = b"application/x-ndjson"          # one JSON object a line, as Ollama streams
+_STREAMED: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),                       # proxies that know it pass each event on at once
 ]
@@ -42,6 +44,20 @@ async def read_body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """An answer that is bytes instead of JSON."""
+
+    body: bytes
+    headers: Headers = field(default_factory=list)
+
+
+async def send_bytes(send: Send, answer: Binary) -> None:
+    about = [(b"content-type", b"application/octet-stream"), (b"content-length", str(len(answer.body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": [*about, *answer.headers]})
+    await send({"type": "http.response.body", "body": answer.body})
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
@@ -68,12 +84,14 @@ class Direct(Protocol):
 
 
 class EventStream:
-    """Server-sent events. `started`: the status was sent. Events are only data, or complete (`framed`)."""
+    """Server-sent events, or lines. `started`: the status was sent. Events are only data, or complete (`framed`)."""
 
-    def __init__(self, send: Send, headers: Headers, framed: bool = False, direct: Direct | None = None) -> None:
+    def __init__(
+        self, send: Send, headers: Headers, framed: bool = False, direct: Direct | None = None, kind: bytes = EVENTS
+    ) -> None:
         self.started = False
         self._send = send
-        self._headers = headers
+        self._headers = [(b"content-type", kind), *_STREAMED, *headers]
         self._framed = framed
         self._direct = direct
 
@@ -89,7 +107,7 @@ class EventStream:
     async def write(self, events: list[bytes]) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *self._headers]})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         await self._send({"type": "http.response.body", "body": self._joined(events), "more_body": True})
 
     async def end(self) -> None:

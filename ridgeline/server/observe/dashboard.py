@@ -6,13 +6,17 @@ nonce per answer, and it may connect to this server only.
 
 from __future__ import annotations
 
+import json
 import secrets
 from functools import cache
 from importlib import resources
 
 from starlette.responses import Response
 
-_SCRIPTS = ("plots.js", "dashboard.js", "chat.js")
+from ridgeline.report import words
+from ridgeline.report.style import COLOURS
+
+_SCRIPTS = ("figures.js", "markdown.js", "plots.js", "dashboard.js", "chat.js")
 
 
 @cache
@@ -20,8 +24,13 @@ def _joined() -> str:
     page = resources.files(__package__) / "page"
     script = "\n".join((page / name).read_text("utf-8").replace('"use strict";\n', "", 1) for name in _SCRIPTS)
     html = (page / "dashboard.html").read_text("utf-8")
-    style = (page / "dashboard.css").read_text("utf-8")
-    return html.replace("{{style}}", style).replace("{{script}}", f'"use strict";\n{script}')
+    style = COLOURS + (page / "dashboard.css").read_text("utf-8")
+    known = {
+        "terms": words.TERMS, "parts": words.PARTS, "groups": words.GROUPS, "groupOf": words.GROUP_OF,
+        "explained": words.EXPLAINED,
+    }
+    script = f'"use strict";\nconst WORDS = {json.dumps(known)};\n{script}'
+    return html.replace("{{style}}", style).replace("{{script}}", script)
 
 
 def headers(nonce: str) -> dict[str, str]:

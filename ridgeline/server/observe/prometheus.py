@@ -147,7 +147,8 @@ def _add_roofline_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
     add("gauge", "ridgeline:bound", "1 for the resource that limits the engine, 0 for the others.", *by("term", bound))
     add("gauge", "ridgeline:roof_headroom", "Speed-up if every op reached its roof.", live.verdict.headroom)
     parts = by("part", live.split.items())
-    add("gauge", "ridgeline:step_time_share", "Shares of the busy time: compute, memory, overhead.", *parts)
+    share = "Shares of the busy time: compute, memory, kernels below their roof, overhead, other programs."
+    add("gauge", "ridgeline:step_time_share", share, *parts)
     rates = llm.roofline.rates
     add("gauge", "ridgeline:peak_read_bytes_per_second", "Measured bandwidth; 0 while not measured.", rates.read_bytes_s)
     add("gauge", "ridgeline:peak_flops_per_second", "Measured matrix rate; 0 while not measured.", rates.flops_s)

@@ -17,17 +17,18 @@ from ridgeline.roofline.live import WINDOW_SECONDS, Live, Utilisation
 from ridgeline.roofline.step_cost import Peaks
 from ridgeline.roofline.steps import PHASES, POINT
 from ridgeline.roofline.verdict import Setting
+from ridgeline.sizes.abilities import SHEET_NAMES
 from ridgeline.sizes.hardware import data_sheet
 
-HISTORY = ("at", "sampled_s", "tokens_s", "mfu", "mbu", "busy", "compute", "memory", "waiting", "rows")
+HISTORY = ("at", "sampled_s", "tokens_s", "mfu", "mbu", "busy", "compute", "memory", "overhead", "others", "waiting", "rows")
 LONGEST_SECONDS = 120.0              # the history that is kept
 _RECENT_SECONDS = 300.0              # of the percentiles
-_SHEET_NAMES = {"float8_e4m3fn": "fp8"}      # dtypes with another name in data sheets
 
 
 def look(llm: AsyncLLM, seconds: float = WINDOW_SECONDS) -> Live:
     """The last seconds, with their verdict."""
-    return llm.roofline.live.look(time.monotonic(), llm.roofline.rates, setting(llm), seconds)
+    view = llm.roofline
+    return view.live.look(time.monotonic(), view.rates, setting(llm), seconds, view.front_end)
 
 
 def setting(llm: AsyncLLM) -> Setting:
@@ -39,7 +40,7 @@ def setting(llm: AsyncLLM) -> Setting:
         device=ready.device, max_rows=ready.max_num_seqs, kv_usage=1 - llm.free_blocks / max(1, ready.num_blocks),
         weight_bytes=stats.weight_bytes, kv_bytes=stats.kv_bytes, graphs="CUDA graphs" in on,
         overlap="overlap" in on, prefix_caching="prefix caching" in on,
-        ranks=llm.config.parallel.tensor_parallel_size,
+        ranks=llm.config.parallel.tensor_parallel_size, dtype=ready.dtype, native=tuple(stats.flops_s),
     )
 
 
@@ -65,7 +66,7 @@ class RooflineReply(msgspec.Struct):
     window: dict[str, float]
     utilisation: dict[str, Any]      # steps, tokens per second, MFU, HFU, MBU, what was wasted …
     phases: dict[str, dict[str, Any]]                    # … and the same by phase
-    split: dict[str, float]          # of the busy time: compute, memory, overhead
+    split: dict[str, float]          # of the busy time: compute, memory, kernels below their roof, overhead, others
     verdict: dict[str, Any]
     batch: dict[str, Any]
     kv: dict[str, Any]
@@ -123,7 +124,7 @@ def _machine(llm: AsyncLLM) -> dict[str, Any]:
     """What was measured, beside the data sheet."""
     stats, rates, ready = llm.roofline.stats, llm.roofline.rates, llm.ready
     sheet = data_sheet(stats.device) if stats.device else None
-    name = _SHEET_NAMES.get(stats.dtype, stats.dtype)
+    name = SHEET_NAMES.get(stats.dtype, stats.dtype)
     return {
         "device": stats.device, "kind": ready.device if ready else "", "dtype": stats.dtype,
         "weight_bytes": stats.weight_bytes, "kv_bytes": stats.kv_bytes, "measured": stats.measured,
@@ -133,8 +134,8 @@ def _machine(llm: AsyncLLM) -> dict[str, Any]:
         "data_sheet": None if sheet is None else {
             "name": sheet.name, "read_bytes_s": sheet.bandwidth, "flops_s": sheet.rate(name), "ridge": sheet.ridge(name),
             "all_flops_s": {
-                dtype: sheet.flops[_SHEET_NAMES.get(dtype, dtype)] for dtype in stats.flops_s
-                if _SHEET_NAMES.get(dtype, dtype) in sheet.flops
+                dtype: sheet.flops[SHEET_NAMES.get(dtype, dtype)] for dtype in stats.flops_s
+                if SHEET_NAMES.get(dtype, dtype) in sheet.flops
             },
         },
     }
@@ -143,7 +144,8 @@ def _machine(llm: AsyncLLM) -> dict[str, Any]:
 def _utilisation(used: Utilisation) -> dict[str, Any]:
     return {
         "steps": used.steps, "tokens_per_second": used.sampled_s, "computed_tokens_per_second": used.tokens_s,
-        "rows": used.rows, "mfu": used.mfu, "hfu": used.hfu, "mbu": used.mbu, "flops_per_byte": used.intensity,
+        "rows": used.rows, "mfu": used.mfu, "hfu": used.hfu, "mbu": used.mbu, "peaks_doubtful": used.is_doubtful,
+        "flops_per_byte": used.intensity,
         "wasted": {"padding": used.padding, "recomputation": used.recomputation, "rejected_drafts": used.rejected},
     }
 

@@ -39,6 +39,9 @@ class Planted:
     launches: float = 0.0            # seconds that issuing a step's kernels takes
     busy: float = 1.0                # of the whole time
     waiting: float = 0.0
+    lost: float = 0.0                # other programs had the core, as a part of the busy time
+    front_end: float = 0.0           # the event loop computed, as a part of the whole time …
+    tokenising: float = 0.0          # … and text became tokens
     setting: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,6 +113,15 @@ CASES = [
             setting={"max_rows": 256, "kv_usage": 0.96}),
     Planted("one row, static batching", "queue", SMOLLM, CPU, decode(1, 100), waiting=4, at_roof=0.7,
             setting={"max_rows": 1}),
+    # Other programs on the same cores.
+    Planted("SmolLM on a CPU that others use", "shared_machine", SMOLLM, CPU, decode(1, 200), at_roof=0.25, lost=0.6),
+    Planted("the host's core is taken, beside a GPU", "shared_machine", QWEN_05B, H200, decode(4, 500), host=0.5, lost=0.45),
+    Planted("others take little", "implementation", SMOLLM, CPU, decode(1, 200), at_roof=0.25, lost=0.1),
+    # The front end.
+    Planted("thousands of short answers", "front_end", QWEN_05B, H200, decode(200, 100), busy=0.5, front_end=0.97),
+    Planted("long prompts of text, short answers", "tokeniser", QWEN_05B, H200, prompt(4096), busy=0.3, front_end=0.9,
+            tokenising=0.7),
+    Planted("a full event loop beside a full engine", "weight_bandwidth", LLAMA_8B, H200, decode(8, 400), front_end=0.95),
     # Nothing to do.
     Planted("a chat now and then", "idle", LLAMA_8B, H200, decode(1, 512), busy=0.1),
     Planted("a third busy, with slow steps", "idle", SMOLLM, CPU, decode(1, 200), busy=0.33, at_roof=0.3),

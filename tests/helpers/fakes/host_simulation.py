@@ -307,10 +307,12 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[list
     return Request(name, prompt, params, priority=rng.choice([0, 0, 0, 1, -1]), cache_salt=rng.choice(["", "", "a"]))
 
 
-def run_random(setup: Setup, seed: int, num_requests: int = 12, aborts: float = 0.04) -> Simulation:
+def run_random(
+    setup: Setup, seed: int, num_requests: int = 12, aborts: float = 0.04, simulation: Simulation | None = None
+) -> Simulation:
     """A random trace to its end: arrivals in bursts, aborts at any moment."""
     rng = random.Random(seed)
-    simulation = Simulation(setup)
+    simulation = simulation or Simulation(setup)
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randrange(4, 28))] for _ in range(2)]
     left = num_requests
     while left or simulation.scheduler.has_work:

@@ -114,11 +114,11 @@ class ScriptedLLM(AsyncLLM):
     async def stream(  # type: ignore[override]
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, *args: Any, **settings: Any
     ) -> ScriptedStream:
-        assert self._frontend is not None and sampling_params is not None
+        assert self._processor is not None and sampling_params is not None
         tokenizer, states, error = self.get_tokenizer(), [], None
         most = sampling_params.max_tokens or 512
         for prompt in prompts:
-            request, state = self._frontend.request(prompt, sampling_params)
+            request, state = self._processor.request(prompt, sampling_params)
             if name := settings.get("must_fit"):
                 self._limits.check_answer(len(request.prompt_token_ids), sampling_params.max_tokens, name)
             if sampling_params.max_tokens is not None:

@@ -19,8 +19,8 @@ from served_model import ServerProcess, write_model
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api.chat import ChatRequest
-from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.failures import param_of
 from ridgeline.server.options import ServerOptions
@@ -409,7 +409,7 @@ BAD: list[tuple[type[Any], dict[str, Any], str | None, str]] = [
     (ChatRequest, {"audio": {"voice": "x"}}, "audio", "not supported"),
     (ChatRequest, {"modalities": ["text", "audio"]}, "modalities", "not supported"),
     (ChatRequest, {"images": ["x"]}, "images", "unknown field"),
-    (ChatRequest, {"truncation_side": "right"}, "truncation_side", "not supported"),
+    (ChatRequest, {"truncation_side": "middle"}, "truncation_side", "invalid enum value"),
     (ChatRequest, {"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
     (ChatRequest, {"web_search_options": {}}, "web_search_options", "not supported"),
     (ChatRequest, {"lora_request": {"name": "x"}}, "lora_request", "not supported"),

@@ -13,11 +13,11 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import ServerProcess, write_model
 
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.anthropic import MessagesRequest
-from ridgeline.server.api.chat import ChatRequest
-from ridgeline.server.api.completions import CompletionRequest
-from ridgeline.server.api.embeddings import EmbeddingRequest
-from ridgeline.server.api.responses_request import ResponsesRequest
+from ridgeline.server.api.anthropic.messages_api import MessagesRequest
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest
+from ridgeline.server.api.openai.embeddings import EmbeddingRequest
+from ridgeline.server.api.openai.responses_request import ResponsesRequest
 from ridgeline.server.http.body import parse_body
 
 NAME = "tiny"

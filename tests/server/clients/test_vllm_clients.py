@@ -89,7 +89,7 @@ def test_scores_are_the_log_likelihoods(url: str) -> None:
 @pytest.mark.parametrize(("body", "says", "param"), [
     ({"text_1": ["a", "b"], "text_2": "c"}, "equally many texts", "text_1"),
     ({"text_1": "a", "text_2": []}, "equally many texts", "text_1"),
-    ({"text_1": "a", "text_2": ""}, "at least one token each", "text_1"),
+    ({"text_1": "a", "text_2": ""}, "at least one token", "text_1"),
     ({"text_1": "a"}, "missing required field text_2", "text_2"),
     ({"text_1": "a", "text_2": ["b"] * 1_000}, "asks for 1000 answers at once", None),
     ({"text_1": "a " * 20_000, "text_2": "b"}, "the prompt is too long", None),

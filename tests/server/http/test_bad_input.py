@@ -169,7 +169,7 @@ def test_request(prompt: Any, params: dict[str, Any], names: list[str], llm: LLM
     """The bad request fails alone: its neighbour, already running, answers as if it had never come."""
     good = [[9, 8, 7]]
     expected = llm.generate(good, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids
-    running, state = llm._frontend.request(good[0], SamplingParams(temperature=0, max_tokens=6), "running")
+    running, state = llm._processor.request(good[0], SamplingParams(temperature=0, max_tokens=6), "running")
     llm.core.add(running)
     first = llm.core.step()
     with pytest.raises(BadRequest) as caught:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ridgeline.errors import PROMPT, BadRequest, Overloaded, PromptTooLong, RequestError, UnknownField, Unsupported
-from ridgeline.server.api.chat import ChatRequest
 from ridgeline.server.api.dialects import ANTHROPIC, CHAT, RESPONSES, Dialect
+from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.failures import describe
 

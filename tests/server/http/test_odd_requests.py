@@ -15,14 +15,14 @@ from scripted_server import ScriptedServer
 from served_model import write_model
 
 from ridgeline.errors import BadRequest
-from ridgeline.server.api.anthropic import CountRequest, MessagesRequest
-from ridgeline.server.api.chat import ChatRequest
-from ridgeline.server.api.completions import CompletionRequest
-from ridgeline.server.api.embeddings import EmbeddingRequest
-from ridgeline.server.api.generation import ONLY_THE_LIKELIEST
-from ridgeline.server.api.responses_request import ResponsesRequest
-from ridgeline.server.api.score import ScoreRequest
-from ridgeline.server.api.tokenize import DetokenizeRequest, TokenizeRequest
+from ridgeline.sampling_params import ONLY_THE_LIKELIEST
+from ridgeline.server.api.anthropic.messages_api import CountRequest, MessagesRequest
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest
+from ridgeline.server.api.openai.embeddings import EmbeddingRequest
+from ridgeline.server.api.openai.responses_request import ResponsesRequest
+from ridgeline.server.api.vllm.score import ScoreRequest
+from ridgeline.server.api.vllm.tokenize import DetokenizeRequest, TokenizeRequest
 from ridgeline.server.http.body import parse_body
 
 NAME = "tiny"

@@ -24,8 +24,8 @@ import pytest
 from served_model import CONTEXT, ServerProcess, one_thread, wait_until, write_model
 
 from ridgeline.errors import ConfigError, EngineDead
-from ridgeline.server.api.chat import ChatRequest
-from ridgeline.server.api.completions import CompletionRequest
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.failures import describe
 from ridgeline.server.options import ServerOptions

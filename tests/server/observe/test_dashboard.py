@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -13,11 +14,12 @@ import pytest
 from chromium import BINARY, Browser, Page
 from served_model import ServerProcess, write_model
 
+from ridgeline.report.words import EXPLAINED
 from ridgeline.server.observe.dashboard import headers, page
 
 PARTS = (
     "roofline", "split-bar", "split-history", "blocks", "latency", "ttft", "tpot", "prefix-bar", "waiting", "term", "changes",
-    "chat-form", "key-form",
+    "chat-form", "key-form", "chat-open", "chat-system", "others", "words",
 )
 
 
@@ -46,7 +48,9 @@ def test_the_page_needs_nothing_else() -> None:
                           re.sub(r"^\s*//.*$", "", without_namespace, flags=re.MULTILINE))
     assert "{{" not in text and set(PARTS) <= set(parsed.ids) and len(parsed.ids) == len(set(parsed.ids))
     # Whatever the script asks for by name is there.
-    assert set(re.findall(r'(?:at|write)\("([a-z-]+)"', text)) <= set(parsed.ids)
+    assert set(re.findall(r'(?:at|write|legend)\("([a-z-]+)"', text)) <= set(parsed.ids)
+    hints = {str(attributes["data-hint"]) for _, attributes in parsed.tags if "data-hint" in attributes}
+    assert {"MFU", "MBU", "ridge", "roof"} <= hints <= set(EXPLAINED)
     assert len(text) < 100_000
 
 
@@ -137,12 +141,15 @@ class TestBrowser:
         shown = browser.page(1280, 900)
         shown.open(f"{server}/dashboard")
         shown.wait("document.getElementById('state').textContent === 'ready'")
+        shown.evaluate("document.getElementById('chat-open').click()")
         shown.evaluate("document.getElementById('chat-max').value = 20")
+        shown.evaluate("document.getElementById('chat-system').value = 'Be short.'")
         shown.evaluate("document.getElementById('chat-input').value = '<b>Hello</b>'")
         shown.evaluate("document.getElementById('chat-send').click()")
         shown.wait("document.querySelector('.said.assistant small')?.textContent.includes('tokens, first after')")
-        assert shown.evaluate("document.querySelector('.said.assistant span').textContent.length") > 0
-        assert shown.evaluate("document.querySelector('.said.user span').textContent") == "<b>Hello</b>"
+        assert shown.evaluate("document.querySelector('.said.assistant .words').textContent.length") > 0
+        assert shown.evaluate("document.querySelector('.said.user .words').textContent") == "<b>Hello</b>"
+        assert shown.evaluate("document.querySelectorAll('.said.assistant .copy').length") == 1
         assert shown.evaluate("document.querySelectorAll('.said b').length") == 0        # text stays text
         assert shown.evaluate("document.getElementById('chat-send').textContent") == "Send"
         is_whole(shown)
@@ -153,7 +160,7 @@ class TestBrowser:
         shown.evaluate("document.getElementById('chat-max').value = 8000")
         shown.evaluate("document.getElementById('chat-input').value = 'on and on'")
         shown.evaluate("document.getElementById('chat-send').click()")
-        shown.wait("(document.querySelector('.said.assistant span')?.textContent.length || 0) > 20")
+        shown.wait("(document.querySelector('.said.assistant .words')?.textContent.length || 0) > 20")
         shown.evaluate("document.getElementById('chat-send').click()")
         shown.wait("document.getElementById('chat-send').textContent === 'Send'")
         shown.wait(f"fetch('{server}/load').then((reply) => reply.json()).then((load) => load.running === 0)")
@@ -165,6 +172,10 @@ class TestBrowser:
             shown = browser.page(1280, 900)
             shown.open(f"{made.url}/dashboard")
             shown.wait("!document.getElementById('key-form').hidden")
+            shown.evaluate("document.getElementById('key').value = 'wrong'")
+            shown.evaluate("document.querySelector('#key-form button').click()")
+            shown.wait("document.getElementById('notice').textContent.includes('refused this API key')")
+            assert shown.evaluate("document.getElementById('state').textContent") == "wrong key"
             shown.evaluate("document.getElementById('key').value = 'secret'")
             shown.evaluate("document.querySelector('#key-form button').click()")
             shown.wait("document.getElementById('state').textContent === 'ready'")
@@ -174,6 +185,39 @@ class TestBrowser:
             shown.evaluate("document.getElementById('chat-input').value = 'Hello'")
             shown.evaluate("document.getElementById('chat-send').click()")
             shown.wait("document.querySelector('.said.assistant small')?.textContent.includes('tokens')")
+
+    def test_a_dead_server_is_not_green_and_half_an_answer_stays(self, model: Path, browser: Browser) -> None:
+        made, shown = ServerProcess(str(model), *OPTIONS), browser.page(1280, 900)
+        try:
+            shown.open(f"{made.wait_ready()}/dashboard#chat")
+            shown.wait("document.getElementById('state').textContent === 'ready'")
+            shown.evaluate("document.getElementById('chat-max').value = 8000")
+            shown.evaluate("document.getElementById('chat-input').value = 'on and on'")
+            shown.evaluate("document.getElementById('chat-send').click()")
+            shown.wait("(document.querySelector('.said.assistant .words')?.textContent.length || 0) > 20")
+        finally:
+            made.stop(signal.SIGKILL)
+        shown.wait("document.getElementById('state').textContent === 'no answer'")
+        shown.evaluate("window.dispatchEvent(new Event('resize'))")     # drawing again is not hearing again
+        assert shown.evaluate("document.getElementById('state').className") == "state bad"
+        assert shown.evaluate("document.body.className").split() == ["chatting", "stale"]
+        assert "does not answer" in shown.evaluate("document.getElementById('notice-text').textContent")
+        assert shown.evaluate("document.getElementById('notice-age').textContent").endswith(" old.")
+        shown.wait("document.querySelector('.said.assistant small').textContent.startsWith('the answer ends here: ')")
+        assert len(shown.evaluate("document.querySelector('.said.assistant .words').textContent")) > 20
+
+    @pytest.mark.parametrize("width", [390, 1400])
+    def test_the_chat_is_one_press_away(self, server: str, browser: Browser, width: int) -> None:
+        shown = browser.page(width, 844)
+        shown.open(f"{server}/dashboard")
+        shown.wait("document.getElementById('state').textContent === 'ready'")
+        assert shown.evaluate("document.getElementById('chat-open').getBoundingClientRect().bottom") < 150
+        shown.evaluate("document.getElementById('chat-open').click()")
+        assert shown.evaluate("document.getElementById('chat-input').getBoundingClientRect().bottom <= innerHeight")
+        assert shown.evaluate("document.activeElement.id") == "chat-input"
+        board = shown.evaluate("document.getElementById('board').getBoundingClientRect().width")
+        assert board > 700 if width == 1400 else board == 0              # beside it, or instead of it
+        is_whole(shown)
 
     @pytest.mark.parametrize("scheme", ["dark", "light"])
     @pytest.mark.parametrize("width", [390, 820, 1280])

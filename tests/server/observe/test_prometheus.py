@@ -192,7 +192,17 @@ def step(seconds: float, **facts: Any) -> Step:
         ({"recorded": 1, "prompt_tokens": 9}, "graph_recording"),
         ({"between": 0.03}, "between_steps"),
         ({"preemptions": 2, "prompt_tokens": 9}, "preemption"),
-        ({}, "unknown"),
+        ({"allocated": 1, "prompt_tokens": 9}, "allocation"),
+        ({"faults": 5000}, "allocation"),
+        ({"faults": 50, "read_faults": 3}, "disk_reads"),
+        ({"waiting": 0.03, "between": 0.03}, "processor_taken"),
+        ({"waiting": 0.003, "prompt_tokens": 9}, "prompt_tokens"),
+        ({"between": 0.03, "added": 12}, "new_requests"),
+        ({"between": 0.003, "added": 12, "computing": 0.03}, "host_work"),
+        ({"is_first": True, "prompt_tokens": 9}, "first_of_its_kind"),
+        ({"device": 0.035, "computing": 0.035}, "device"),
+        ({"device": 0.002, "computing": 0.03}, "host_work"),
+        ({"device": 0.002, "computing": 0.002}, "unknown"),
     ],
 )
 def test_why_a_step_was_slow(facts: dict[str, Any], cause: str) -> None:
@@ -278,10 +288,26 @@ def test_slow_steps_are_logged_once_a_second(tmp_path: Path, monkeypatch: pytest
         keeper.stepped(now, now + seconds)
         now += seconds
     keeper.close()
-    assert [re.findall(r"(?:cause|ms|median_ms|tokens|unlogged)=\S+", line) for line in lines] == [
-        ["cause=unknown", "ms=20.0", "median_ms=2.0", "tokens=4", "tokens=0", "ms=0.0", "ms=0.0", "unlogged=0"],
-        ["cause=unknown", "ms=1000.0", "median_ms=2.0", "tokens=4", "tokens=0", "ms=0.0", "ms=0.0", "unlogged=3"],
+    assert [re.findall(r"\b(?:ms|median_ms|tokens|gc_ms|unlogged)=\S+", line) for line in lines] == [
+        ["ms=20.0", "median_ms=2.0", "tokens=4", "gc_ms=0.0", "unlogged=0"],
+        ["ms=1000.0", "median_ms=2.0", "tokens=4", "gc_ms=0.0", "unlogged=3"],
     ]
+
+
+def test_slow_steps_that_prompts_explain_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every first prompt is one: they are counted, and no line is written."""
+    lines: list[str] = []
+    monkeypatch.setattr("ridgeline.engine.core.stats.logger.info", lambda text, *values: lines.append(text % values))
+    engine = core(tmp_path)
+    keeper = StatsKeeper(engine)
+    now = 100.0
+    for seconds, prompt_tokens in [(0.002, 0)] * 40 + [(0.2, 7), (0.2, 7), (0.2, 300)]:
+        engine.scheduler.counters.useful_tokens += 4
+        engine.scheduler.counters.prompt_tokens += prompt_tokens
+        keeper.stepped(now, now + seconds)
+        now += seconds
+    keeper.close()
+    assert not lines and keeper.watch.slow == {"first_of_its_kind": 2, "prompt_tokens": 1}
 
 
 def test_time_without_work_belongs_to_no_step(tmp_path: Path) -> None:

@@ -1,23 +1,21 @@
 // The page: asks GET /roofline every second and shows what it says.
 "use strict";
 
-const PERIOD_MS = 1000;
-const COLOURS = {
-  weight_bandwidth: "weights", kv_bandwidth: "kv", activations: "activations", compute: "compute", implementation: "impl",
-  host: "overhead", launch: "overhead", communication: "overhead", io: "overhead",
-};
-const NAMES = {
-  weight_bandwidth: "weight bandwidth", kv_bandwidth: "KV bandwidth", compute: "compute", implementation: "implementation",
-  host: "the host", launch: "launching kernels", communication: "communication", io: "I/O", queue: "the queue", idle: "nothing: idle",
-};
-const PARTS = {
-  weight_bandwidth: "reading weights", kv_bandwidth: "reading KV", activations: "activations", compute: "computing",
-  implementation: "kernels below the roof", host: "host", launch: "launch", communication: "ranks", io: "I/O",
-};
+const PERIOD_MS = 1000, PATIENCE_MS = 5000;
+const COLOURS = { weight_bandwidth: "weights", kv_bandwidth: "kv", activations: "activations" };        // others have their group's
+const colour = (part) => COLOURS[part] || WORDS.groupOf[part] || "overhead";
+const named = (words, key) => words[key] || key.replaceAll("_", " ");
 
-const page = { key: "", timer: 0, failures: 0, last: null };
+const page = { key: "", timer: 0, failures: 0, last: null, at: 0, problem: "" };
 const at = (id) => document.getElementById(id);
 const write = (id, text) => { if (at(id).textContent !== text) at(id).textContent = text; };
+
+function made(name, text, kind) {
+  const element = document.createElement(name);
+  if (text !== undefined) element.textContent = text;
+  if (kind) element.className = kind;
+  return element;
+}
 
 function headers(more = {}) {
   return page.key ? { ...more, Authorization: `Bearer ${page.key}` } : more;
@@ -25,187 +23,244 @@ function headers(more = {}) {
 
 function askForKey(wanted) {
   at("key-form").hidden = !wanted;
-  if (wanted) notice("This server wants an API key. It stays in this page's memory and is gone when the page is closed.");
+  if (!wanted) return;
+  const refused = Boolean(page.key);
+  page.key = "";
+  notice(refused ? "The server refused this API key: it knows no such key. Try another."
+    : "This server wants an API key. It stays in this page's memory and is gone when the page is closed.", refused);
+  showState(refused ? "wrong key" : "key needed", "bad");
+  if (refused || !page.last) at("key").focus();
 }
 
-function notice(text) {
+// `age` changes every second: it is shown, and not read aloud.
+function notice(text, bad = false, age = "") {
   at("notice").hidden = !text;
-  write("notice", text);
+  at("notice").className = `notice${bad ? " bad" : ""}`;
+  write("notice-text", text);
+  write("notice-age", age);
 }
 
-const plot = new Roofline(at("roofline"), (point) => write("point-note", point.text));
+function showState(text, kind) {
+  if (at("state").className !== `state ${kind}`) at("state").className = `state ${kind}`;
+  write("state", text);
+}
+
+const plot = new Roofline(at("roofline"), (point) => write("point-note", point.text()));
 
 function points(answer) {
   const { fields, values, phases } = answer.points;
   const place = Object.fromEntries(fields.map((name, index) => [name, index]));
   return values.map((row) => {
-    const get = (name) => row[place[name]];
-    const point = {
-      at: get("at"), phase: phases[get("phase")], rows: get("rows"), intensity: get("flops") / get("bytes"),
-      rate: get("flops") / Math.max(get("device"), 1e-9),
+    const get = (name) => row[place[name]], rate = get("flops") / Math.max(get("device"), 1e-9);
+    return {
+      at: get("at"), phase: phases[get("phase")], rows: get("rows"), intensity: get("flops") / get("bytes"), rate,
+      text: () => `${phases[get("phase")]}: ${counted(get("tokens"), "token")} of ${counted(get("rows"), "sequence")} in ${seconds(get("device"))}` +
+        ` (${seconds(get("compute"))} to compute, ${seconds(get("memory"))} to move, at best); ` +
+        `${si(get("flops"), "FLOP")}, ${si(get("bytes"), "B")}, ${si(rate, "FLOP/s")}`,
     };
-    point.text = `${point.phase}: ${get("tokens")} tokens of ${get("rows")} sequences in ${seconds(get("device"))}` +
-      ` (${seconds(get("compute"))} to compute, ${seconds(get("memory"))} to move, at best); ` +
-      `${si(get("flops"), "FLOP")}, ${si(get("bytes"), "B")}, ${si(point.rate, "FLOP/s")}`;
-    return point;
   }).filter((point) => point.intensity > 0 && point.rate > 0);
 }
 
+// Words between backticks are commands.
+function withCode(text) {
+  return text.split("`").map((piece, index) => made(index % 2 ? "code" : "span", piece));
+}
+
+function advice(change, answer) {
+  const item = made("li"), what = made("span"), command = commandOf(change.what, answer, location.origin, page.key);
+  const gain = change.gain > 1.005 ? `${change.gain.toFixed(1)}×` : "–";
+  what.append(...withCode(command ? change.what.replace(/:? *`ridgeline diagnose`|^--[^:]+: /, "") : change.what));
+  item.append(made("b", gain), what);
+  if (command) {
+    const line = made("span", undefined, "command");
+    line.append(...(command.label ? [made("span", command.label)] : []), made("code", command.text), copyButton(() => command.text));
+    item.append(line);
+  }
+  if (change.trade_off && change.trade_off !== "none") {
+    const trade = made("small", "check: ");
+    trade.append(...withCode(change.trade_off));
+    item.append(trade);
+  }
+  return item;
+}
+
 function showVerdict(verdict, answer) {
-  const idle = !answer.utilisation.steps;
-  write("term", NAMES[verdict.term] || verdict.term);
-  write("why", idle ? "No steps in the last ten seconds. Ask the model something below." : `${verdict.why}.`);
-  write("headroom", idle ? "–" : `${verdict.headroom.toFixed(verdict.headroom < 10 ? 1 : 0)}×`);
-  at("changes").replaceChildren(...verdict.changes.slice(0, 3).map((change) => {
-    const item = document.createElement("li"), gain = document.createElement("b"), what = document.createElement("span");
-    const trade = document.createElement("small");
-    gain.textContent = change.gain > 1.005 ? `${change.gain.toFixed(1)}×` : "–";
-    // Commands are written between backticks.
-    what.append(...change.what.split("`").map((text, index) => {
-      const piece = document.createElement(index % 2 ? "code" : "span");
-      piece.textContent = text;
-      return piece;
-    }));
-    trade.textContent = `check: ${change.trade_off.replaceAll("`", "")}`;
-    item.append(gain, what, trade);
-    return item;
-  }));
-  const total = Object.values(verdict.parts).reduce((sum, value) => sum + value, 0) || 1;
-  const parts = Object.entries(verdict.parts).filter(([, value]) => value / total > 0.005).sort((a, b) => b[1] - a[1]);
-  bar(at("parts-bar"), parts.map(([name, value]) => [COLOURS[name], value / total, `${PARTS[name]}: ${percent(value / total)}`]));
-  at("parts-legend").replaceChildren(...parts.slice(0, 5).map(([name, value]) => {
-    const item = document.createElement("li"), swatch = document.createElement("i"), share = document.createElement("b");
-    swatch.style.background = `var(--${COLOURS[name]})`;
-    share.textContent = percent(value / total, 0);
-    item.append(swatch, `${PARTS[name]} `, share);
+  const idle = verdict.term === "idle", none = !answer.utilisation.steps, others = othersShare(verdict.parts);
+  write("term", named(WORDS.terms, verdict.term));
+  write("why", none ? "No steps in the last ten seconds." : `${verdict.why}.`);
+  at("ask").hidden = !none || !at("chat").hidden;
+  at("others").hidden = others < 0.1 || none;
+  write("others", `Shared machine: other programs had the engine's core for ${percent(others, 0)} of the busy time.`);
+  at("parts").hidden = idle;
+  write("headroom", `${verdict.headroom.toFixed(verdict.headroom < 10 ? 1 : 0)}×`);
+  const key = JSON.stringify([verdict.changes, answer.batch.max_rows, page.key !== ""]);
+  if (page.advice !== key) {                             // a button under a finger is not replaced
+    page.advice = key;
+    at("changes").replaceChildren(...verdict.changes.slice(0, 3).map((change) => advice(change, answer)));
+  }
+  const parts = shares(verdict.parts);
+  bar(at("parts-bar"), parts.map(([name, share]) => [colour(name), share, `${named(WORDS.parts, name)}: ${percent(share)}`]));
+  legend("parts-legend", parts.slice(0, 5).map(([name, share]) => [colour(name), named(WORDS.parts, name), share]));
+}
+
+function legend(id, parts) {
+  at(id).replaceChildren(...parts.map(([name, text, share]) => {
+    const item = made("li"), swatch = made("i");
+    swatch.style.background = `var(--${name})`;
+    item.append(swatch, `${text} `, made("b", percent(share, 0)));
     return item;
   }));
 }
 
-function showTiles(answer) {
-  const place = (name) => answer.history.fields.indexOf(name);
-  const column = (name) => answer.history.values.map((row) => [row[place("at")], row[place(name)]]);
-  const used = answer.utilisation;
-  write("tokens", used.steps ? amount(used.tokens_per_second) : "0");
-  write("tokens-note", `${amount(Math.max(0, used.computed_tokens_per_second - used.tokens_per_second))} prompt tok/s`);
-  write("mbu", percent(used.mbu));
-  write("mfu", percent(used.mfu));
+function columns(answer) {
+  return Object.fromEntries(answer.history.fields.map((name, index) => [name, index]));
+}
+
+function showTiles(answer, parts) {
+  const place = columns(answer), used = answer.utilisation, running = answer.batch.running;
+  const quiet = !running && (!parts.length || !parts[parts.length - 1].row);
+  for (const each of document.querySelectorAll(".window")) each.textContent = `last ${Math.round(answer.window.seconds)} s`;
+  write("tokens", quiet || !used.steps ? "0" : amount(used.tokens_per_second));
+  const prompts = amount(Math.max(0, used.computed_tokens_per_second - used.tokens_per_second));
+  write("tokens-note", quiet && used.steps ? `idle; ${amount(used.tokens_per_second)} while there was work` : `${prompts} prompt tok/s`);
+  const doubt = doubtful(used);
+  write("mbu", doubt ? "–" : utilised(used.mbu));
+  write("mbu-note", doubt ? DOUBTFUL : "of measured bandwidth");
+  write("mfu", doubt ? "–" : utilised(used.mfu));
   const waste = Object.entries(used.wasted).filter(([, share]) => share > 0.001)
     .map(([name, share]) => `${percent(share)} ${name.replace("_", " ")}`);
-  write("hfu-note", `HFU ${percent(used.hfu)}${waste.length ? `; ${waste.join(", ")}` : ""}`);
+  write("hfu-note", doubt ? DOUBTFUL : `HFU ${utilised(used.hfu)}${waste.length ? `; ${waste.join(", ")}` : ""}`);
   write("waiting", String(answer.batch.waiting));
   const wait = answer.batch.predicted_wait;
-  write("queue-note", `${answer.batch.running} running` + (wait ? `, ${seconds(wait)} to wait` : ""));
-  spark(at("spark-tokens"), column("sampled_s"));
-  spark(at("spark-mbu"), column("mbu"), 0.01);
-  spark(at("spark-mfu"), column("mfu"), 0.01);
-  spark(at("spark-queue"), column("waiting"), 1);
+  write("queue-note", `${running} running` + (wait ? `, ${seconds(wait)} to wait` : ""));
+  const whole = (value) => percent(value, value < 0.1 ? 1 : 0);
+  spark(at("spark-tokens"), parts, (row, dense) => row[place.sampled_s] * dense, 1, amount);
+  spark(at("spark-mbu"), parts, (row) => Math.min(1, row[place.mbu]), 0.01, whole);
+  spark(at("spark-mfu"), parts, (row) => Math.min(1, row[place.mfu]), 0.01, whole);
+  spark(at("spark-queue"), parts, (row) => row[place.waiting], 1, amount);
 }
 
-function showSplit(answer) {
-  const { compute, memory, overhead } = answer.split;
-  bar(at("split-bar"), [["compute", compute], ["memory", memory], ["overhead", overhead]]
-    .map(([name, share]) => [name, share, `${name}: ${percent(share)}`]));
-  const place = (name) => answer.history.fields.indexOf(name);
-  stacked(at("split-history"), answer.history.values.map((row) => {
-    const busy = row[place("busy")], computing = row[place("compute")] * busy;
-    const moving = Math.min(row[place("memory")], 1 - row[place("compute")]) * busy;
-    return [row[place("at")], computing, moving, Math.max(0, busy - computing - moving)];
-  }), ["compute", "memory", "overhead"]);
+function showSplit(answer, parts) {
+  const place = columns(answer), found = groups(answer.verdict.parts, WORDS.groupOf);
+  const order = Object.keys(WORDS.groups), shown = order.filter((name) => found[name] !== undefined);
+  bar(at("split-bar"), shown.map((name) => [name, found[name], `${WORDS.groups[name]}: ${percent(found[name])}`]));
+  legend("split-legend", order.filter((name) => name !== "others" || found[name]).map((name) => [name, WORDS.groups[name], found[name] || 0]));
+  stacked(at("split-history"), parts, (row, dense) => {
+    const busy = Math.min(1, row[place.busy] * dense), compute = row[place.compute], memory = Math.min(row[place.memory], 1 - compute);
+    const others = Math.min(row[place.others], 1 - compute - memory), overhead = Math.min(row[place.overhead], 1 - compute - memory - others);
+    return [compute, memory, 1 - compute - memory - overhead - others, overhead, others].map((share) => share * busy);
+  }, ["compute", "memory", "kernels", "overhead", "others"]);
   const rows = Object.entries(answer.phases).map(([name, used]) => {
-    const row = document.createElement("tr"), head = document.createElement("th"), dot = document.createElement("i");
-    dot.className = `sw dot ${name}`;
+    const row = made("tr"), head = made("th"), dot = made("i", undefined, `sw dot ${name}`);
     head.append(dot, ` ${name}`);
-    row.append(head, ...[String(used.steps), amount(used.computed_tokens_per_second), percent(used.mfu), percent(used.mbu)].map(cell));
+    row.append(head, ...[String(used.steps), amount(used.computed_tokens_per_second), utilised(used.mfu), utilised(used.mbu)]
+      .map((text) => made("td", text)));
     return row;
   });
   at("phases").tBodies[0].replaceChildren(...rows);
   at("phases").hidden = !rows.length;
 }
 
-function cell(text) {
-  const made = document.createElement("td");
-  made.textContent = text;
-  return made;
-}
-
 function showCache(answer) {
   const { kv, batch, prefix } = answer;
   blockMap(at("blocks"), kv.held, kv.cached);
-  write("kv-note", `${percent(kv.used)} of ${kv.blocks.toLocaleString("en")} blocks of ${kv.block_size} tokens, ${kv.dtype}`);
+  write("kv-note", `${percent(kv.used)} of ${counted(kv.blocks, "block")} of ${kv.block_size} tokens, ${kv.dtype}`);
   bar(at("rows-bar"), [["decode", batch.max_rows ? batch.running / batch.max_rows : 0]]);
   write("rows-note", `${batch.running} of ${batch.max_rows}`);
   bar(at("prefix-bar"), [["kv", prefix.rate]]);
-  write("prefix-note", `${percent(prefix.rate, 0)} of ${amount(prefix.queries)}`);
+  write("prefix-note", `${percent(prefix.rate, 0)} of ${amount(prefix.queries)} prompt tokens`);
 }
 
 function showLatency(answer) {
   for (const [id, name] of [["ttft", "first_token"], ["tpot", "per_output_token"]]) {
-    const found = answer.latency[name];
-    ["p50", "p90", "p99"].forEach((key, index) => { at(id).cells[index + 1].textContent = seconds(found[key]); });
+    ["p50", "p90", "p99"].forEach((key, index) => { at(id).cells[index + 1].textContent = percentile(answer.latency[name], key); });
   }
-  const count = answer.latency.first_token.count;
-  write("latency-note", count ? `${count} answers` : "no answers yet");
+  const { count } = answer.latency.first_token;
+  const few = count < FEW_ANSWERS ? `: too few for percentiles, which take ${FEW_ANSWERS}` : "";
+  write("latency-note", count ? counted(count, "answer") + few : "no answers yet");
   const { machine } = answer, sheet = machine.data_sheet;
   const rows = [
-    ["read bandwidth", si(machine.read_bytes_s, "B/s"), sheet ? si(sheet.read_bytes_s, "B/s") : "–"],
+    ["read bandwidth", si(machine.read_bytes_s, "B/s"), sheet && si(sheet.read_bytes_s, "B/s")],
     ...Object.entries(machine.all_flops_s).map(([dtype, rate]) => [
-      dtype, si(rate, "FLOP/s"), sheet && sheet.all_flops_s[dtype] ? si(sheet.all_flops_s[dtype], "FLOP/s") : "–"]),
-    ["launch", seconds(machine.launch_s || null), "–"],
+      dtype, si(rate, "FLOP/s"), sheet && (sheet.all_flops_s[dtype] ? si(sheet.all_flops_s[dtype], "FLOP/s") : "–")]),
+    ["kernel launch", seconds(machine.launch_s || null), sheet && "–"],
   ];
+  at("sheet-column").hidden = !sheet;
   at("peaks").tBodies[0].replaceChildren(...rows.map(([name, ...values]) => {
-    const row = document.createElement("tr"), head = document.createElement("th");
-    head.textContent = name;
-    row.append(head, ...values.map(cell));
+    const row = made("tr");
+    row.append(made("th", name), ...values.filter((value) => value !== null).map((value) => made("td", value)));
     return row;
   }));
 }
 
 function show(answer) {
   page.last = answer;
-  const { machine } = answer;
-  at("state").className = `state ${answer.state === "ok" ? "ok" : "bad"}`;
-  write("state", answer.state === "ok" ? (answer.batch.running ? "running" : "ready") : answer.state);
+  const { machine } = answer, parts = stretches(answer.history.values, columns(answer).at, columns(answer).busy);
   write("model", answer.model);
+  write("chat-model", answer.model);
   write("machine", [machine.device, machine.dtype].filter(Boolean).join(" · "));
   write("roof-note", machine.measured ? `measured ${machine.measured}` : "");
   at("sheet-legend").hidden = !machine.data_sheet;
   plot.draw(machine, points(answer));
   showVerdict(answer.verdict, answer);
-  showTiles(answer);
-  showSplit(answer);
+  showTiles(answer, parts);
+  showSplit(answer, parts);
   showCache(answer);
   showLatency(answer);
+}
+
+function showHealth(answer) {
+  const fine = answer.state === "ok";
+  showState(fine ? (answer.batch.running ? "running" : "ready") : answer.state, fine ? "ok" : "bad");
+}
+
+// A server that does not answer is not green: what is shown is grey, with its age, until it answers again.
+function showSilence() {
+  document.body.classList.toggle("stale", page.failures > 0);
+  if (!page.failures) return;
+  showState("no answer", "bad");
+  const age = page.last ? `The figures are ${ago((Date.now() - page.at) / 1000)} old.` : "";
+  notice(`The server does not answer (${page.problem}). Trying again.`, true, age);
 }
 
 async function poll() {
   clearTimeout(page.timer);
   try {
-    const reply = await fetch("roofline", { headers: headers(), cache: "no-store" });
-    askForKey(reply.status === 401);
-    if (reply.ok) {
-      page.failures = 0;
+    const reply = await fetch("roofline", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    if (reply.status !== 401 && !reply.ok) throw new Error(`HTTP ${reply.status}`);
+    const answer = reply.ok ? await reply.json() : null;
+    page.failures = 0;
+    showSilence();
+    if (answer) {
+      page.at = Date.now();
       notice("");
-      show(await reply.json());
-    } else if (reply.status !== 401) {
-      throw new Error(`HTTP ${reply.status}`);
+      showHealth(answer);
+      show(answer);
     }
+    if (reply.status === 401 || !at("key-form").hidden) askForKey(reply.status === 401);
   } catch (error) {
     page.failures += 1;
-    at("state").className = "state bad";
-    write("state", "no answer");
-    notice(`The server does not answer (${error.message}). Trying again.`);
+    page.problem = error.name === "TimeoutError" ? `nothing within ${PATIENCE_MS / 1000} s` : error.message;
+    showSilence();
   }
   const pause = PERIOD_MS * Math.min(10, 2 ** page.failures);
-  if (!document.hidden) page.timer = setTimeout(poll, at("key-form").hidden ? pause : 10 * pause);
+  if (!document.hidden && at("key-form").hidden) page.timer = setTimeout(poll, pause);
 }
 
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   page.key = at("key").value.trim();
   at("key").value = "";
-  poll();
+  if (page.key) poll();
 });
+for (const each of document.querySelectorAll("[data-hint]")) {
+  const said = WORDS.explained[each.dataset.hint];
+  each.dataset.say = said;
+  each.tabIndex = 0;
+  each.setAttribute("aria-label", `${each.textContent}: ${said}`);
+}
+at("words").append(...Object.entries(WORDS.explained).flatMap(([word, said]) => [made("dt", word), made("dd", said)]));
+setInterval(() => { if (page.failures) showSilence(); }, 1000);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 window.addEventListener("resize", () => { if (page.last) show(page.last); });
 poll();

@@ -10,31 +10,24 @@ function element(name, attributes = {}, text) {
   return made;
 }
 
-function si(value, unit = "", digits = 3) {
-  if (!Number.isFinite(value)) return "–";
-  if (value === 0) return `0 ${unit}`.trim();
-  const scale = Math.min(5, Math.max(-3, Math.floor(Math.log10(Math.abs(value)) / 3)));
-  const prefix = ["n", "µ", "m", "", "k", "M", "G", "T", "P"][scale + 3];
-  return `${Number((value / 1000 ** scale).toPrecision(digits))} ${prefix}${unit}`.trim();
-}
-
-// Without a unit nothing is milli.
-const amount = (value) => (Math.abs(value) < 1000 ? String(Number(value.toPrecision(3))) : si(value));
-
-function percent(value, digits) {
-  if (!Number.isFinite(value)) return "–";
-  const wanted = digits === undefined ? (value > 0 && value < 0.01 ? 2 : 1) : digits;
-  return `${(100 * value).toFixed(wanted)} %`;
-}
-
-const seconds = (value) => (value === null || value === undefined ? "–" : si(value, "s"));
-
 // Per second, over the FLOPs of a byte; both axes logarithmic, one grid line for each power of ten.
 class Roofline {
   constructor(svg, onPoint) {
     this.svg = svg;
-    this.onPoint = onPoint;
     this.margin = { left: 58, right: 16, top: 12, bottom: 36 };
+    this.dots = [];                                      // circles, used again for every drawing
+    this.shown = [];
+    this.chosen = -1;                                    // with the arrow keys, counted from the newest
+    for (const event of ["click", "mouseover"]) {
+      svg.addEventListener(event, (hit) => { const found = this.shown[this.dots.indexOf(hit.target)]; if (found) onPoint(found); });
+    }
+    svg.addEventListener("keydown", (hit) => {
+      const step = { ArrowLeft: 1, ArrowRight: -1 }[hit.key];
+      if (!step || !this.shown.length) return;
+      hit.preventDefault();
+      this.chosen = Math.min(this.shown.length - 1, Math.max(0, this.chosen + step));
+      onPoint(this.shown[this.shown.length - 1 - this.chosen]);
+    });
   }
 
   draw(machine, points) {
@@ -44,7 +37,7 @@ class Roofline {
     this.svg.replaceChildren();
     if (!machine.read_bytes_s) {
       this.svg.append(element("text", { class: "empty", x: width / 2, y: height / 2, "text-anchor": "middle" },
-        "The machine's peaks are measured as soon as there is a quiet moment."));
+        "Peaks are measured in a quiet moment."));
       return;
     }
     const { left, right, top, bottom } = this.margin;
@@ -59,7 +52,7 @@ class Roofline {
     this.points(points);
     if (!points.length) {
       this.svg.append(element("text", { class: "empty", x: (width + left) / 2, y: height * 0.72, "text-anchor": "middle" },
-        "No steps yet: ask the model something below."));
+        "No steps yet: ask the model something."));
     }
   }
 
@@ -112,64 +105,70 @@ class Roofline {
     const top = this.y(machine.flops_s);
     const above = machine.data_sheet ? Math.min(top, this.y(machine.data_sheet.flops_s)) : top;
     this.svg.append(element("text", { class: "roof-label", x: width - this.margin.right - 4, y: above - 7, "text-anchor": "end" },
-      `${si(machine.flops_s, "FLOP/s")} ${machine.dtype || ""}`));
+      `compute: ${si(machine.flops_s, "FLOP/s")} ${machine.dtype || ""}`));
     const middle = 10 ** (0.45 * Math.log10(ridge) + 0.55 * Math.max(range.x[0], range.y[0] - Math.log10(machine.read_bytes_s)));
     const x = this.x(middle), y = this.y(middle * machine.read_bytes_s);
     const slope = Math.atan2(top - y, this.x(ridge) - x) * (180 / Math.PI);
     this.svg.append(element("text", { class: "roof-label", x, y: y - 8, transform: `rotate(${slope} ${x} ${y})`, "text-anchor": "middle" },
-      si(machine.read_bytes_s, "B/s")));
-    this.svg.append(element("text", { class: "axis", x: this.x(ridge) + 5, y: this.y(10 ** range.y[0]) - 6 }, `ridge ${ridge.toPrecision(3)}`));
+      `memory: ${si(machine.read_bytes_s, "B/s")}`));
+    const label = element("text", { class: "axis", x: this.x(ridge) + 5, y: this.y(10 ** range.y[0]) - 6 }, `ridge ${ridge.toPrecision(3)}`);
+    label.append(element("title", {}, WORDS.explained.ridge));
+    this.svg.append(label);
   }
 
   points(points) {
     const newest = points.length - 1;
+    this.shown = points;
+    while (this.dots.length < points.length) this.dots.push(element("circle", {}));
     points.forEach((each, index) => {
-      const fresh = Math.max(0, 1 - each.at / 60);
-      const point = element("circle", {
-        class: `point ${each.phase}${index === newest && each.at < 3 ? " newest" : ""}`, cx: this.x(each.intensity),
-        cy: this.y(each.rate), r: 2.6 + 1.1 * Math.min(3, Math.log10(1 + each.rows)), opacity: 0.22 + 0.68 * fresh,
-      });
-      point.append(element("title", {}, each.text));
-      point.addEventListener("click", () => this.onPoint(each));
-      point.addEventListener("mouseenter", () => this.onPoint(each));
-      this.svg.append(point);
+      const fresh = Math.max(0, 1 - each.at / 60), dot = this.dots[index];
+      const wanted = {
+        class: `point ${each.phase}${index === newest && each.at < 3 ? " newest" : ""}`, cx: this.x(each.intensity).toFixed(1),
+        cy: this.y(each.rate).toFixed(1), r: (2.6 + 1.1 * Math.min(3, Math.log10(1 + each.rows))).toFixed(1), opacity: (0.22 + 0.68 * fresh).toFixed(2),
+      };
+      for (const [key, value] of Object.entries(wanted)) if (dot.getAttribute(key) !== value) dot.setAttribute(key, value);
     });
+    this.svg.append(...this.dots.slice(0, points.length));
   }
 }
 
-const SPAN = 120;                    // seconds that lines over time show, now being at the right
-
-// A line over time with what is under it faintly filled: [age, value] in order, from 0 to the largest, or to `most`.
-function spark(svg, values, most) {
-  svg.replaceChildren();
-  svg.setAttribute("viewBox", `0 0 ${SPAN} 40`);
+// A line over time in steps, with what is under it faintly filled, from 0 to the largest value: idle time is 0 and not a slope.
+// `value` takes a row of the history. The largest value and the time are written beside it.
+function spark(holder, parts, value, most, text) {
+  const [svg, top, left] = holder.children, span = spanOf(parts);
+  const heights = parts.map((each) => (each.row ? value(each.row, each.dense) : 0));
+  const highest = Math.max(most, ...heights), place = (age) => (100 - (100 * Math.min(age, span)) / span).toFixed(2);
+  const steps = parts.map((each, index) => [place(each.from), place(each.to), (38 - (36 * heights[index]) / highest).toFixed(1)]);
+  const line = steps.map(([from, to, y], index) => `${index ? "V" : `M${from} `}${y}H${to}`).join("");
+  svg.setAttribute("viewBox", "0 0 100 40");
   svg.setAttribute("preserveAspectRatio", "none");
-  const shown = values.filter(([age]) => age <= SPAN);
-  if (shown.length < 2) return;
-  const top = Math.max(most || 0, ...shown.map(([, value]) => value)) || 1;
-  const line = shown.map(([age, value]) => `${SPAN - age} ${38 - (36 * value) / top}`).join("L");
-  const [from, to] = [SPAN - shown[0][0], SPAN - shown[shown.length - 1][0]];
-  svg.append(element("path", { class: "under", d: `M${from} 40L${line}L${to} 40Z` }), element("path", { d: `M${line}` }));
+  svg.replaceChildren(...(steps.length ? [
+    element("path", { class: "under", d: `${line}V40H${steps[0][0]}Z` }), element("path", { d: line }),
+  ] : []));
+  top.textContent = steps.length ? text(highest) : "";
+  left.textContent = `${span} s ago`;
 }
 
-// Stacked parts over time: [age, part, …], parts adding up to at most 1.
-function stacked(svg, rows, classes) {
-  svg.replaceChildren();
-  svg.setAttribute("viewBox", `0 0 ${SPAN} 100`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  rows.forEach(([age, ...parts], index) => {
-    const width = Math.min(2.5, index ? rows[index - 1][0] - age : 1);
-    let from = 100;
-    parts.forEach((part, which) => {
-      const high = Math.max(0, 100 * part);
-      from -= high;
-      if (high > 0.2 && age <= SPAN) {
-        const piece = element("rect", { x: SPAN - age - width, width: 0.86 * width, y: from, height: high });
-        piece.style.fill = `var(--${classes[which]})`;
-        svg.append(piece);
+// Stacked parts over time; `shares` takes a row of the history and gives parts that add up to at most 1.
+function stacked(holder, parts, shares, colours) {
+  const [svg, , left] = holder.children, span = spanOf(parts), pieces = [];
+  for (const { from, to, row, dense } of parts) {
+    if (!row || to >= span) continue;
+    let top = 100;
+    shares(row, dense).forEach((share, which) => {
+      const high = Math.max(0, 100 * share), right = 100 - (100 * to) / span, width = (100 * (Math.min(from, span) - to)) / span;
+      top -= high;
+      if (high > 0.2) {
+        const piece = element("rect", { x: (right - width).toFixed(2), width: (0.9 * width).toFixed(2), y: top.toFixed(1), height: high.toFixed(1) });
+        piece.style.fill = `var(--${colours[which]})`;
+        pieces.push(piece);
       }
     });
-  });
+  }
+  svg.setAttribute("viewBox", "0 0 100 100");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.replaceChildren(...pieces);
+  left.textContent = `${span} s ago`;
 }
 
 function bar(holder, parts) {
@@ -184,7 +183,9 @@ function bar(holder, parts) {
 
 // The cache as cells: what share of each is held, cached or free shows as how far it is filled.
 function blockMap(svg, held, cached) {
-  const width = Math.max(200, svg.getBoundingClientRect().width), count = held.length;
+  const width = Math.max(200, svg.getBoundingClientRect().width), count = held.length, key = `${width}:${held}:${cached}`;
+  if (svg.shown === key) return;                         // most seconds change nothing
+  svg.shown = key;
   svg.replaceChildren();
   if (!count) return;
   const columns = Math.ceil(width / Math.max(5, Math.min(18, Math.sqrt((width * 128) / count))));

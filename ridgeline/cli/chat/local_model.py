@@ -1,0 +1,67 @@
+"""A model that this command loads, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ridgeline.cli.chat.talk import MAX_TOKENS, Message, Reply
+from ridgeline.config import EngineConfig
+from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.models.model_config import load_model_config
+from ridgeline.process import embedded
+from ridgeline.process.progress import progress_bar
+from ridgeline.resolve import model_path
+from ridgeline.sampling_params import SamplingParams
+
+
+class LocalModel:
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._llm = AsyncLLM(**config.flat())
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> LocalModel:
+        self._runner.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._llm.shutdown())
+        self._runner.close()
+
+    def load(self, beginning: list[Message]) -> None:
+        """Fails before the weights load if the model, its tokenizer or its chat template cannot be used."""
+        load_model_config(model_path(self._config))      # a wrong model fails with its own error, not the tokenizer's
+        self._runner.run(self._llm.load_tokenizer())
+        first = [*beginning, {"role": "user", "content": "Hello"}]
+        self._llm.get_tokenizer().apply_chat_template(first, tokenize=False, add_generation_prompt=True)
+        with progress_bar("loading", in_bytes=True) as tick:
+            self._runner.run(self._llm.start(tick))
+
+    def describe(self) -> str:
+        ready = self._llm.ready
+        assert ready is not None
+        name = model_path(self._config).name if self._config.model.model else embedded.NAME
+        return f"{name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}; {self._llm.sampling_defaults}"
+
+    def reply(self, messages: list[Message], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
+        defaults = {"max_tokens": MAX_TOKENS, **self._llm.sampling_defaults.fields}
+        return self._runner.run(self._stream(messages, SamplingParams(**defaults | settings), write))
+
+    async def _stream(self, messages: list[Message], params: SamplingParams, write: Callable[[str], None]) -> Reply:
+        asked = time.monotonic()
+        stream = await self._llm.stream([await self._llm.chat_tokens(messages)], params)
+        tokens, first, last, finish = 0, asked, asked, None
+        try:
+            async for batch in stream:
+                last = time.monotonic()
+                first = first if tokens else last
+                for _, delta in batch:
+                    tokens += len(delta.token_ids)
+                    finish = delta.finish_reason
+                write("".join(delta.text for _, delta in batch))
+        finally:
+            stream.close()
+        return Reply(tokens, finish, first - asked, last - asked)

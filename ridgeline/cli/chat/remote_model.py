@@ -1,0 +1,114 @@
+"""A model behind an OpenAI-compatible server, ours or another one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from ridgeline.cli.chat.talk import MAX_TOKENS, Message, Reply
+from ridgeline.errors import ConfigError, RequestError
+
+_SECONDS = 600.0                     # of silence
+_KEYS = ("RIDGELINE_API_KEY", "OPENAI_API_KEY")
+
+
+class RemoteModel:
+    """`model` is the server's name for it; empty: the first that the server lists."""
+
+    def __init__(self, url: str, model: str = "") -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        path = parts.path.rstrip("/")
+        self._path = path if path.endswith("/v1") or path.count("/") > 1 else f"{path}/v1"
+        self._address = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self.name = model or self._first_model()
+
+    def describe(self) -> str:
+        return f"{self.name} at {self._address}"
+
+    def reply(self, messages: list[Message], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
+        body = {
+            "model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True},
+            "max_tokens": MAX_TOKENS,
+        } | settings
+        asked = time.monotonic()
+        chunks, tokens, first, last, finish = 0, 0, asked, asked, None
+        for event in self._events(body):
+            if "error" in event:
+                raise RequestError(_message(event))
+            tokens = (event.get("usage") or {}).get("completion_tokens") or tokens
+            for choice in event.get("choices") or []:
+                delta = choice.get("delta") or {}
+                text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+                finish = choice.get("finish_reason") or finish
+                if text:
+                    last = time.monotonic()
+                    first = first if chunks else last
+                    chunks += 1
+                    write(text)
+        return Reply(tokens or chunks, finish, first - asked, last - asked)
+
+    def _first_model(self) -> str:
+        connection, answer = self._ask("GET", "/models", None)
+        try:
+            listed = json.loads(answer.read()).get("data") or []
+            return str(listed[0]["id"])
+        except (ValueError, AttributeError, LookupError, TypeError):
+            raise ConfigError(f"{self._address}/models lists no model; name it: ridgeline chat MODEL --url …") from None
+        finally:
+            connection.close()
+
+    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        connection, answer = self._ask("POST", "/chat/completions", body)
+        try:
+            for line in answer:
+                data = line.strip().removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                event = json.loads(data)
+                if isinstance(event, dict):
+                    yield event
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise RequestError(f"the answer broke off: {_reason(error)}") from None
+        finally:
+            connection.close()
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=_SECONDS)
+        key = next((os.environ[name].split(",")[0] for name in _KEYS if os.environ.get(name)), "")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        try:
+            connection.request(method, self._path + path, None if body is None else json.dumps(body).encode(), headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ConfigError(f"no server answers at {self._address}: {_reason(error)}") from None
+        if answer.status == 200:
+            return connection, answer
+        said = answer.read(65536)
+        connection.close()
+        if answer.status in (401, 403):
+            raise ConfigError(f"{self._address} wants an API key: set {_KEYS[0]}")
+        try:
+            raise RequestError(_message(json.loads(said)))
+        except ValueError:
+            raise RequestError(f"{self._address}{path} answered with status {answer.status}") from None
+
+
+def _message(said: Any) -> str:
+    error = said.get("error", said) if isinstance(said, dict) else said
+    return " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())[:500]
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,59 @@
+"""`ridgeline list`: the models on this machine, in the Hugging Face cache and our own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ridgeline.process import embedded
+from ridgeline.process.hub_cache import cached_repos, snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    name: str                        # for `ridgeline serve NAME`
+    path: Path
+    size: int                        # bytes
+    modified: float                  # seconds since the epoch
+    note: str = ""
+
+
+def local_models() -> list[LocalModel]:
+    found = []
+    own = embedded.find()
+    if own is not None:
+        found.append(LocalModel(embedded.NAME, own, own.stat().st_size, own.stat().st_mtime, "the embedded model"))
+    for repo in cached_repos():
+        folder = snapshot(repo)
+        if folder is None:
+            continue
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        ggufs = [path for path in files if path.suffix == ".gguf"]
+        modified = max((path.stat().st_mtime for path in files), default=folder.stat().st_mtime)
+        if (folder / "config.json").is_file():
+            partial = "" if any(path.suffix == ".safetensors" for path in files) else "no weights"
+            found.append(LocalModel(repo, folder, sum(path.stat().st_size for path in files), modified, partial))
+        else:
+            found += [
+                LocalModel(f"{repo}:{path.relative_to(folder).as_posix()}", path, path.stat().st_size, path.stat().st_mtime)
+                for path in ggufs
+            ]
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No arguments."""
+
+
+def run(args: argparse.Namespace) -> None:
+    models = local_models()
+    if not models:
+        print("no model is on this machine yet; `ridgeline pull` fetches the embedded one", file=sys.stderr)
+        return
+    width = max(len(each.name) for each in models)
+    for each in models:
+        date = time.strftime("%Y-%m-%d", time.localtime(each.modified))
+        print(f"{each.name:<{width}}  {each.size / 1e9:>7.2f} GB  {date}  {each.note}".rstrip())

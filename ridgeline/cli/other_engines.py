@@ -1,0 +1,162 @@
+"""Command lines written for vLLM or llama.cpp, in our own words: the table of ridgeline/known_options, applied to argv."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ridgeline.errors import ConfigError
+from ridgeline.known_options import SHORT, KnownOption, asks_for_nothing, known_option
+
+_NUMBER = re.compile(r"-\.?\d")
+_LEVEL = re.compile(r"-O\d")         # vLLM's -O3
+_ON_OFF = ("on", "off", "auto", "0", "1")                                # of -fa, which was a switch before
+_LISTS = ("--served-model-name", "--api-key", "--allowed-origins")       # vLLM: several words, or JSON; here: commas
+_GROUP = "structured_outputs_config"
+# llama-server's defaults for requests that set none. A command without these options takes them as overrides.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "repetition_penalty", "typical_p")
+_OVERRIDES = "--override-generation-config"
+
+
+class Translation:
+    """`argv` in our own words, and `notes`: what was ignored and why."""
+
+    def __init__(self, words: list[str], own: Mapping[str, argparse.Action], positional: bool) -> None:
+        self.argv: list[str] = []
+        self.notes: list[str] = []
+        self._words = list(words)
+        self._own = own
+        self._positional = positional                    # the command's model is an argument, not --model
+        self._sampling: dict[str, Any] = {}
+        self._model = ""                                 # given as an option
+        given = False                                    # as an argument, which comes first
+        while self._words:
+            word = self._words.pop(0)
+            if word == "--":
+                self.argv += [word, *self._words]
+                break
+            if not word.startswith("-") or word == "-" or _NUMBER.match(word):
+                self.argv.append(word)
+                given = True
+            else:
+                self._option(word)
+        if self._model and not given:
+            self.argv.append(self._model)
+        if self._sampling:
+            self.argv += [_OVERRIDES, json.dumps(self._sampling)]
+
+    def _option(self, word: str) -> None:
+        typed, equals, value = word.partition("=")
+        name = long_name(typed)
+        flag = "--" + name.replace("_", "-")
+        if typed in self._own or flag in self._own:
+            self._keep(typed if typed in self._own else flag, equals + value)
+        elif name == "model" and self._positional:
+            self._model = value if equals else self._value(typed)
+        elif name in _SAMPLING and _OVERRIDES in self._own:
+            self._sampling[name] = _number(typed, value if equals else self._value(typed))
+        else:
+            self._foreign(typed, name, value if equals else None)
+
+    def _keep(self, flag: str, rest: str) -> None:
+        """One of ours; its value must not be taken for an option."""
+        action = self._own[flag]
+        if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+            self.argv.append(flag + rest)
+            return
+        if action.nargs is not None:
+            self.argv.append(flag + rest)
+            while not rest and self._words and not self._words[0].startswith("-"):
+                self.argv.append(self._words.pop(0))
+            return
+        values = [rest[1:]] if rest else self._words[:1]
+        if not rest:
+            del self._words[:1]
+        if flag in _LISTS:
+            while self._words and not self._words[0].startswith("-"):
+                values.append(self._words.pop(0))
+            values = [",".join(each for value in values for each in _listed(value))]
+        # With "=", argparse takes a value that begins with a dash.
+        self.argv += [f"{flag}={values[0]}"] if values else [flag]
+
+    def _foreign(self, typed: str, name: str, value: str | None) -> None:
+        negated = name.startswith("no_") and known_option(name) is None
+        known = known_option(name.removeprefix("no_") if negated else name)
+        if name.startswith(_GROUP):                      # --structured-outputs-config.backend, or the whole group as JSON
+            self._group(name, value if value is not None else self._value(typed))
+            return
+        if known is None:
+            self.argv.append(typed if value is None else f"{typed}={value}")     # the parser will say what it is close to
+            return
+        if known.takes_value and value is None and not _LEVEL.fullmatch(typed):
+            optional = known.kind == "ignored" and (self._ends() or (name == "flash_attn" and self._words[0] not in _ON_OFF))
+            value = "" if optional else self._value(typed)
+        self._answer(typed, known, value if known.takes_value else not negated if value is None else value)
+
+    def _answer(self, typed: str, known: KnownOption, value: Any) -> None:
+        flag = "--" + known.says.replace("_", "-")
+        if known.kind == "same" and known.says == "model" and self._positional:
+            self._model = value
+        elif known.kind == "same" and flag in self._own:
+            if flag != "--max-model-len" or value != "0":                # llama.cpp's 0: the model's own
+                self.argv.append(f"{flag}={value}")
+        elif known.kind == "same" and known.says in _SAMPLING and _OVERRIDES in self._own:
+            self._sampling[known.says] = _number(typed, value)
+        elif known.kind == "same":
+            raise ConfigError(f"{typed} is {flag} here, and this command has no such option")
+        elif known.kind == "ignored":
+            self.notes.append(f"{typed} is ignored: {known.says}")
+        elif not asks_for_nothing(known, value):
+            shown = typed if isinstance(value, bool) else f"{typed} {value}"
+            raise ConfigError(f"{shown} is not supported: {known.says}")
+
+    def _group(self, name: str, value: str) -> None:
+        member = name.partition(".")[2]
+        try:
+            group = {member: value} if member else json.loads(value)
+        except ValueError:
+            group = None
+        if not isinstance(group, dict):
+            raise ConfigError(f"--structured-outputs-config must be a JSON object, got {value[:80]!r}")
+        other = sorted(key for key, each in group.items() if key != "backend" and each)
+        if other:
+            raise ConfigError(f"--structured-outputs-config.{other[0]} is not supported; only backend is")
+        self.argv.append(f"--structured-outputs-backend={group.get('backend', 'auto')}")
+
+    def _ends(self) -> bool:
+        """No value follows."""
+        return not self._words or (self._words[0].startswith("-") and not _NUMBER.match(self._words[0]))
+
+    def _value(self, typed: str) -> str:
+        if self._ends():
+            raise ConfigError(f"{typed} needs a value")
+        return self._words.pop(0)
+
+
+def long_name(typed: str) -> str:
+    """--max-model-len, --max_model_len and short options by their name in Python."""
+    if typed.startswith("--"):
+        return typed[2:].replace("-", "_")
+    short, dot, member = typed.partition(".")
+    if _LEVEL.fullmatch(typed):
+        return "optimization_level"
+    return SHORT.get(short, typed.lstrip("-").replace("-", "_")) + dot + member
+
+
+def _listed(value: str) -> list[str]:
+    if value.startswith("["):
+        try:
+            return [str(each) for each in json.loads(value)]
+        except ValueError:
+            pass
+    return [value]
+
+
+def _number(typed: str, value: str) -> float | int:
+    try:
+        return int(value) if re.fullmatch(r"-?\d+", value) else float(value)
+    except ValueError:
+        raise ConfigError(f"{typed} must be a number, got {value!r}") from None

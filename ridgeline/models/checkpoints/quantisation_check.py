@@ -1,0 +1,64 @@
+"""What resolve says about quantised weights before anything loads: refusals, reasons, the memory of products. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
+from ridgeline.quant.format import has_kernels
+
+if TYPE_CHECKING:
+    from ridgeline.models.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedMemory:
+    codes: bool = False              # rows are quantised too: their codes lie beside them
+    scratch: int = 0                 # elements of the largest weight that a product expands
+
+
+def quantised_memory(model: ModelConfig, quantization: str, device: str, ranks: int) -> QuantisedMemory:
+    if device != "cuda":
+        return QuantisedMemory()
+    found = list(LinearFormats(model, quantization, device, ranks).shapes())
+    expanded = [shape.outputs * shape.share for shape, format in found if not has_kernels(format)]
+    return QuantisedMemory(any(has_kernels(format) for _, format in found), max(expanded, default=0))
+
+
+def check_quantization(
+    model: ModelConfig, quantization: str, device: str, dtype: str, ranks: int, deterministic: bool, reasons: dict[str, str]
+) -> None:
+    """ConfigError for what cannot work; a reason for what is slower than it looks."""
+    formats = LinearFormats(model, quantization, device, ranks)
+    stored = model.quantisation
+    if not formats.rules and (stored is None or (stored.method == "gguf" and device == "cpu")):
+        return
+    name = f"{quantization} as asked" if formats.rules else f"{stored.method if stored else ''} checkpoint"
+    if device == "cpu":
+        again = "again, nothing is saved" if formats.rules else f"to {dtype}: memory is that of a {dtype} model"
+        reasons["quantization"] = f"{name}: a CPU expands the weights {again}"
+        return
+    kept = [format for _, format in formats.shapes()]
+    if not kept:
+        return
+    if deterministic:
+        what = quantization if formats.rules else stored.method if stored else ""
+        raise ConfigError(f"deterministic has no kernels for {what} weights; "
+                          + ("leave quantization out" if formats.rules else "use a checkpoint that is not quantised"))
+    if any(has_kernels(format) for format in kept) and dtype != "bfloat16":
+        what = f"quantization {quantization}" if formats.rules else f"{name}: fp8"
+        raise ConfigError(f"{what} has no kernels for {dtype}; use dtype bfloat16")
+    slow = sorted({format.name for format in kept if not has_kernels(format)})
+    if slow:
+        reasons["quantization"] = (
+            f"{name}: kept packed as {', '.join(slow)}; no kernel multiplies by these codes yet, so every product expands its "
+            f"weight first, and decode is slower than in {dtype}"
+        )
+    elif model.hidden_size < FEWEST_RING_INPUTS:
+        reasons["quantization"] = (
+            f"{name}: linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
+            "and decode may be slower than in bfloat16"
+        )

@@ -1,0 +1,205 @@
+"""4-bit weights in the order in which tensor cores take their left operand, one layout for any number of rows.
+
+Canonical form: codes uint8 [outputs, inputs / 2], the even input in the low half of a byte; a scale for each output and group of
+inputs; for uint4 codes a zero of the same shape, or None for 8.
+
+    uint4   w = scale (code - zero)          e2m1   w = scale * value, values 0 0.5 1 1.5 2 3 4 6 and their negatives
+
+Packed form: a strip is 16 outputs. `codes` int32 [strips, inputs / 64, 32, 4]: the 16 bytes of a lane are its left operands
+of four `mma` instructions of 16 inputs, one word each (mma.sync m16n8k16 and wgmma agree on this order). Lane 4 r + t has the
+outputs r and r + 8 and the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16. A strip's words follow each other along the
+inputs, so a CTA reads long runs. `scale` and `zero` int32 [strips, inputs / 512, 128 / group, 32]: a word has the values of
+outputs r and r + 8, and lane t of four has those of the t-th 128 inputs.
+
+With a gate, a strip has eight gates and their eight partners: a lane holds both, and the activation needs no exchange.
+Inputs are padded to a multiple of 512 and outputs to 16, with scales of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STRIP, TILE, RUN = 16, 64, 512       # outputs of a strip; inputs of a lane's 16 bytes, and of the lanes' scales
+GROUPS = (16, 32, 64, 128)           # inputs with one scale that kernels know; larger multiples of 128 become 128
+STRIPS_AT_ONCE = 256                 # that are packed at a time: the intermediate words take 8 bytes for each code
+KINDS = ("uint4", "e2m1")
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# e2m1: where the four bits (sign, two of the exponent, one of the mantissa) of each of four codes lie in 16 bits. Codes 0 to 2
+# come to their place in a bf16 number by one shift each, the last one in three parts.
+E2M1_PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    kind: str
+    group: int
+    outputs: int                     # as stored: with a gate, gates and partners
+    inputs: int
+    gated: bool
+    codes: Tensor                    # int32 [strips, inputs / 64, 32, 4]
+    scale: Tensor                    # int32 [strips, inputs / 512, 128 / group, 32]: two 16-bit numbers each
+    zero: Tensor | None              # as scale, bfloat16
+    scale_dtype: torch.dtype         # bfloat16 or float16
+    outer: Tensor | None             # float32 [outputs]: a second factor, of NVFP4
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.codes, self.scale, self.zero, self.outer) if each is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+
+def packs(outputs: int, inputs: int, group: int, gated: bool = False) -> bool:
+    """Whether a matrix of that shape has a packed form. A whole row of inputs is one group where it is a multiple of 128."""
+    known = group in GROUPS or (group % 128 == 0 and group > 0)
+    return known and inputs % group == 0 and inputs % 2 == 0 and (not gated or outputs % 16 == 0)
+
+
+def pack(
+    codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, kind: str = "uint4", gated: bool = False,
+    outer: Tensor | None = None,
+) -> PackedWeight:
+    """From the canonical form. Scales are kept in 16 bits: bfloat16 and float16 as they are, others as bfloat16 where that
+    changes none of them, else as float16."""
+    outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+    group = inputs // scale.shape[1]
+    if kind not in KINDS or not packs(outputs, inputs, group, gated) or (zero is not None and kind != "uint4"):
+        raise ValueError(f"no packed form for {kind} codes of {outputs} x {inputs} with groups of {group}")
+    if group not in GROUPS:
+        repeats = group // 128
+        scale = scale.repeat_interleave(repeats, 1)
+        zero = None if zero is None else zero.repeat_interleave(repeats, 1)
+        group = 128
+    dtype = _scale_dtype(scale)
+    order = strip_order(outputs, gated).to(codes.device)
+    strips = len(order) // STRIP
+    tiles = -(-inputs // RUN) * RUN // TILE
+    packed = torch.empty((strips, tiles, 32, 4), dtype=torch.int32, device=codes.device)
+    for first in range(0, strips, STRIPS_AT_ONCE):
+        here = order[first * STRIP : (first + STRIPS_AT_ONCE) * STRIP]
+        packed[first : first + STRIPS_AT_ONCE] = _words(_padded(codes, here, tiles * TILE // 2), kind)
+    runs = tiles * TILE // group
+    pairs = _pairs(_padded(scale.to(dtype), order, runs), group)
+    zeros = None if zero is None else _pairs(_padded(zero.to(torch.bfloat16), order, runs), group)
+    return PackedWeight(kind, group, outputs, inputs, gated, packed, pairs, zeros, dtype, outer)
+
+
+def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero) in the canonical form."""
+    order = strip_order(weight.outputs, weight.gated).to(weight.device)
+    place = torch.empty(len(order), dtype=torch.int64, device=weight.device)
+    place[order] = torch.arange(len(order), device=weight.device)
+    rows = place[: weight.outputs]
+    codes = _from_words(weight.codes, weight.kind)[rows, : weight.inputs // 2]
+    runs = weight.inputs // weight.group
+
+    def from_pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
+        strips, blocks, each, _ = words.shape
+        parts = words.contiguous().view(dtype).view(strips, blocks, each, 8, 4, 2)
+        return parts.permute(0, 5, 3, 1, 4, 2).reshape(strips * STRIP, -1)[rows, :runs]
+
+    zero = None if weight.zero is None else from_pairs(weight.zero, torch.bfloat16)
+    return codes, from_pairs(weight.scale, weight.scale_dtype), zero
+
+
+def expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight as numbers, [outputs, inputs]."""
+    wide = torch.promote_types(dtype, torch.float32)
+    codes, scale, zero = unpack(weight)
+    numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    if weight.kind == "e2m1":
+        table = torch.tensor(E2M1 + tuple(-each for each in E2M1), dtype=wide, device=weight.device)
+        values = table[numbers.long()]
+    else:
+        less = 8.0 if zero is None else zero.to(wide).repeat_interleave(weight.group, 1)
+        values = numbers.to(wide) - less
+    values = values * scale.to(wide).repeat_interleave(weight.group, 1)
+    if weight.outer is not None:
+        values = values * weight.outer.to(wide)[:, None]
+    return values.to(dtype)
+
+
+def strip_order(outputs: int, gated: bool) -> Tensor:
+    """Which output lies where in the strips; numbers beyond the outputs are padding. With a gate, eight gates and their
+    eight partners in turn."""
+    padded = -(-outputs // STRIP) * STRIP
+    if not gated:
+        return torch.arange(padded)
+    return torch.arange(outputs).view(2, -1, 8).transpose(0, 1).flatten()
+
+
+def _scale_dtype(scale: Tensor) -> torch.dtype:
+    if scale.dtype in (torch.bfloat16, torch.float16):
+        return scale.dtype
+    return torch.bfloat16 if torch.equal(scale.to(torch.bfloat16).to(scale.dtype), scale) else torch.float16
+
+
+def _padded(values: Tensor, order: Tensor, columns: int) -> Tensor:
+    """Rows in that order, and zeros beyond the last row and column."""
+    out = torch.zeros((len(order), columns), dtype=values.dtype, device=values.device)
+    there = order < len(values)
+    out[there, : values.shape[1]] = values[order[there]]
+    return out
+
+
+def _words(codes: Tensor, kind: str) -> Tensor:
+    """bytes [16 strips, columns] -> words [strips, tiles, 32, 4]"""
+    strips, tiles = len(codes) // STRIP, codes.shape[1] * 2 // TILE
+    # strip, upper half of the outputs, r, tile, word, upper half of 16 inputs, t: a byte has the pair of inputs
+    parts = codes.view(strips, 2, 8, tiles, 4, 2, 4).permute(0, 3, 2, 6, 4, 5, 1).reshape(strips, tiles, 32, 4, 4).long()
+    words = torch.zeros(parts.shape[:-1], dtype=torch.int64, device=codes.device)
+    for number in range(4):
+        for half, values in enumerate((parts[..., number] & 15, parts[..., number] >> 4)):
+            words |= _placed(values, number, kind) << 16 * half
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _placed(values: Tensor, number: int, kind: str) -> Tensor:
+    if kind == "uint4":
+        return values << 4 * number
+    return sum(((values >> (3 - bit) & 1) << place for bit, place in enumerate(E2M1_PLACES[number])), values & 0)
+
+
+def _bits(words: Tensor, number: int, half: int, kind: str) -> Tensor:
+    part = words >> 16 * half
+    if kind == "uint4":
+        return part >> 4 * number & 15
+    return sum(((part >> place & 1) << (3 - bit) for bit, place in enumerate(E2M1_PLACES[number])), part & 0)
+
+
+def _from_words(words: Tensor, kind: str) -> Tensor:
+    strips, tiles = words.shape[:2]
+    wide = words.long()
+    pairs = [_bits(wide, number, 0, kind) | _bits(wide, number, 1, kind) << 4 for number in range(4)]
+    parts = torch.stack(pairs, -1).to(torch.uint8).view(strips, tiles, 8, 4, 4, 2, 2)
+    return parts.permute(0, 6, 2, 1, 4, 5, 3).reshape(strips * STRIP, tiles * TILE // 2)
+
+
+def _pairs(values: Tensor, group: int) -> Tensor:
+    """[16 strips, columns] 16 bits wide -> words [strips, inputs / 512, 128 / group, 32]"""
+    strips, each = len(values) // STRIP, 128 // group
+    parts = values.view(strips, 2, 8, -1, 4, each).permute(0, 3, 5, 2, 4, 1).contiguous()
+    return parts.view(torch.int32).view(strips, -1, each, 32)
+
+
+def quantised(weight: Tensor, group: int = 128, kind: str = "uint4") -> tuple[Tensor, Tensor]:
+    """Codes and scales of a 16-bit weight, each group by its largest magnitude: for tests and studies."""
+    outputs, inputs = weight.shape
+    parts = weight.float().view(outputs, -1, group)
+    largest = parts.abs().amax(-1).clamp_min(1e-30)
+    scale = (largest / (7.0 if kind == "uint4" else 6.0)).to(torch.bfloat16)
+    shares = parts / scale.float()[..., None]
+    if kind == "uint4":
+        numbers = (shares.round() + 8).clamp(0, 15).to(torch.uint8).view(outputs, inputs)
+    else:
+        edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=weight.device)
+        numbers = torch.bucketize(shares.abs(), edges).to(torch.uint8) | (shares < 0).to(torch.uint8) << 3
+        numbers = numbers.view(outputs, inputs)
+    return numbers[:, ::2] | numbers[:, 1::2] << 4, scale
+
+

@@ -1,0 +1,255 @@
+"""Stored responses: how a conversation continues from one, and `/v1/responses/{id}` to fetch, list and delete them.
+
+server/api/openai/responses_store keeps them; server/api/openai/responses_answer writes them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.server.api.openai.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
+from ridgeline.server.api.openai.responses_store import ResponseStore, Stored
+from ridgeline.server.http.body import away_if_long
+from ridgeline.server.http.gate import caller_of
+from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored
+from ridgeline.server.service import Service
+
+MOST_ITEMS = 100                     # per page
+
+
+class Output(msgspec.Struct):
+    """The part of a stored response that a prompt uses."""
+
+    output: list[dict[str, Any]]
+    status: str = "completed"
+
+
+class Continued:
+    """A request of the Responses API with the conversation that it continues, and with its item references resolved."""
+
+    def __init__(self, asked: ResponsesRequest, store: ResponseStore, key: int) -> None:
+        self.asked = asked
+        self._store = store
+        self._key = key
+        self._given = self._before = b"[]"
+        self._ids: list[str] = []                        # of the input's items
+        self._is_stored = False                          # it runs in the background, and was stored before its end
+        self._earlier: list[InputItem] = []
+        self.keep: Callable[[str, bytes, list[dict[str, Any]]], bool] | None = None
+        if asked.previous_response_id is not None:
+            self._before = self._recalled(asked.previous_response_id)
+            self._earlier = msgspec.json.decode(self._before, type=list[InputItem])
+        if isinstance(asked.input, list):
+            asked.input = self._resolved(asked.input)
+
+    def chat(self) -> dict[str, Any]:
+        chat = self.asked.chat(self._earlier)
+        if self._store.is_on and self.asked.store is not False:
+            items = [kept_item(item) for item in self.asked.items() if in_prompt(item)]  # valid: they have become messages
+            self._given, self._ids = msgspec.json.encode(items), [item["id"] for item in items]
+            if self._store.could_keep(len(self._given) + len(self._before)):
+                self.keep = self._kept
+        return chat
+
+    def _recalled(self, name: str) -> bytes:
+        """The items of a conversation up to the end of an earlier response."""
+        if not self._store.is_on:
+            message = "previous_response_id: this server stores no responses; send the whole conversation as input"
+            raise Unsupported(message, field="previous_response_id")
+        entry = self._store.get(name, self._key)
+        if entry is None:
+            raise PreviousNotStored(
+                f"previous_response_id: no response {name[:100]!r} is stored here, or no longer; send the whole conversation",
+                field="previous_response_id",
+            )
+        parts = (entry.before, entry.input, msgspec.json.encode(_output(entry)))
+        return b"[" + b",".join(part[1:-1] for part in parts if part != b"[]") + b"]"
+
+    def _resolved(self, items: list[InputItem]) -> list[InputItem]:
+        """The items, with references replaced by their items. Each may be named once: a short body must not become endless."""
+        known: dict[str, dict[str, Any]] = {}            # by id, the items of every response read so far
+        seen: set[str] = set()
+        made = []
+        for place, item in enumerate(items):
+            if not item.refers:
+                made.append(item)
+                continue
+            item.require(f"input[{place}]", "id")
+            if any(getattr(item, name) is not None for name in _BESIDE):
+                message = f"input[{place}] is an item_reference, which may have an id and nothing else"
+                raise BadRequest(message, field=f"input[{place}]")
+            name = item.id or ""
+            if name in seen:
+                message = f"input[{place}].id {name[:100]!r} is named twice; name each item once"
+                raise BadRequest(message, field=f"input[{place}].id")
+            seen.add(name)
+            if name not in known:
+                entry = self._holding(name)
+                if entry is None:
+                    raise ItemNotStored(
+                        f"input[{place}]: Item with id {name[:100]!r} not found: its response has expired, was deleted or was "
+                        "not stored (store: false); send the item itself",
+                        field=f"input[{place}]",
+                    )
+                known |= {each["id"]: each for each in (*msgspec.json.decode(entry.input), *_output(entry))}
+            made.append(msgspec.convert(known[name], InputItem))
+        return made
+
+    def _holding(self, item: str) -> Stored | None:
+        name = self._store.with_item(item, self._key)
+        return None if name is None else self._store.get(name, self._key)
+
+    def _kept(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
+        ids = [*self._ids, *(item["id"] for item in output)]
+        if self._is_stored and not self._store.delete(name, self._key):
+            return False                                 # a response in the background was deleted before its end
+        self._is_stored = bool(self.asked.background)
+        return self._store.put(name, self._key, response, self._given, self._before, ids)
+
+
+_BESIDE = ("role", "content", "call_id", "name", "namespace", "arguments", "output", "summary", "encrypted_content")
+
+
+def recalled_bytes(asked: ResponsesRequest, store: ResponseStore, key: int) -> int:
+    """The bytes of stored responses that this request refers to."""
+    names = {asked.previous_response_id}
+    if isinstance(asked.input, list):
+        names |= {store.with_item(item.id, key) for item in asked.input if item.refers and item.id is not None}
+    entries = [store.get(name, key) for name in names if name is not None]
+    return sum(entry.size for entry in entries if entry is not None)
+
+
+def _output(entry: Stored) -> list[dict[str, Any]]:
+    stored = msgspec.json.decode(entry.response, type=Output)
+    if stored.status in ("queued", "in_progress"):
+        raise BadRequest(f"the response is still {stored.status}: wait for its end, or cancel it", field="previous_response_id")
+    output = stored.output
+    for part in (part for item in output for part in item.get("content") or []):
+        part.pop("logprobs", None)                       # not part of prompts
+    return output
+
+
+class DeletedResponse(msgspec.Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class InputItems(msgspec.Struct):
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+def found(service: Service, name: str, key: int) -> Stored:
+    entry = service.stored.get(name, key)
+    if entry is None:
+        raise NotStored(f"Response with id {name[:100]!r} not found. It has expired, was deleted, or was never stored")
+    return entry
+
+
+def routes(service: Service) -> list[Route]:
+    async def one(request: Request) -> Response:
+        name, key = request.path_params["id"], caller_of(request.scope).key
+        if request.method == "DELETE":
+            check_query(request)
+            found(service, name, key)
+            service.stored.delete(name, key)
+            return _json(msgspec.json.encode(DeletedResponse(name)))
+        check_query(request, "include")
+        return _json(found(service, name, key).response)
+
+    async def items(request: Request) -> Response:
+        check_query(request, "include", "limit", "order", "after")
+        given = found(service, request.path_params["id"], caller_of(request.scope).key).input
+        query = dict(request.query_params)
+
+        def listed() -> bytes:
+            return msgspec.json.encode(page(msgspec.json.decode(given), query))
+
+        return _json(await away_if_long(len(given), listed))
+
+    return [
+        Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/input_items", items),
+    ]
+
+
+_NAMES = frozenset({*ResponsesRequest.__struct_fields__, "limit", "order", "after"})     # that `error.param` may have
+
+
+def check_query(request: Request, *known: str) -> None:
+    for name, value in request.query_params.multi_items():
+        name = name.removesuffix("[]")
+        if name == "include" and value not in KNOWN_INCLUDES:
+            raise Unsupported(f"include: {value[:60]!r} is not supported by this server", field="include")
+        if known and name in ("stream", "include_obfuscation") and value.lower() in ("false", "0"):
+            continue
+        if name not in known:
+            field = name if name in _NAMES else ""
+            raise Unsupported(f"{name[:60]} is not supported by this server; leave it out", field=field)
+
+
+def page(items: list[dict[str, Any]], query: dict[str, str]) -> InputItems:
+    """The newest first, unless `order` is asc; at most `limit` of them, after the item with the id `after`."""
+    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise BadRequest(f"order must be asc or desc; got {order[:20]!r}", field="order")
+    if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= MOST_ITEMS:
+        raise BadRequest(f"limit must be between 1 and {MOST_ITEMS}; got {limit[:20]!r}", field="limit")
+    listed = items if order == "asc" else items[::-1]
+    if (after := query.get("after")) is not None:
+        places = [place for place, item in enumerate(listed) if item["id"] == after]
+        if not places:
+            raise BadRequest(f"after: this input has no item {after[:100]!r}", field="after")
+        listed = listed[places[0] + 1 :]
+    shown = listed[: int(limit)]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return InputItems(shown, first, last, has_more=len(listed) > len(shown))
+
+
+def in_prompt(item: dict[str, Any]) -> bool:
+    """False for reasoning without its text (summaries, encrypted): a prompt cannot use it."""
+    return item["type"] != "reasoning" or bool(item.get("content"))
+
+
+def kept_item(item: dict[str, Any]) -> dict[str, Any]:
+    """The item as it is listed: with an id, which clients seldom send, and its content as parts. What prompts do not use is not
+    stored: summaries and encrypted forms of reasoning, annotations."""
+    kind = item["type"]
+    made = {name: value for name, value in item.items() if name in _KEPT}
+    made["id"] = item.get("id") or f"{_PREFIX.get(kind, 'item')}_{secrets.token_hex(12)}"
+    if kind == "reasoning":
+        made["summary"] = []
+    if kind != "message" or item.get("role") == "assistant":
+        made["status"] = item["status"] if item.get("status") in ("in_progress", "incomplete") else "completed"
+    if item.get("content") is not None:
+        part = "reasoning_text" if kind == "reasoning" else "output_text" if item.get("role") == "assistant" else "input_text"
+        made["content"] = _parts(item["content"], part)
+    if isinstance(item.get("output"), list):
+        made["output"] = _parts(item["output"], "input_text")
+    return made
+
+
+def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    more = {"annotations": list[Any]()} if kind == "output_text" else {}
+    return [{"type": kind, "text": text} | more for text in texts]
+
+
+_KEPT = ("type", "role", "call_id", "name", "namespace", "arguments", "output")
+_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,108 @@
+"""`/v1/score`: the likelihood of one text after another, as the sum of its tokens' log-probabilities.
+
+Fields and shape are those of vLLM's endpoint of that name. There the score comes from a model trained to judge pairs; here it is
+the likelihood that any decoder gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.client.processor import second_begins
+from ridgeline.engine.client.request_context import Caller
+from ridgeline.errors import BadRequest
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.server.api.generation import finite
+from ridgeline.server.api.openai.embeddings import EmbeddingUsage
+from ridgeline.server.http.body import parse_body
+from ridgeline.server.observe import prometheus
+from ridgeline.server.service import Service
+
+
+class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: Any = None                                     # a hint
+
+    def check(self) -> None:
+        """pairs() checks what the types cannot."""
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """One with one, one with each of several, or several with equally many."""
+        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if not first or not second or (len(first) != len(second) and len(first) != 1):
+            message = f"text_1 and text_2 must have equally many texts, or text_1 one; got {len(first)} and {len(second)}"
+            raise BadRequest(message, field="text_1")
+        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float                                         # the sum of its tokens' log-probabilities
+    tokens: int
+    greedy: bool                                         # whether each token was the most likely one
+    object: str = "score"
+
+
+class ScoreReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tuple[list[int], int]]:
+    """(the tokens of both texts, where those of the second begin) for each pair."""
+    made: list[tuple[list[int], int]] = []
+    firsts: dict[str, list[int]] = {}
+    for place, (first, second) in enumerate(pairs):
+        if first not in firsts:
+            firsts[first] = await service.llm.text_tokens(first)
+        whole = await service.llm.text_tokens(first + second)
+        try:
+            made.append((whole, second_begins(firsts[first], whole)))
+        except BadRequest as error:
+            raise BadRequest(f"pair {place} of text_1 and text_2: {error}", field="text_1") from None
+    return made
+
+
+async def score(service: Service, caller: Caller, body: bytes) -> ScoreReply:
+    def work() -> tuple[ScoreRequest, list[tuple[str, str]]]:
+        request = parse_body(ScoreRequest, body)
+        service.check_routing(request.model, request.priority)
+        return request, request.pairs()
+
+    request, texts = await asyncio.to_thread(work)
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, prompt_logprobs=0)
+    with service.slots.taking(len(texts), already=1):
+        pairs = await tokens_of(service, texts)
+        stream = await service.llm.stream(
+            [tokens for tokens, _ in pairs], params, priority=request.priority or 0, cache_salt=request.cache_salt or "",
+            arrived=prometheus.arrived(), caller=caller,
+        )
+        try:
+            outputs = await stream.complete()
+        finally:
+            stream.close()
+    data = [_scored(place, output, start) for place, (output, (_, start)) in enumerate(zip(outputs, pairs, strict=True))]
+    used = sum(len(tokens) for tokens, _ in pairs)
+    return ScoreReply(f"score-{secrets.token_hex(12)}", int(time.time()), service.name, data, EmbeddingUsage(used, used))
+
+
+def _scored(place: int, output: RequestOutput, start: int) -> Score:
+    assert output.prompt_logprobs is not None
+    at = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[start:]
+    found = [known[token] for token, known in at if known is not None]
+    return Score(place, sum(finite(each.logprob) for each in found), len(found), all(each.rank == 1 for each in found))

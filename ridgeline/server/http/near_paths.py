@@ -1,0 +1,47 @@
+"""What a client may have meant by a path that does not exist here: usually one without its /v1.
+
+Knows paths as text; server/app has the routes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator
+
+# Paths that clients of other servers know, and that no spelling leads to.
+ELSEWHERE = {
+    "/completions": "did you mean /v1/completions, or llama.cpp's /completion?",
+    "/embedding": "did you mean /v1/embeddings?",
+    "/v1/health": "did you mean /health?",
+    **dict.fromkeys(
+        ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs"),
+        "this server serves the one model it was started with; `ridgeline serve MODEL` serves another",
+    ),
+    **dict.fromkeys(
+        ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/classify", "/pooling"),
+        "it needs a model trained for it, which this server does not run; /v1/score and /v1/embeddings work with any model",
+    ),
+    "/lora-adapters": "adapters are not supported; merge them into the model",
+}
+CLOSE = 0.8                          # of difflib: the share of characters that two paths have in common
+
+
+def suggestion(path: str, known: Collection[str]) -> str:
+    """What to say about the unknown `path`; empty if nothing is near it."""
+    if (words := ELSEWHERE.get(path.rstrip("/"))) is not None:
+        return words
+    near = next((each for each in _spellings(path) if each in known), None)
+    if near is None:
+        near = next(iter(difflib.get_close_matches(path[:200], [each for each in known if "{" not in each], 1, CLOSE)), None)
+    return f"did you mean {near}?" if near is not None and near != path else ""
+
+
+def _spellings(path: str) -> Iterator[str]:
+    """The usual mistakes in a base URL: no /v1, a doubled one, one behind another prefix, a slash at the end."""
+    bare = "/" + path.strip("/")
+    yield bare
+    yield f"/v1{bare}"
+    if (place := bare.rfind("/v1/")) > 0:
+        yield bare[place:]
+    yield "/" + bare[1:].partition("/")[2]
+    yield "/v1/" + bare[1:].partition("/")[2]

@@ -1,0 +1,51 @@
+"""What this engine can change on a device today, as data: the verdict, `diagnose` and `plan` recommend nothing else.
+
+A new weight or KV format is one line here, once the engine runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Names of matrix rates in measurements, where data sheets have others.
+SHEET_NAMES = {"float8_e4m3fn": "fp8"}
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowFormat:
+    name: str                        # value of the option
+    option: str
+    element_bytes: float             # scales included
+    native: str                      # rate that the device must have; empty: any device of these kinds
+    matrix_dtype: str = ""           # that matrix products are computed in, as measurements name it; empty: as without it
+    kinds: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")    # of the engine, beside which it works
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.option.replace('_', '-')} {self.name}"
+
+
+WEIGHT_FORMATS = (
+    NarrowFormat("fp8", "quantization", 1.0, "fp8", "float8_e4m3fn", dtypes=("bfloat16",)),
+)
+KV_FORMATS = (
+    NarrowFormat("fp8", "kv_cache_dtype", 1.0, "fp8"),
+)
+
+
+def available(
+    formats: Iterable[NarrowFormat], kind: str, native: Iterable[str], dtype: str = "bfloat16"
+) -> tuple[NarrowFormat, ...]:
+    """Those that an engine with this dtype can use on such a device. `native`: names of its matrix rates."""
+    known = {SHEET_NAMES.get(name, name) for name in native}
+    return tuple(
+        each for each in formats if kind in each.kinds and dtype in each.dtypes and (not each.native or each.native in known)
+    )
+
+
+def matrix_dtype(quantization: str, kind: str, dtype: str) -> str:
+    """What the matrix products of layers are computed in."""
+    found = next((each for each in WEIGHT_FORMATS if each.name == quantization and kind in each.kinds), None)
+    return found.matrix_dtype or dtype if found is not None else dtype

@@ -1,0 +1,246 @@
+"""The conversation of `ridgeline chat` with a scripted model, and with a server over HTTP; test_cli.py runs the command."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from ridgeline.__main__ import main
+from ridgeline.cli.chat.conversation import Conversation
+from ridgeline.cli.chat.remote_model import RemoteModel
+from ridgeline.cli.chat.talk import Reply
+from ridgeline.errors import BadRequest, ConfigError, RequestError
+from ridgeline.process.log import quiet_by_default
+
+
+class Scripted:
+    """Answers with the number of messages that it got; `fails` is raised instead, after "half" where `late`."""
+
+    def __init__(self) -> None:
+        self.got: list[list[dict[str, Any]]] = []
+        self.settings: list[dict[str, Any]] = []
+        self.fails: BaseException | None = None
+        self.late = False
+        self.finish = "stop"
+
+    def describe(self) -> str:
+        return "a scripted model"
+
+    def reply(self, messages: list[dict[str, Any]], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
+        self.got.append([dict(each) for each in messages])
+        self.settings.append(dict(settings))
+        if self.fails is not None:
+            if self.late:
+                write("half")
+            raise self.fails
+        write(f"answer {len(messages)}")
+        return Reply(5, self.finish, 0.5, 2.5)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+Said = tuple[Scripted, str, str]
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    def run(text: str, model: Scripted | None = None, tty: bool = False, system: str = "", **settings: Any) -> Said:
+        monkeypatch.setattr("sys.stdin", Terminal(text) if tty else io.StringIO(text))
+        model = model or Scripted()
+        Conversation(model, settings, system).run()
+        said = capsys.readouterr()
+        return model, said.out, said.err
+
+    return run
+
+
+def test_a_pipe_gets_the_answers_alone(chat: Callable[..., Said]) -> None:
+    model, out, err = chat("Hello\n\nMore\n", system="Be brief.")
+    assert (out, err) == ("answer 2\nanswer 4\n", "")
+    assert [each["role"] for each in model.got[1]] == ["system", "user", "assistant", "user"]
+
+
+def test_a_terminal_gets_the_model_and_the_speed_and_no_colour_unless_stdout_is_one(chat: Callable[..., Said]) -> None:
+    _, out, _ = chat("Hello\n", tty=True)
+    assert out.startswith("a scripted model\n/help lists the commands") and "\033" not in out
+    assert "5 tokens, 2.0 tokens/s, first after 0.50 s" in out
+
+
+def test_a_cut_answer_says_so(chat: Callable[..., Said]) -> None:
+    model = Scripted()
+    model.finish = "length"
+    assert chat("Hello\n", model, max_tokens=5)[2] == "cut at max_tokens 5\n"
+    assert chat("Hello\n", model, max_tokens=9)[2] == "cut at the end of the context\n"
+    assert "; /set max_tokens N allows more" in chat("Hello\n", model, tty=True, max_tokens=5)[2]
+
+
+def test_several_lines(chat: Callable[..., Said]) -> None:
+    model, _, _ = chat('"""one\n\n/two\nthree"""\n"""\nfour\n"""\n"""five"""\n'.replace('"""five"""', '"""five\n"""'))
+    assert [each[-1]["content"] for each in model.got] == ["one\n\n/two\nthree", "four", "five"]
+
+
+def test_commands(chat: Callable[..., Said]) -> None:
+    model, out, err = chat(
+        "Hello\n/clear\nHello\n/system Be kind.\nHello\n/system\n/system -\n/system\nHello\n/help\n/bye\nHello\n"
+    )
+    assert out.startswith("answer 1\nanswer 1\nanswer 2\nBe kind.\nthere is no system message\nanswer 1\n/clear ") and not err
+    assert model.got[2][0] == {"role": "system", "content": "Be kind."} and len(model.got) == 4
+
+
+def test_an_unknown_command_is_not_sent_to_the_model(chat: Callable[..., Said]) -> None:
+    model, _, err = chat("/foo bar\n /etc/hosts\n")
+    assert err.startswith("unknown command /foo; /help lists the commands") and len(model.got) == 1
+    assert model.got[0][0]["content"] == " /etc/hosts"
+
+
+def test_settings(chat: Callable[..., Said]) -> None:
+    model, out, err = chat(
+        "/set\n/set temperature 0.5\n/set top_k=7\n/set max-tokens 9\nHello\n/set\n/set top_p 7\n/set top_p x\n/set topp 1\n"
+    )
+    assert model.settings == [{"temperature": 0.5, "top_k": 7, "max_tokens": 9}]
+    assert out.startswith("nothing is set") and "temperature 0.5, top_k 7, max_tokens 9" in out
+    assert [line[:20] for line in err.splitlines()] == ["top_p must be a numb", "top_p must be a numb", "/set knows temperatu"]
+
+
+def test_save_and_load(chat: Callable[..., Said], tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    chat(f"/set seed 3\nHello\n/save {file}\n", system="Be brief.")
+    model, out, err = chat(f"/load {file}\nMore\n")
+    assert (out, err) == ("answer 4\n", "") and model.settings == [{"seed": 3}]
+    assert [each["content"] for each in model.got[0]] == ["Be brief.", "Hello", "answer 2", "More"]
+    file.write_text("{}")
+    _, _, err = chat(f"/load {file}\n/load\n/load /nowhere/x\n/save /nowhere/x\n/save\n")
+    assert err.splitlines() == [
+        f"{file} was not written by /save", "/load needs a file", "/nowhere/x cannot be read: No such file or directory",
+        "/nowhere/x cannot be written: No such file or directory", "/save needs a file",
+    ]
+
+
+def test_a_refused_message_is_forgotten(chat: Callable[..., Said]) -> None:
+    model = Scripted()
+    model.fails = BadRequest("too long")
+    _, out, err = chat("Hello\n", model)
+    assert (out, err) == ("", "too long\n")
+    model.late = True                                    # it broke off: what came is kept
+    _, out, err = chat("Hello\nMore\n", model)
+    assert out == "half\nhalf\n" and [each["content"] for each in model.got[-1]] == ["Hello", "half", "More"]
+
+
+def test_ctrl_c_keeps_what_was_written(chat: Callable[..., Said]) -> None:
+    model = Scripted()
+    model.fails, model.late = KeyboardInterrupt(), True
+    _, out, _ = chat("Hello\nMore\n", model, tty=True)
+    assert [each["content"] for each in model.got[1]] == ["Hello", "half", "More"] and "half\nstopped\n" in out
+    with pytest.raises(KeyboardInterrupt):               # a pipe's writer is not there to go on
+        chat("Hello\n", model)
+
+
+def test_chat_is_quiet_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("ridgeline")
+    before = logger.level
+    try:
+        for given, level in ((None, logging.WARNING), ("DEBUG", logging.DEBUG)):
+            monkeypatch.delenv("RIDGELINE_LOG", raising=False)
+            if given:
+                monkeypatch.setenv("RIDGELINE_LOG", given)
+            quiet_by_default()
+            assert logger.level == level
+    finally:
+        logger.setLevel(before)
+
+
+# -- a running server --------------------------------------------------------------------------------------------------
+
+
+class Recorded(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server that streams two words; its class keeps what it was asked."""
+
+    asked: ClassVar[list[tuple[str, str, dict[str, Any]]]] = []          # path, key, body
+    key = ""
+    tail = b"data: [DONE]\n\n"
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self._send(200, {"data": [{"id": "tiny"}, {"id": "other"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).asked.append((self.path, self.headers.get("Authorization", ""), body))
+        if self.key and self.headers.get("Authorization") != f"Bearer {self.key}":
+            self._send(401, {"error": {"message": "no"}})
+        elif body["messages"][-1]["content"] == "bad":
+            self._send(400, {"error": {"message": "a bad\nmessage"}})
+        else:
+            events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": word}}]} for word in ("Good ", "day")]
+            events += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": [], "usage": {"completion_tokens": 7}}]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events) + self.tail)
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name in ("RIDGELINE_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Recorded, "asked", [])
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Recorded)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{listening.server_address[1]}"
+    listening.shutdown()
+    listening.server_close()
+
+
+def test_chat_with_a_server(server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nbad\n"))
+    assert main(["chat", "--url", server, "--system", "Be brief.", "--temperature", "0.5"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "Good day\n" and said.err == "a bad message\n"
+    path, key, body = Recorded.asked[0]
+    assert (path, key) == ("/v1/chat/completions", "") and body["model"] == "tiny" and body["temperature"] == 0.5
+    assert [each["role"] for each in body["messages"]] == ["system", "user"] and "top_p" not in body
+
+
+def test_the_key_comes_from_the_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorded, "key", "secret")
+    model, parts = RemoteModel(f"{server}/v1/", "named"), []
+    with pytest.raises(ConfigError, match="wants an API key: set RIDGELINE_API_KEY"):
+        model.reply([{"role": "user", "content": "Hello"}], {}, parts.append)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    reply = model.reply([{"role": "user", "content": "Hello"}], {}, parts.append)
+    assert (reply.tokens, reply.finish_reason, "".join(parts)) == (7, "stop", "Good day")
+    assert model.describe() == f"named at {server}/v1"
+
+
+def test_a_stream_that_ends_in_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorded, "tail", b'data: {"error": {"message": "the engine is restarting"}}\n\n')
+    parts: list[str] = []
+    with pytest.raises(RequestError, match="the engine is restarting"):
+        RemoteModel(server).reply([{"role": "user", "content": "Hello"}], {}, parts.append)
+    assert parts == ["Good ", "day"]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("ftp://x", "--url must be like http"), ("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9/v1: ")]
+)
+def test_no_server(url: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", url]) == 2 and says in capsys.readouterr().err

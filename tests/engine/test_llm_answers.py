@@ -1,0 +1,94 @@
+"""What LLM and SamplingParams say to calls written for another engine: vectors, scores, and names that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from served_model import write_model
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.sampling_params import ONLY_THE_LIKELIEST
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    model: Path = write_model(tmp_path_factory.mktemp("model") / "tiny")
+    made = LLM(model, load_format="dummy", num_gpu_blocks_override=64, max_num_seqs=4, use_tqdm_on_load=False)
+    yield made
+    made.close()
+
+
+def test_embed(llm: LLM) -> None:
+    one, two = llm.embed(["Hello", "What a day"], use_tqdm=False)
+    assert one.outputs.hidden_size == 32 and one.finished and one.prompt_token_ids == list(llm.get_tokenizer().encode("Hello"))
+    assert np.linalg.norm(one.outputs.embedding) == pytest.approx(1.0) and one.outputs.embedding != two.outputs.embedding
+    raw, = llm.embed("Hello", normalize=False, use_tqdm=False)
+    assert np.linalg.norm(raw.outputs.embedding) != pytest.approx(1.0)
+    mean, = llm.embed("Hello", pooling="mean", use_tqdm=False)
+    assert mean.outputs.embedding != one.outputs.embedding
+
+
+def test_score(llm: LLM) -> None:
+    """The sum of the second text's log-probabilities, as prompt_logprobs has them."""
+    tokens = llm.get_tokenizer().encode("Hello there")
+    begin = len(llm.get_tokenizer().encode("Hello"))
+    output, = llm.generate("Hello there", SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    wanted = sum(at[token].logprob for token, at in list(zip(tokens, output.prompt_logprobs, strict=True))[begin:])
+    first, second = llm.score("Hello", [" there", " you"], use_tqdm=False)
+    assert first.outputs.score == pytest.approx(wanted) and first.outputs.num_tokens == len(tokens) - begin
+    assert second.outputs.score != first.outputs.score
+    for one, other in ((["a", "b"], ["c"]), ([], ["c"])):
+        with pytest.raises(BadRequest, match="equally many texts"):
+            llm.score(one, other)
+    with pytest.raises(BadRequest, match="at least one token"):
+        llm.score("Hello", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("encode", "use embed for vectors"), ("beam_search", "ask for n answers"), ("frobnicate", "no attribute 'frobnicate'")]
+)
+def test_methods_of_vllm_that_are_not_here(llm: LLM, name: str, says: str) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=says):
+        getattr(llm, name)
+
+
+@pytest.mark.parametrize("role", ["usr", None, 3])
+def test_a_misspelt_role_is_named(llm: LLM, role: Any) -> None:
+    messages = [{"role": "user", "content": "Hello"}, {"role": role, "content": "Hello"}]
+    with pytest.raises(BadRequest, match=r"messages\[1\]\.role must be one of system, developer, user"):
+        llm.chat([messages], use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_token": 5}, "SamplingParams has no field 'max_token'; did you mean 'max_tokens'?"),
+        ({"frobnicate": 5}, "SamplingParams has no field 'frobnicate'"),
+        ({"best_of": 2}, "best_of is not a field of SamplingParams: ask for n answers"),
+        ({"use_beam_search": True}, "there is no beam search"),
+        ({"max_new_tokens": 5}, "use max_tokens"),
+        ({"guided_decoding": object()}, "guided_decoding is not supported; use structured_outputs"),
+        ({"logits_processors": [print]}, "use logit_bias"),
+    ],
+)
+def test_fields_that_are_not_there(given: dict[str, Any], says: str) -> None:
+    with pytest.raises((BadRequest, Unsupported)) as caught:
+        SamplingParams(**given)
+    assert says in str(caught.value) and caught.value.field == next(iter(given))
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    assert SamplingParams(best_of=None, use_beam_search=False, length_penalty=1.0) == SamplingParams()
+
+
+def test_top_p_of_0_is_the_likeliest_token_as_on_the_server() -> None:
+    assert SamplingParams(top_p=0).top_p == ONLY_THE_LIKELIEST
+    with pytest.raises(BadRequest, match="top_p must be a number greater than 0"):
+        SamplingParams(top_p=-0.1)

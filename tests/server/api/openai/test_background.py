@@ -1,0 +1,119 @@
+"""Responses in the background: stored before they begin, fetched while they run, cancelled, and stored again at their end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_server import ScriptedServer
+from served_model import wait_until, write_model
+
+from ridgeline.errors import RequestError
+from ridgeline.server.options import ServerOptions
+
+
+class Script:
+    """Answers when `go` is set; the event loop goes on meanwhile."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.fails = False
+
+    def __call__(self, prompt: str) -> Any:
+        return ("", RequestError("it broke")) if self.fails else "done"
+
+
+@pytest.fixture(scope="module")
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, script: Script) -> Iterator[ScriptedServer]:
+    with ScriptedServer(write_model(tmp_path_factory.mktemp("background") / "tiny"), script) as made:
+        hold(made, script)
+        yield made
+
+
+def hold(server: ScriptedServer, script: Script) -> None:
+    """Streams of this server begin when the script may go."""
+    begin: Callable[..., Any] = server.llm.stream
+
+    async def stream(*args: Any, **settings: Any) -> Any:
+        while not script.go.is_set():
+            await asyncio.sleep(0.005)
+        return await begin(*args, **settings)
+
+    server.llm.stream = stream  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def client(server: ScriptedServer, script: Script) -> Iterator[openai.OpenAI]:
+    script.go.clear()
+    script.fails = False
+    yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    script.go.set()
+    wait_until(lambda: server.service.slots.taken == 0)
+
+
+def test_it_is_queued_then_completed(client: openai.OpenAI, server: ScriptedServer, script: Script) -> None:
+    response = client.responses.create(model="tiny", input="Hello", background=True)
+    assert response.status == "queued" and response.background and response.output == [] and server.service.slots.taken == 1
+    assert client.responses.retrieve(response.id).status == "queued"
+    with pytest.raises(openai.BadRequestError, match="still queued"):
+        client.responses.create(model="tiny", input="and?", previous_response_id=response.id)
+    script.go.set()
+    wait_until(lambda: client.responses.retrieve(response.id).status == "completed")
+    assert client.responses.retrieve(response.id).output_text == "done" and server.service.slots.taken == 0
+    client.responses.create(model="tiny", input="and?", previous_response_id=response.id)
+    assert "Hello" in server.llm.prompts[-1] and "done" in server.llm.prompts[-1]
+    assert client.responses.cancel(response.id).status == "completed"        # too late, and no error
+
+
+def test_it_can_be_cancelled(client: openai.OpenAI, server: ScriptedServer, script: Script) -> None:
+    response = client.responses.create(model="tiny", input="Hello", background=True)
+    assert client.responses.cancel(response.id).status == "cancelled" and server.service.slots.taken == 0
+    script.go.set()
+    assert client.responses.retrieve(response.id).status == "cancelled"
+    assert client.responses.cancel(response.id).status == "cancelled"
+
+
+def test_one_that_is_deleted_does_not_come_back(client: openai.OpenAI, server: ScriptedServer, script: Script) -> None:
+    response = client.responses.create(model="tiny", input="Hello", background=True)
+    client.responses.delete(response.id)
+    script.go.set()
+    wait_until(lambda: server.service.slots.taken == 0)
+    with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found\."):
+        client.responses.retrieve(response.id)
+
+
+def test_a_failure_is_stored(client: openai.OpenAI, script: Script) -> None:
+    script.fails = True
+    script.go.set()
+    response = client.responses.create(model="tiny", input="Hello", background=True)
+    wait_until(lambda: client.responses.retrieve(response.id).status == "failed")
+    assert client.responses.retrieve(response.id).error.message == "it broke"  # type: ignore[union-attr]
+
+
+def test_what_cannot_run_in_the_background(client: openai.OpenAI, script: Script, server: ScriptedServer) -> None:
+    script.go.set()
+    for more in ({"store": False}, {"stream": True}):
+        with pytest.raises(openai.BadRequestError, match="background"):
+            client.responses.create(model="tiny", input="Hello", background=True, **more)  # type: ignore[call-overload]
+    here = client.responses.create(model="tiny", input="Hello")
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(here.id)
+    assert httpx.post(f"{server.url}/v1/responses/resp_0/cancel").status_code == 404
+
+
+def test_without_a_store_there_is_no_background(tmp_path: Any) -> None:
+    options = ServerOptions(port=0, max_stored_responses=0)
+    with ScriptedServer(write_model(tmp_path / "tiny"), lambda prompt: "x", server=options) as server:
+        reply = httpx.post(f"{server.url}/v1/responses", json={"input": "a", "background": True})
+        assert reply.status_code == 400 and "background needs" in reply.json()["error"]["message"]
+        assert server.service.slots.taken == 0
