@@ -1,6 +1,7 @@
 # One image for CPU and GPU. Build:  docker build --tag ridgeline .
 # GPU:  docker run --gpus all --init -p 8000:8000 -e RIDGELINE_API_KEY=… -v /models:/models:ro \
 #         -v ridgeline:/home/ridgeline/.cache/ridgeline ridgeline serve /models/Llama-3.1-8B --host 0.0.0.0
+#       Models by name: -v ~/.cache/huggingface:/home/ridgeline/.cache/huggingface … ridgeline serve Qwen/Qwen3-8B --host 0.0.0.0
 # CPU:  docker run --init -p 8000:8000 -e RIDGELINE_API_KEY=… ridgeline
 # CI does not build this file.
 FROM python:3.12-slim

@@ -13,11 +13,12 @@ GPU_TESTS := tests/ops/test_ops.py tests/runner/test_sampler.py tests/models/tes
 # These compare what the device holds with a prediction, or take all of it, so no other program may use it.
 GPU_TESTS_ALONE := tests/runner/test_gpu_memory.py tests/runner/test_gpu_out_of_memory.py
 
-.PHONY: help install serve test test-all test-reliability test-gpu lint docs clean
+.PHONY: help install serve chat test test-all test-reliability test-gpu lint docs clean
 .DEFAULT_GOAL := install
 
 help:
 	@echo "make serve             the server on http://127.0.0.1:8000; PORT=, MODEL=path or ARGS='--max-model-len 4096' change it"
+	@echo "make chat              talk to a model in the terminal; MODEL=path, ARGS='--system ...'"
 	@echo "make install           dependencies into .venv, the CPU kernels, the embedded model"
 	@echo "make test              lint, types, import contracts, tests"
 	@echo "make test-all          the slow tests, too"
@@ -34,20 +35,25 @@ $(VENV)/bin/python:
 
 $(VENV)/.run-ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing pinned dependencies (once; a few minutes) ..."
-	$(PIP) install --quiet --constraint constraints.txt --editable .
+	$(PIP) install --constraint constraints.txt --editable .
+	@echo "compiling the CPU kernels ..."
 	@# Without a C compiler everything works, more slowly: the line that says so is enough.
 	-@$(BIN)/ridgeline build
-	$(BIN)/ridgeline pull --quiet
+	@echo "fetching the embedded model (98 MB, once) ..."
+	@$(BIN)/ridgeline pull --quiet
 	@touch $@
 
 $(VENV)/.test-ready: $(VENV)/.run-ready
 	@echo "installing test dependencies (once; a few minutes) ..."
-	$(PIP) install --quiet "pip>=25.1"
-	$(PIP) install --quiet --constraint constraints.txt --group dev
+	$(PIP) install "pip>=25.1"
+	$(PIP) install --constraint constraints.txt --group dev
 	@touch $@
 
 serve: install
 	@exec $(BIN)/ridgeline serve $(MODEL) --port $(PORT) $(ARGS)
+
+chat: install
+	@exec $(BIN)/ridgeline chat $(MODEL) $(ARGS)
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .

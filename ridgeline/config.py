@@ -90,7 +90,7 @@ class SchedulerOptions:
         "continuous", "static: start a batch only when the last one has finished (turns continuous batching off)",
         ("continuous", "static"),
     )
-    async_scheduling: bool | None = option(None, "plan the next step while the current one runs; default: on a GPU")
+    async_scheduling: bool | None = option(None, "plan the next step while the current one runs; auto: on a GPU")
     step_time_ms: float | None = option(
         None, "target step time in ms: prompt chunks are sized so that steps stay near it, and other requests wait no longer; "
         "default of a server: 80 on a GPU, 500 on a CPU (0: no limit)", low=0

@@ -27,6 +27,7 @@ from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, samp
 from ridgeline.techniques import TECHNIQUES, turned_off
 
 CPU_KV_SHARE = 0.25                  # of the memory left after the weights
+CPU_STEP_TOKENS = 512
 # 8,192 tokens of prompts beside 256 decodes; 66 tiles of 128 rows, with which most GEMMs fill 132 SMs evenly.
 GPU_STEP_TOKENS = 8448
 GPU_ROWS = 1024
@@ -177,7 +178,7 @@ def _sizes(
         return Memory.of(config, device, model, dtype, groups, longest, graphs, most_tokens)
 
     if device.kind == "cpu":
-        budget = asked.max_num_batched_tokens or 512
+        budget = asked.max_num_batched_tokens or CPU_STEP_TOKENS
         return asked.max_num_seqs or 128, budget, memory(budget)
     kv_bytes = cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override is not None:

@@ -306,38 +306,45 @@ def lines(made: dict[str, Any]) -> list[str]:
     points, workload = made["figures"]["points"], made["workload"]
     said = ["", table.as_markdown([row(point) for point in points])]
     for point in points:
-        found = point["figures"]
-        named = ", ".join(f"{name} {each}" for name, each in point["setting"].items() if each is not None)
-        said += ["", f"{named} ({point['process']})", table.as_markdown(latency_rows(found))]
-        if found["errors"]:
-            kinds = ", ".join(f"{kind}: {table.cell(count)}" for kind, count in found["errors"].items())
-            said.append(f"errors: {kinds}; the first of them: {point.get('first_error', '')[:200]}")
-            said.append(f"{failed_share(found):.0%} of the requests failed: latencies and throughput are those of the others")
-        if found.get("kept_up") is False:
-            said.append(
-                f"the server did not keep up with the {middle(found['offered_rate']):.2f} requests/s that were offered: "
-                f"{middle(found['backlog_growth']):.0%} of them piled up"
-            )
-        elif "offered_rate" in found and "kept_up" not in found:
-            said.append("too short to say whether the server keeps up with this rate: "
-                        f"that takes {LEAST_OFFERED} requests at least, answers that "
-                        "take less than half of the run, and more than chance")
-        if (share := cached_share(found)) > MOST_CACHED and workload["dataset"] == "random" and not workload["prefix_len"]:
-            said.append(f"{share:.0%} of the prompt tokens came from the server's prefix cache, which has seen these prompts "
-                        "before: another --seed makes others")
-        said.append(client_check.verdict(middle(found["client"])))
-        if "first_pass" in point:
-            said.append(first_pass_line(point["first_pass"], found))
-        if "sustain" in point:
-            said.append(point["sustain"]["verdict"])
-        if "cost" in found:
-            said.append(price.line(middle(found["cost"])))
+        said += _point_lines(point, workload)
     counted = workload["tokens_counted_by"]
     exact = "an assumption: one token per event" if counted == "events" else "exact"
     said += ["", f"tokens counted by: {counted} ({exact}); prompt lengths by: {workload['prompt_lengths_by']}"]
     if best := made["figures"].get("best_goodput"):
         named = ", ".join(f"{name} {each}" for name, each in best["setting"].items() if each is not None)
+        if not best["request_goodput"]:
+            return [*said, f"no setting met {workload['slo']}: goodput is 0 everywhere"]
         said.append(f"best goodput under {workload['slo']}: {best['request_goodput']:.2f} requests/s at {named}")
+    return said
+
+
+def _point_lines(point: dict[str, Any], workload: dict[str, Any]) -> list[str]:
+    found = point["figures"]
+    named = ", ".join(f"{name} {each}" for name, each in point["setting"].items() if each is not None)
+    said = ["", f"{named} ({point['process']})", table.as_markdown(latency_rows(found))]
+    if found["errors"]:
+        kinds = ", ".join(f"{kind}: {table.cell(count)}" for kind, count in found["errors"].items())
+        said.append(f"errors: {kinds}; the first of them: {point.get('first_error', '')[:200]}")
+        said.append(f"{failed_share(found):.0%} of the requests failed: latencies and throughput are those of the others")
+    if found.get("kept_up") is False:
+        said.append(
+            f"the server did not keep up with the {middle(found['offered_rate']):.2f} requests/s that were offered: "
+            f"{middle(found['backlog_growth']):.0%} of them piled up"
+        )
+    elif "offered_rate" in found and "kept_up" not in found:
+        said.append("too short to say whether the server keeps up with this rate: "
+                    f"that takes {LEAST_OFFERED} requests at least, answers that "
+                    "take less than half of the run, and more than chance")
+    if (share := cached_share(found)) > MOST_CACHED and workload["dataset"] == "random" and not workload["prefix_len"]:
+        said.append(f"{share:.0%} of the prompt tokens came from the server's prefix cache, which has seen these prompts "
+                    "before: another --seed makes others")
+    said.append(client_check.verdict(middle(found["client"])))
+    if "first_pass" in point:
+        said.append(first_pass_line(point["first_pass"], found))
+    if "sustain" in point:
+        said.append(point["sustain"]["verdict"])
+    if "cost" in found:
+        said.append(price.line(middle(found["cost"])))
     return said
 
 

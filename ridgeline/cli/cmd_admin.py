@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import sys
 from typing import Any
 
 from ridgeline.errors import BadRequest, ConfigError
@@ -35,6 +36,7 @@ def profile(path: str, steps: int) -> dict[str, Any]:
     """Profiles this number of steps. Returns the trace's path and the cost model's prediction for those steps."""
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
+    print(f"waiting for {steps} steps: an idle server runs none, so send requests meanwhile", file=sys.stderr)
     return ask(path, {"command": "profile", "steps": steps}, _PROFILE_SECONDS)
 
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         processor = Processor.load(config.model, path)     # a wrong tokenizer or template fails before the weights load
         with progress_bar("loading", in_bytes=True) as tick:
             core = EngineCore.start(config, tick)
-        defaults = {**DEFAULTS, **processor.sampling_defaults.fields, **given}
+        defaults = {**DEFAULTS, **processor.sampling_defaults, **given}
         batch = Batch(core, processor, defaults, target, done)
         try:
             with progress_bar("answers") as tick:
@@ -262,6 +262,8 @@ def answer_record(record_id: RecordId, output: RequestOutput) -> dict[str, Any]:
             "cached_tokens": output.num_cached_tokens,
         },
     }
+    if output.prompt is not None:
+        record["prompt"] = output.prompt
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = output.prompt_logprobs
     return record

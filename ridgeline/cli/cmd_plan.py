@@ -23,6 +23,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.plan import check, plan_report
 from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants, write_fit
 from ridgeline.plan.operation import Slo, Traffic
+from ridgeline.plan.own_cpu import best_known
 from ridgeline.plan.plan_page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
@@ -30,7 +31,7 @@ from ridgeline.plan.public_models import CONFIGS, PlannedModel, find_model, is_s
 from ridgeline.plan.records import NotPredicted, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
-from ridgeline.sizes.hardware import DEVICES, Device, find_device
+from ridgeline.sizes.hardware import DEVICES, Device, described, find_device
 
 BEYOND_BAR = 3                       # exit code
 
@@ -41,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"config.json, directory, .gguf file, or a name: {', '.join(CONFIGS)}")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", default="", metavar="NAME", help=f"{', '.join(DEVICES)}; or cpu: this machine, measured")
+    machine.add_argument("--bandwidth", type=float, metavar="GB/S", help="one's own card: memory bandwidth, instead of --gpu's")
+    machine.add_argument("--memory", type=float, metavar="GB", help="… memory")
+    machine.add_argument("--tflops", type=float, metavar="N", help="… dense matrix rate in 16 bits, without sparsity")
+    machine.add_argument("--fp8-tflops", type=float, metavar="N", help="… and in fp8, if it has fp8")
     machine.add_argument("--count", "--tensor-parallel-size", "--tp", dest="count", type=int, default=1, metavar="N",
                          help="tensor parallelism: devices that share every layer (default: 1)")
     machine.add_argument("--most", type=int, default=8, metavar="N", help="largest number of devices to consider (default: 8)")
@@ -60,10 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--objective", choices=sorted(OBJECTIVES),
                       help="a named use case: sets lengths, SLO and what to optimise")
     numbers = parser.add_argument_group("formats and speculation")
-    numbers.add_argument("--dtype", default="", choices=["", "bfloat16", "float16", "float32"], help="dtype of activations")
-    numbers.add_argument("--weights", default="", choices=["", *WEIGHT_FORMATS], help="weight format (default: the dtype)")
+    numbers.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
+                         help="dtype of activations (default: bfloat16, or what the device has)")
+    numbers.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="weight format (default: the dtype)")
     numbers.add_argument("--kv-cache-dtype", default="auto", choices=KV_FORMATS,
                          help="KV cache format (default: auto, the dtype)")
+    numbers.add_argument("--any-engine", action="store_true",
+                         help="recommend also what this engine cannot do yet; it is marked")
     numbers.add_argument("--sparse", action="store_true", help="2:4 sparsity in the layers' linears")
     numbers.add_argument("--drafts", type=int, default=0, metavar="K",
                          help="speculative decoding: tokens proposed per step (default: 0)")
@@ -109,9 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _question(args: argparse.Namespace) -> plan_report.Question:
-    if not args.model or not args.gpu:
-        raise ConfigError("plan needs a MODEL and a --gpu, such as: ridgeline plan llama-3.1-8b --gpu H100")
-    model, device = find_model(args.model), find_device(args.gpu)
+    model, device = find_model(_required(args)), _device(args)
     objective = OBJECTIVES[args.objective] if args.objective else None
     default = objective.traffic if objective else Traffic(1024, 256)
     tokens_in = default.tokens_in if args.input is None else args.input
@@ -128,8 +134,23 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
     return plan_report.Question(
         setup, traffic, most, args.gpu_memory_utilization, args.price, slo, args.rate, args.parameters,
         args.hit_rate or 0.5, args.drafts or 4, args.acceptance, objective, (args.input, args.output),
-        parse_kl(args.kl) if args.kl else None,
+        parse_kl(args.kl) if args.kl else None, args.any_engine,
     )
+
+
+def _required(args: argparse.Namespace) -> str:
+    if not args.model or not (args.gpu or args.bandwidth or args.memory or args.tflops):
+        raise ConfigError("plan needs a MODEL and a --gpu, such as: ridgeline plan llama-3.1-8b --gpu H100; or a card described "
+                          "by --bandwidth GB/s --memory GB --tflops N")
+    return str(args.model)
+
+
+def _device(args: argparse.Namespace) -> Device:
+    own = (args.bandwidth, args.memory, args.tflops, args.fp8_tflops)
+    known = find_device(args.gpu) if args.gpu else None
+    if known is not None and known.kind == "cpu":
+        known = best_known(known)
+    return known if known is not None and own == (None,) * 4 else described(known, *own)
 
 
 def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
@@ -142,8 +163,8 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ConfigError(f"--price must be at least 0, got {args.price}")
     dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
-    # On a CPU the engine reads a GGUF file's blocks as they are; on a GPU it expands them.
-    stored = packed_format(args.model) if device.kind == "cpu" else None
+    # A GPU keeps quantised weights packed; a CPU reads only a GGUF file's blocks as they are.
+    stored = packed_format(args.model) if device.kind != "cpu" or args.model.endswith(".gguf") else None
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # refuses what cannot be divided
     return Setup(
         model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or stored or dtype,

@@ -18,6 +18,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
 from ridgeline.process.progress import progress_bar
 from ridgeline.process.standard_streams import say
+from ridgeline.process.start_phases import since_start
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.options import ServerOptions
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_options(parser, ServerOptions, "server", GROUPS)
     add_engine_options(parser)
+    parser.epilog = "Options of vLLM and llama.cpp are understood, too: docs/options.md lists what happens to each."
 
 
 def run(args: argparse.Namespace) -> None:
@@ -84,7 +86,7 @@ def require_authentication(options: ServerOptions, keys: Keys) -> None:
 def welcome(service: Service, address: str) -> str:
     ready = service.llm.ready
     assert ready is not None
-    facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, loaded in {ready.seconds:.1f} s"
+    facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, ready after {since_start():.1f} s"
     parts = [f"{part} {ready.memory[part] / 1e9:.2f} GB" for part in (WEIGHTS, KV) if part in ready.memory]
     return "\n".join(
         [

@@ -15,6 +15,7 @@ from ridgeline.report.style import GREY
 from ridgeline.report.web_page import beside, escaped, paragraph, prose
 from ridgeline.report.words import part_name, term_name
 
+_SHARED = 0.1                        # of the time: with more for other programs, figures are those of a busy machine
 _COLOUR = {"decode": 0, "prefill": 1, "mixed": 3}    # as on the dashboard
 
 
@@ -42,7 +43,10 @@ def diagnosis_page(
         ("Steps", [_lost(steps), html_table(_phases(steps)), html_table(_slowest(steps)), *timelines]),
         ("Ops and kernels", [html_table(_parts(ops)), _profiler(tree)] if ops and ops["parts"] else []),
         ("Patterns in the trace", [html_table(patterns)]),
-        ("Machine, workload and options", [beside(*map(web_page.facts, (_machine(machine), known, facts.get("options") or {})))]),
+        ("What was measured", [beside(*(
+            web_page.titled(heading, web_page.facts(rows))
+            for heading, rows in (("Machine", _machine(machine)), ("Workload", known), ("Options", facts.get("options") or {}))
+        ))]),
     ]
     return web_page.page(title, _lead(tree["verdict"], machine), sections)
 
@@ -101,7 +105,8 @@ def _rates(found: Mapping[str, Any]) -> dict[str, Any]:
 def _lost(steps: Mapping[str, Any]) -> str:
     if not steps.get("lost"):
         return ""
-    return paragraph(f"Other programs used the CPU for {steps['lost'] / (steps['seconds'] or 1.0):.0%} of the time.", "alarm")
+    share = steps["lost"] / (steps["seconds"] or 1.0)
+    return paragraph(f"Other programs used the CPU for {share:.0%} of the time.", "alarm" if share >= _SHARED else "quiet")
 
 
 def _phases(found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -165,12 +170,11 @@ def _roofline(points: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -
     if not known or not machine.get("read_bytes_s") or not machine.get("flops_s"):
         return []
     dots = [(point["flops"] / point["bytes"], point["flops"] / point["device"] / 1e9) for point in known]
-    low, high = min(place for place, _ in dots) / 2, max(place for place, _ in dots) * 2
+    x = axis("FLOP per byte", [min(place for place, _ in dots) / 2, max(place for place, _ in dots) * 2], log=True)
     edge = machine["flops_s"] / machine["read_bytes_s"]
-    places = sorted({low, high, *([edge] if low < edge < high else [])})
+    places = sorted({x.low, x.high, *([edge] if x.low < edge < x.high else [])})
     roof = [(place, min(place * machine["read_bytes_s"], machine["flops_s"]) / 1e9) for place in places]
-    heights = [height for _, height in (*dots, *roof) if math.isfinite(height)]
-    x, y = axis("FLOP per byte", [low, high], log=True), axis("GFLOP/s", heights, log=True)
+    y = axis("GFLOP/s", [height for _, height in (*dots, *roof) if math.isfinite(height)], log=True)
     series = [Series("roof", roof, colour=GREY)]
     for phase in dict.fromkeys(point["phase"] for point in known):
         own = [dot for dot, point in zip(dots, known, strict=True) if point["phase"] == phase]

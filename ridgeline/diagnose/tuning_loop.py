@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES),
                         help="use a public model's shapes with dummy weights, instead of MODEL")
     parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
-    parser.add_argument("--scenario", nargs="+", choices=list(names), help="default: all of them")
+    parser.add_argument("--scenario", nargs="+", choices=list(names), metavar="NAME",
+                        help=f"only these (default: all of this device): {', '.join(names)}")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs of runs, reported as a median (default: 5)")
     add_output(parser)
 

@@ -125,8 +125,8 @@ class Ready(msgspec.Struct, tag=True):
     seconds: float
     kv_dtype: str = ""
     techniques: list[str] = []       # that are on, by their names in `techniques`
-    sizes: dict[str, int] = {}       # options with which an engine after this one has the same KV cache and context
     memory: dict[str, int] = {}      # bytes of each part of the ledger, all ranks together
+    sizes: dict[str, int] = {}       # options with which an engine after this one has the same KV cache and context
 
 
 class Loading(msgspec.Struct, tag=True):

@@ -214,7 +214,6 @@ def hf_model_config(
     if "auto_map" in raw:
         logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
-    quantisation = read_quantisation(raw, where, directory)
     text = raw.get("text_config")
     if isinstance(text, dict):
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
@@ -262,7 +261,7 @@ def hf_model_config(
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
-        quantisation=quantisation,
+        quantisation=read_quantisation(raw, where, directory),
     )
 
 
@@ -321,7 +320,6 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     if fields.get(key("expert_count"), 0):
         raise ModelError(f"{where}: {key('expert_count')} {fields.get(key('expert_count'))}: mixtures of experts are not "
                          "supported")
-
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 

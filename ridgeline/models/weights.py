@@ -176,7 +176,7 @@ def _fill(
 ) -> None:
     gguf = isinstance(stored, GGUFSource)
     renamer = Renamer(config, gguf)
-    source = _canonical_source(stored, config, renamer, model)
+    source = _canonical_source(stored, config, renamer, pieces, model)
     matched = _match(pieces, source, renamer)
     total = sum(source.tensors[name].nbytes for name in matched)
     done = 0
@@ -218,7 +218,8 @@ _ROTATED = re.compile(r"\.qkv\.\w+:[qk]$")
 
 
 def _canonical_source(
-    stored: SafetensorsSource | GGUFSource, config: ModelConfig, renamer: Renamer, model: Decoder
+    stored: SafetensorsSource | GGUFSource, config: ModelConfig, renamer: Renamer, pieces: dict[str, Piece],
+    model: Decoder,
 ) -> Source:
     """Of a quantised checkpoint, the tensors of the formats that the model's linears keep."""
     quantisation, formats = config.quantisation, model.stored_formats()
@@ -228,7 +229,9 @@ def _canonical_source(
     if not formats:
         dtype = str(weight.dtype)[6:]
         logger.info("%s weights are expanded to %s: this device has no kernels for them", quantisation.method, dtype)
-    return QuantisedSource(stored, quantisation, renamer.pieces_of, renamer.prefixes, formats, weight.dtype, weight.device)
+    return QuantisedSource(
+        stored, quantisation, renamer.pieces_of, renamer.prefixes, pieces, formats, weight.dtype, weight.device
+    )
 
 
 def deinterleaved(rows: Tensor, head_dim: int) -> Tensor:

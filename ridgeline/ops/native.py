@@ -100,7 +100,7 @@ def library() -> Any:
         if not path().is_file():
             logger.info("compiling the CPU kernels for this machine (once; a few seconds)")
         elif not _is_ours(path()):
-            logger.warning("%s is not as it was built; compiling it again", path())
+            logger.warning("%s is not as it was built, and is not used: it is compiled anew", path())
         built = build()
         for runtime in _openmp_runtimes():
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)

@@ -2,8 +2,9 @@
 
     usable · gpu_memory_utilization = weights + KV cache + rows + steps + runtime (+ the draft model)
 
-Formats that the engine does not support yet are counted by their bytes per weight and per element of K and V. `textbook` is
-the common estimate from weights and KV alone.
+On a CPU all of it is the engine's: weights in the dtype, second layouts and stored blocks beside them, and a quarter of what is
+left for KV. On GPUs, formats that the engine does not support yet are counted by their bytes per weight and per element of K
+and V. `textbook` is the common estimate from weights and KV alone.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import kv_groups
 from ridgeline.models.model_config import weight_bytes as stored_bytes
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
-from ridgeline.plan.prediction import STEP_TOKENS, Setup
+from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel
-from ridgeline.resolve import DeviceFacts, Memory, gpu_sizes, page_bytes
+from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes, page_bytes
 from ridgeline.sizes import ledger
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
 
@@ -44,7 +45,7 @@ class Capacity:
     def of(cls, setup: Setup, context: int, utilization: float = 0.9, budget: int | None = None) -> Capacity:
         """`budget`: None for what the engine would choose."""
         if budget is None and setup.device.kind == "cpu":
-            budget = STEP_TOKENS
+            budget = CPU_STEP_TOKENS
         elif budget is None:
             _, budget = gpu_sizes(lambda tokens: cls.of(setup, context, utilization, tokens).memory)
         config = setup.model.config
@@ -58,10 +59,10 @@ class Capacity:
         if setup.model.experts is not None:              # a token's activations in all the experts that it visits
             config = replace(config, intermediate_size=setup.model.experts.widest)
         memory = Memory.of(options, facts, config, setup.dtype, groups, context, setup.graphs, budget)
-        rotation = memory.weights - stored_bytes(config, setup.dtype, facts.kind, setup.ranks)
-        memory = replace(
-            memory, weights=rotation + rank_bytes(setup.model, setup), per_block=block_bytes(setup.model, setup, groups)
-        )
+        if not on_cpu:
+            rotation = memory.weights - stored_bytes(config, setup.dtype, facts.kind, setup.ranks)
+            memory = replace(memory, weights=rotation + rank_bytes(setup.model, setup))
+        memory = replace(memory, per_block=block_bytes(setup.model, setup, groups))
         if setup.draft_model is None:
             return cls(setup, memory, groups, context, budget)
         draft = replace(setup, weights=setup.dtype, sparse=False)
@@ -83,6 +84,8 @@ class Capacity:
     def needed(self, batch: int) -> int:
         """Bytes beside the weights and the runtime."""
         kv = self.blocks(batch) * (self.memory.per_block + self.draft_per_block)
+        if self.memory.kind == "cpu":                    # the KV cache may take this part of what is left
+            kv = int(kv / CPU_KV_SHARE)
         return kv + self.memory.rows(batch) + self.memory.steps(batch, self.budget)
 
     @property

@@ -1,8 +1,9 @@
 """Predicts a deployment under steady load: requests of one size, a fixed batch, prompts computed in the decodes' steps.
 
     step  = a decode of the batch at its mean context + per finished request the extra time of one prompt in such a step
-    TPOT  = step / tokens per request and step          (1, or with drafts (1 − αᵏ⁺¹)/(1 − α))
-    TTFT  = half a step + the steps that compute the prompt, together with running decodes and the step's other prompts
+    TPOT  = such a step with the others' prompts alone / tokens per request and step (1, or with drafts (1 − αᵏ⁺¹)/(1 − α)):
+            it counts the tokens after the first, and a request's own prompt is done by then
+    TTFT  = half of that + the steps that compute the prompt, together with running decodes and the step's other prompts
     tok/s = batch · tokens per request and step / step
 
 From it: the table over batch sizes, the limits of the batch, the best number of ranks, and the devices that a rate needs.
@@ -20,6 +21,7 @@ from ridgeline.plan.precision import compute_format, weight_bytes
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup, decode_seconds, rows_seconds
 from ridgeline.plan.workload_steps import Row, decode_rows
 from ridgeline.roofline.step_cost import expected_tokens
+from ridgeline.sizes.abilities import MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class Point:
     batch: int
     ttft: float
     tpot: float
-    prefill: float                   # seconds of one prompt, alone
+    prefill: float                   # seconds of one prompt, alone …
+    prompt: float                    # … and what it adds to the steps that it shares with decodes
     tok_s: float                     # output tokens per second, of all devices together
     requests_s: float
 
@@ -88,10 +91,10 @@ def operate(setup: Setup, batch: int, traffic: Traffic, budget: int = STEP_TOKEN
     extra = sum(each - plain for each in with_prompt)    # what a prompt adds to the steps it is in
     tokens = expected_tokens(setup.acceptance, setup.drafts)
     prompts = batch * tokens / traffic.tokens_out        # that begin per step, on average
-    step = decode + prompts * extra
-    ttft = step / 2 + len(rows) * plain + max(1.0, prompts) * extra      # others' prompts are in the same steps
+    step, others = decode + prompts * extra, decode + prompts * extra * (batch - 1) / batch
+    ttft = others / 2 + len(rows) * plain + max(1.0, prompts) * extra    # others' prompts are in the same steps
     return Point(
-        setup, batch, ttft=ttft, tpot=step / tokens, prefill=alone, tok_s=batch * tokens / step,
+        setup, batch, ttft=ttft, tpot=others / tokens, prefill=alone, prompt=extra, tok_s=batch * tokens / step,
         requests_s=batch * tokens / step / traffic.tokens_out,
     )
 
@@ -166,17 +169,25 @@ def best_point(setup: Setup, traffic: Traffic, slo: Slo, utilization: float = 0.
 
 
 def devices_for(
-    setup: Setup, traffic: Traffic, slo: Slo, rate: float, most_ranks: int = 8, utilization: float = 0.9
+    setup: Setup, traffic: Traffic, slo: Slo, rate: float, most_ranks: int = 8, utilization: float = 0.9,
+    any_engine: bool = True,
 ) -> list[Answer]:
-    """For every number of ranks that can, fewest devices first; none is loaded beyond MOST_LOAD."""
+    """For every number of ranks that can, fewest devices first; none is loaded beyond MOST_LOAD. Without `any_engine` only ranks
+    that this engine has."""
     if not 0 < rate < math.inf:
         raise ConfigError(f"rate must be above 0, got {rate}")
     answers = []
-    for ranks in possible_ranks(setup.model, most_ranks):
+    for ranks in possible_ranks(setup.model, most_ranks) if any_engine else ranks_here(setup, most_ranks):
         point = best_point(replace(setup, ranks=ranks), traffic, slo, utilization)
         if point is not None:
             answers.append(Answer(point, math.ceil(rate / (MOST_LOAD * point.requests_s)), rate))
     return sorted(answers, key=lambda answer: (answer.devices, answer.point.tpot))
+
+
+def ranks_here(setup: Setup, most: int) -> list[int]:
+    """Numbers of ranks that this engine runs on such a device, and what was asked for."""
+    return [ranks for ranks in possible_ranks(setup.model, most) if ranks <= MOST_RANKS.get(setup.device.kind, 1)
+            or ranks == setup.ranks]
 
 
 def by_ranks(setup: Setup, traffic: Traffic, most: int, utilization: float = 0.9) -> list[tuple[Point, Point]]:

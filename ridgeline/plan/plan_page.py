@@ -21,6 +21,7 @@ _QUALITY = {
     "KL": "divergence from the unquantized model, nats (ridgeline eval)",
 }
 _NOT_HERE = "not in this engine yet"
+_BUSY = 0.1
 _PER_DEVICE = "output tok/s per device"
 Row = Mapping[str, Any]
 
@@ -63,7 +64,9 @@ def _device(told: Row) -> str:
 
 
 def missing(told: Row, point: Row) -> list[str]:
-    """Of a setup, what this engine lacks. On a CPU it reads a file's packed weights as they are."""
+    """Of a setup, what this engine lacks: as the plan says, or by its formats. A CPU reads packed weights as they are."""
+    if "missing" in point:
+        return list(point["missing"])
     kind = told["kind"]
     known = {technique.name for technique in TECHNIQUES if technique.device in ("", kind)}
     known |= {f"{told['weights']} weights"} if kind == "cpu" else set()
@@ -80,7 +83,10 @@ def _lead(told: Row) -> list[str]:
                   f"of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out.", "quiet"),
     ]
     lacking = [*([told["not_run"]] if told["not_run"] else []), *missing(told, told)]
-    return said + [paragraph(f"{', '.join(lacking)}: {_NOT_HERE}; only planned.", "alarm")] * bool(lacking)
+    taken = told.get("taken", 0.0)                       # of the cores, by other programs, while a CPU was measured
+    said += [paragraph(f"{', '.join(lacking)}: {_NOT_HERE}; only planned.", "alarm")] * bool(lacking)
+    busy = f"This machine is busy: other programs had {taken:.0%} of its cores while it was measured. It is faster when quiet."
+    return said + [paragraph(busy, "alarm")] * (taken > _BUSY)
 
 
 def _speed(told: Row) -> str:

@@ -23,10 +23,22 @@ from ridgeline.plan.operation import (
 )
 from ridgeline.plan.precision import support
 from ridgeline.plan.prediction import MOST_ROWS, Setup, proposal_seconds, step_parts
-from ridgeline.plan.search import OBJECTIVES, Objective, best, candidates, effects, measured_loss, pareto, quality
+from ridgeline.plan.search import (
+    OBJECTIVES,
+    Objective,
+    best,
+    candidates,
+    effects,
+    measured_loss,
+    missing,
+    pareto,
+    quality,
+)
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.sizes import ledger
 from ridgeline.sizes.ledger import GIB
+
+_TAKEN = 0.1                         # of the cores: more and a CPU is called busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,7 @@ class Question:
     objective: Objective | None = None
     given: tuple[int | None, int | None] = (None, None)  # tokens in and out that were asked for; None: an objective's own
     kl: dict[str, float] | None = None                   # measured by `ridgeline eval`, by format; "kv-fp8" is the cache's
+    any_engine: bool = False         # recommend also what this engine cannot do yet
 
 
 def answer(question: Question) -> dict[str, Any]:
@@ -61,7 +74,7 @@ def answer(question: Question) -> dict[str, Any]:
         "kv_heads": setup.model.config.num_kv_heads,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
-        "formats": support(setup.device), "lossy": setup.lossy,
+        "formats": support(setup.device), "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
         "fits": capacity.fits, "ledger": capacity.parts(largest or 1), "usable": capacity.memory.room,
         "kv_bytes_per_token": capacity.kv_bytes_per_token, "largest_batch": capacity.largest_batch(),
         "longest_context": capacity.longest_context(), "compute_limited_batch": compute_limited_batch(setup),
@@ -91,7 +104,8 @@ def answer(question: Question) -> dict[str, Any]:
         told["within_slo"] = _point(point, question.price) if point is not None else None
     if question.rate is not None:
         answers = devices_for(
-            setup, traffic, question.slo or Slo(), question.rate, question.most_ranks, question.utilization
+            setup, traffic, question.slo or Slo(), question.rate, question.most_ranks, question.utilization,
+            question.any_engine,
         )
         told["deployments"] = [_answer(each, question.price) for each in answers]
     return told
@@ -104,7 +118,9 @@ def objectives(question: Question) -> dict[str, Any]:
     for objective in asked:
         (given_in, given_out), own = question.given, objective.traffic
         traffic = Traffic(given_in or own.tokens_in, given_out or own.tokens_out, question.traffic.hit_rate)
-        points = candidates(question.setup, traffic, question.most_ranks, objective.lossy, question.utilization)
+        points = candidates(
+            question.setup, traffic, question.most_ranks, objective.lossy, question.utilization, question.any_engine
+        )
         point = best(points, objective)
         found[objective.name] = {
             "what": objective.what, "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out,
@@ -138,8 +154,10 @@ def fronts(question: Question) -> dict[str, Any]:
 def _point(point: Point, price: float | None) -> dict[str, Any]:
     return {
         "label": point.setup.label, "ranks": point.setup.ranks, "weights": point.setup.weights, "kv": point.setup.kv,
-        "batch": point.batch, "ttft": point.ttft, "tpot": point.tpot, "prefill": point.prefill, "tok_s": point.tok_s,
+        "batch": point.batch, "ttft": point.ttft, "tpot": point.tpot, "prefill": point.prefill, "prompt": point.prompt,
+        "tok_s": point.tok_s,
         "tok_s_device": point.tok_s_device, "requests_s": point.requests_s, "lossy": point.setup.lossy,
+        "missing": sorted(missing(point.setup)),
         "dollars_per_million": point.dollars_per_million(price) if price is not None else None,
     }
 
@@ -169,6 +187,8 @@ def _finite(value: float) -> float | None:
 
 def text(told: dict[str, Any]) -> str:
     lines = [
+        *_summary(told),
+        "",
         f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['ranks']} × {told['device']}: "
         f"weights in {told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
         f"{told['dtype'] if told['kv'] == 'auto' else told['kv']}"
@@ -177,6 +197,9 @@ def text(told: dict[str, Any]) -> str:
         + (f", {told['hit_rate']:.0%} of the prompt cached" if told["hit_rate"] else ""),
         *_uneven(told),
         *([f"{told['not_run']}: only planned; this engine does not run it yet"] * bool(told["not_run"])),
+        *([f"not in this engine yet: {', '.join(told['missing'])}"] * bool(told["missing"])),
+        *([f"this machine is busy: other programs had {told['taken']:.0%} of its cores while it was measured, so it looks "
+           "slower than it is when quiet"] * (told["taken"] > _TAKEN)),
         "",
         *_memory(told),
         "",
@@ -195,10 +218,50 @@ def text(told: dict[str, Any]) -> str:
     for name, found in told.get("objectives", {}).items():
         lengths = f"({found['tokens_in']:,} tokens in, {found['tokens_out']:,} out)"
         lines += ["", f"{name}: {found['what']} {lengths}", f"  {_one_line(found['best'])}"]
+    if told.get("objectives") and not any(found["best"] for found in told["objectives"].values()):
+        lines += ["", "`--any-engine` also considers what this engine cannot do yet"]
     emulated = [f"{name} ({how})" for name, how in told["formats"].items() if how != "native"]
     native = [name for name, how in told["formats"].items() if how == "native"]
     lines += ["", f"native on {told['device']}: {', '.join(native)}; {'; '.join(emulated)}"]
     return "\n".join(lines)
+
+
+def _summary(told: dict[str, Any]) -> list[str]:
+    """The three lines that answer most questions: does it fit, how fast is it, what limits it."""
+    context = told["tokens_in"] + told["tokens_out"]
+    if "batches" not in told:
+        need = sum(told["ledger"].values())
+        return [f"DOES NOT FIT: it needs {need / GIB:.1f} GiB with one request of {context:,} tokens, and "
+                f"{told['usable'] / GIB:.1f} are usable"]
+    one, many = told["batches"][0], told["batches"][-1]
+    weights = told["ledger"][ledger.WEIGHTS]
+    lines = [
+        f"fits: {weights / GIB:.1f} GiB of weights in {told['usable'] / GIB:.1f} GiB, with room for "
+        f"{_requests(told['largest_batch'])} of {context:,} tokens",
+        f"how fast: one user waits {one['ttft'] * 1e3:,.0f} ms for the first token, then {one['tpot'] * 1e3:.1f} ms for each "
+        f"({_rate(1 / one['tpot'])} tok/s); {_requests(many['batch'])} at once: {_rate(many['tok_s'])} tok/s, "
+        f"{many['tpot'] * 1e3:.1f} ms each",
+    ]
+    bound = {
+        point["batch"]: _binds(told["step_parts"][str(point["batch"])], point, told["compute_limited_batch"])
+        for point in (one, many)
+    }
+    return [*lines, "what binds: " + "; ".join(f"at batch {batch} {what}" for batch, what in bound.items())]
+
+
+def _binds(parts: dict[str, float], point: dict[str, Any], compute_limited: int) -> str:
+    batch = point["batch"]
+    prompts = point["requests_s"] * point["prompt"]              # of the time; decodes take the rest
+    if prompts > 0.5:
+        return f"computing prompts ({prompts:.0%} of the time)"
+    name = max(parts, key=lambda each: parts[each])
+    what = {
+        "linears": "reading the weights" if batch < compute_limited else "computing the linears", "head": "the head",
+        "attention": "attention over the KV cache", "small": "small ops and launches",
+        "communication": "ranks that wait for each other",
+        "step": "sampling and the host", "proposals": "proposing drafts",
+    }[name]
+    return f"{what} ({parts[name] / sum(parts.values()):.0%} of a decode step)"
 
 
 def _uneven(told: dict[str, Any]) -> list[str]:
@@ -308,5 +371,6 @@ def _one_line(point: dict[str, Any] | None) -> str:
     if point is None:
         return "no setup meets it"
     cost = f", ${point['dollars_per_million']:.3f} per million tokens" if point["dollars_per_million"] is not None else ""
+    marked = f" (not in this engine yet: {', '.join(point['missing'])})" if point["missing"] else ""
     return (f"{point['label']}, batch {point['batch']}: {_rate(point['tok_s_device'])} tok/s per device, "
-            f"TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms{cost}")
+            f"TTFT {point['ttft'] * 1e3:.0f} ms, TPOT {point['tpot'] * 1e3:.1f} ms{cost}{marked}")

@@ -11,7 +11,8 @@ from ridgeline.plan.operation import Point, Slo, Traffic, batches, operate
 from ridgeline.plan.precision import signal_to_noise
 from ridgeline.plan.prediction import MOST_ROWS, Setup
 from ridgeline.plan.public_models import PlannedModel
-from ridgeline.techniques import TECHNIQUES
+from ridgeline.sizes import abilities
+from ridgeline.sizes.abilities import MOST_RANKS, available
 
 # ── techniques ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -36,33 +37,33 @@ def effects(
     draft_model: PlannedModel | None = None, utilization: float = 0.9,
 ) -> list[Effect]:
     """Every technique that is not on already."""
-    known = {technique.name: technique.exact for technique in TECHNIQUES}
     hits = replace(traffic, hit_rate=hit_rate)
     speculative = replace(setup, drafts=drafts, acceptance=acceptance, draft_model=draft_model)
-    changed: list[tuple[str, str, bool, Setup, Traffic]] = [
-        ("fp8 weights", "quantised weights", False, replace(setup, weights="fp8"), traffic),
-        ("int8 weights", "int8 weights", False, replace(setup, weights="int8"), traffic),
-        ("int4 weights", "int4 weights", False, replace(setup, weights="int4"), traffic),
-        ("2:4 sparsity", "2:4 sparsity", False, replace(setup, sparse=True), traffic),
-        ("fp8 KV", "fp8 KV", False, replace(setup, kv="fp8"), traffic),
-        ("int8 KV", "int8 KV", False, replace(setup, kv="int8"), traffic),
-        (f"prefix hits {hit_rate:.0%}", "prefix caching", True, setup, hits),
-        (f"{drafts} drafts, α = {acceptance:g}", "speculation", True, speculative, traffic),
+    changed: list[tuple[str, bool, Setup, Traffic]] = [
+        ("fp8 weights", False, replace(setup, weights="fp8"), traffic),
+        ("int8 weights", False, replace(setup, weights="int8"), traffic),
+        ("int4 weights", False, replace(setup, weights="int4"), traffic),
+        ("2:4 sparsity", False, replace(setup, sparse=True), traffic),
+        ("fp8 KV", False, replace(setup, kv="fp8"), traffic),
+        ("int8 KV", False, replace(setup, kv="int8"), traffic),
+        (f"prefix hits {hit_rate:.0%}", True, setup, hits),
+        (f"{drafts} drafts, α = {acceptance:g}", True, speculative, traffic),
     ]
     before = _ends(setup, traffic, utilization)
     found = []
-    for name, technique, exact, new, requests in changed:
+    for name, exact, new, requests in changed:
         if new == setup and requests == traffic:
             continue
         after = _ends(new, requests, utilization)
         if after is None:
             continue
         one, many = after
+        here = missing(new) <= missing(setup)
         if before is None:                               # only with it does the model fit
-            found.append(Effect(name, technique in known, exact, math.inf, math.inf, math.inf, many.batch, new, requests))
+            found.append(Effect(name, here, exact, math.inf, math.inf, math.inf, many.batch, new, requests))
             continue
         found.append(Effect(
-            name, technique in known, exact, before[0].tpot / one.tpot, many.tok_s / before[1].tok_s,
+            name, here, exact, before[0].tpot / one.tpot, many.tok_s / before[1].tok_s,
             before[0].ttft / one.ttft, many.batch, new, requests,
         ))
     return found
@@ -121,10 +122,34 @@ def measured_loss(setup: Setup, kl: Mapping[str, float]) -> float | None:
     return None if None in found else sum(value for value in found if value is not None)
 
 
+def missing(setup: Setup) -> set[str]:
+    """What this engine cannot do of a setup, on its device, today."""
+    device, found = setup.device, set()
+    if device.kind not in MOST_RANKS:
+        found.add(f"{device.name} as a device")
+    weights, kv = (
+        {each.name for each in available(formats, device.kind, device.flops, setup.dtype)}
+        for formats in (abilities.WEIGHT_FORMATS, abilities.KV_FORMATS)
+    )
+    # On a CPU the formats of weights are those of the file, read as it stores them.
+    if setup.weights not in (setup.dtype, *weights) and device.kind != "cpu":
+        found.add(f"{setup.weights} weights")
+    if setup.kv not in ("auto", *kv):
+        found.add(f"{setup.kv} KV")
+    if setup.sparse:
+        found.add("2:4 sparsity")
+    if setup.drafts:
+        found.add("speculation")
+    if setup.ranks > MOST_RANKS.get(device.kind, 1):
+        found.add("several devices")
+    return found
+
+
 def candidates(
-    setup: Setup, traffic: Traffic, most_ranks: int, lossy: bool = True, utilization: float = 0.9
+    setup: Setup, traffic: Traffic, most_ranks: int, lossy: bool = True, utilization: float = 0.9, any_engine: bool = True,
 ) -> list[Point]:
-    """Every combination of ranks, formats and batch that fits."""
+    """Every combination of ranks, formats and batch that fits. Without `any_engine` those that this engine can run, beside what
+    was asked for."""
     formats = [(setup.weights, setup.kv)]
     if lossy:
         formats += [(weights, kv) for weights in (setup.weights, "fp8", "int4") for kv in (setup.kv, "fp8")]
@@ -132,6 +157,8 @@ def candidates(
     for ranks in possible_ranks(setup.model, most_ranks):
         for weights, kv in dict.fromkeys(formats):
             made = replace(setup, ranks=ranks, weights=weights, kv=kv)
+            if not any_engine and not missing(made) <= missing(setup):
+                continue
             largest = min(Capacity.of(made, traffic.context, utilization).largest_batch(MOST_ROWS), MOST_ROWS)
             found += [operate(made, batch, traffic) for batch in batches(largest)]
     return found

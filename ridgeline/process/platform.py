@@ -9,6 +9,7 @@ import platform as _platform
 import pwd
 import resource
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ridgeline.errors import ConfigError
@@ -46,6 +47,31 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
+@dataclass(frozen=True, slots=True)
+class CoreSeconds:
+    """CPU seconds of the whole machine and of this process, and when they were read."""
+
+    machine: float
+    own: float
+    at: float
+
+    def others_since(self, before: CoreSeconds) -> float:
+        """The share of all cores that other programs had."""
+        others = (self.machine - before.machine) - (self.own - before.own)
+        return min(1.0, max(0.0, others / max((self.at - before.at) * (os.cpu_count() or 1), 1e-9)))
+
+
+def core_seconds() -> CoreSeconds:
+    times = os.times()
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, interrupts, soft, *_ = (int(word) for word in file.readline().split()[1:])
+        machine = (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):                        # no such system: nothing is known of others
+        machine = times.user + times.system
+    return CoreSeconds(machine, times.user + times.system, times.elapsed)
+
+
 def wait_briefly() -> None:
     """Threads that wait for each other spin only briefly before they sleep.
 
@@ -60,8 +86,9 @@ def wait_briefly() -> None:
 
 def quiet_torch() -> None:
     """torch's C++ half logs warnings, some with stack traces, straight to stderr; leave only its errors. Works only before torch
-    is imported. Set TORCH_CPP_LOG_LEVEL=WARNING to see them."""
+    is imported. Set TORCH_CPP_LOG_LEVEL=WARNING to see them. Its profiler (Kineto) writes two lines per trace below level 6."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def keep_freed_memory() -> None:

@@ -49,15 +49,19 @@ def progress_bar(label: str, in_bytes: bool = False, wanted: bool = True) -> Ite
 
 
 class ProgressLines:
-    """`loading x: 1.20 of 16.06 GB`, at most every LINE_SECONDS, and never for what is quicker than that."""
+    """`loading x: 1.2 of 16.1 GB`, at most every LINE_SECONDS, and never for what is quicker than that."""
 
     def __init__(self, label: str, in_bytes: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._label, self._in_bytes, self._clock = label, in_bytes, clock
         self._next = clock() + LINE_SECONDS
 
     def __call__(self, done: int, total: int) -> None:
-        if self._clock() < self._next:
+        if self._clock() < self._next or done >= total:
             return
         self._next = self._clock() + LINE_SECONDS
-        counts = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB" if self._in_bytes else f"{done} of {total}"
-        print(f"{self._label}: {counts}", file=sys.stderr, flush=True)
+        print(f"{self._label}: {self._counts(done, total)}", file=sys.stderr, flush=True)
+
+    def _counts(self, done: int, total: int) -> str:
+        if not self._in_bytes:
+            return f"{done} of {total}"
+        return f"{done / 1e9:.1f} of {total / 1e9:.1f} GB" if total >= 1e9 else f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"

@@ -195,8 +195,11 @@ def made_format(name: str, inputs: int, share: int) -> WeightFormat | None:
     return format
 
 
+MOST_CODE_ROWS = 64                  # that ops/quantised multiplies by codes; for more rows it expands the weight
+
+
 def has_kernels(format: WeightFormat) -> bool:
-    """Whether GPU kernels multiply by the codes of this format. Otherwise a product expands its weight first."""
+    """Whether a GPU has kernels made for this format. Otherwise ops/quantised serves it, as every format."""
     return format.grid == "e4m3" and format.scales is not None and format.scales.block == (1, 0)
 
 

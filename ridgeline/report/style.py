@@ -34,7 +34,7 @@ header { display: flex; align-items: center; gap: 12px; margin-bottom: 6px; }
   stroke-linecap: round; }
 .mark circle { fill: var(--prefill); stroke: none; }
 h1 { font-size: 21px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 17px; margin: 0 0 8px; }
-h3 { font-size: 14px; margin: 16px 0 4px; } p { margin: 6px 0; overflow-wrap: anywhere; }
+h3 { font-size: 14px; margin: 6px 0 2px; } p { margin: 6px 0; overflow-wrap: anywhere; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 14px 16px; margin-top: 14px;
   box-shadow: var(--shadow); }
 .quiet { color: var(--soft); } .alarm { color: var(--bad); font-weight: 600; }

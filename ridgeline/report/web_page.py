@@ -66,6 +66,10 @@ def beside(*pieces: str) -> str:
     return f'<div class="beside">{"".join(pieces)}</div>' if any(pieces) else ""
 
 
+def titled(heading: str, body: str) -> str:
+    return f"<div><h3>{escaped(heading)}</h3>{body}</div>" if body else ""
+
+
 def folded(summary: str, body: str) -> str:
     """Shown after a click."""
     return f"<details><summary>{escaped(summary)}</summary>{body}</details>" if body else ""

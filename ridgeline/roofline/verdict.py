@@ -160,14 +160,10 @@ def judge(window: Window, setting: Setting | None = None) -> Verdict:
 
 def _binding(window: Window, setting: Setting, parts: Mapping[str, float]) -> tuple[str, float, str]:
     """The term, its share, and a sentence."""
-    if window.seconds and window.front_end >= LOOP_FULL * window.seconds and window.busy <= (1 - BINDS) * window.seconds:
-        return _front_end(window)
-    if not window.steps or window.busy <= 0:
-        return IDLE, 1.0, "no steps: there were no requests"
+    lacking = _lacks_work(window)
+    if lacking is not None:
+        return lacking
     busy = window.busy
-    if busy < BUSY * window.seconds and window.waiting < 1:
-        idle = 1 - busy / window.seconds
-        return IDLE, idle, f"the engine had no work for {idle:.0%} of the time"
     overhead = max(OVERHEADS, key=lambda name: parts[name])
     rest = max(seconds for name, seconds in parts.items() if name not in OVERHEADS)
     share = parts[overhead] / busy
@@ -188,6 +184,18 @@ def _binding(window: Window, setting: Setting, parts: Mapping[str, float]) -> tu
         return IMPLEMENTATION, parts[roof] / busy, "most of the memory traffic is activations between ops"
     share = parts[roof] / busy
     return roof, share, f"{_WHY[roof].format(share=share)}; steps reach {min(reached, 1.0):.0%} of their roof"
+
+
+def _lacks_work(window: Window) -> tuple[str, float, str] | None:
+    """The term if the engine waits for requests; None: it does not."""
+    if window.seconds and window.front_end >= LOOP_FULL * window.seconds and window.busy <= (1 - BINDS) * window.seconds:
+        return _front_end(window)
+    if not window.steps or window.busy <= 0:
+        return IDLE, 1.0, "no steps: there were no requests"
+    if window.busy < BUSY * window.seconds and window.waiting < 1:
+        idle = 1 - window.busy / window.seconds
+        return IDLE, idle, f"the engine had no work for {idle:.0%} of the time"
+    return None
 
 
 def _front_end(window: Window) -> tuple[str, float, str]:

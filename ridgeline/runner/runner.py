@@ -254,7 +254,7 @@ class Runner:
         ids = np.zeros((len(rows), max(map(len, step.listed))), np.int64)
         for place, each in enumerate(step.listed):
             ids[place, : len(each)] = each
-        total = logits.gather(1, tokens[:, None]).float() - logprobs[:, None]
+        total = logits.gather(1, tokens[:, None].long()).float() - logprobs[:, None]
         step.listed_logprobs = Fetched(logits.gather(1, to_device(ids, logits.device)).float() - total)
 
     def collect(self) -> StepResult:

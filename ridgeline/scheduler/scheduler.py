@@ -212,7 +212,7 @@ class Scheduler:
 
         Also what is left of the budget, and the waiting sequences it is kept for; None: blocks ran short, so none may join.
         """
-        table, size = self._running.rows, self.manager.block_size
+        table = self._running.rows
         rows = table.ranked()
         if not len(rows):
             return rows, rows, self._budget(0, 0), []
@@ -236,17 +236,8 @@ class Scheduler:
             if self._joining.fair and num_decodes < budget < before[-1] + need[-1]:
                 tokens[num_decodes:], ahead = self._share(rows[num_decodes:], need[num_decodes:], budget - num_decodes)
 
-        preemptions = self.counters.preemptions
-        short = False
-        for place in np.nonzero(table.computed[rows] + tokens > table.num_blocks[rows] * size)[0].tolist():
-            sequence = table.sequences[rows[place]]
-            if sequence is None:                                 # preempted a moment ago, for a row before it
-                continue
-            if not self._grow(sequence, int(table.computed[sequence.row] + tokens[place])):
-                tokens[place] = 0
-                short = True
-        if self.counters.preemptions > preemptions:
-            short = True
+        short = self._grow_rows(rows, tokens)
+        if short:
             alive = np.array([table.sequences[row] is not None for row in rows.tolist()], bool)
             rows, tokens = rows[alive], tokens[alive]
         if short or not whole:
@@ -255,6 +246,18 @@ class Scheduler:
             for place in np.nonzero(tokens > 1)[0].tolist():
                 self._running.publish_later(int(rows[place]), int(tokens[place]))
         return rows, tokens, budget - int(tokens.sum()), None if short else ahead
+
+    def _grow_rows(self, rows: np.ndarray, tokens: np.ndarray) -> bool:
+        """Blocks for these tokens; rows that must wait get none. True: blocks ran short, or sequences were preempted for them."""
+        table, preemptions, short = self._running.rows, self.counters.preemptions, False
+        for place in np.nonzero(table.computed[rows] + tokens > table.num_blocks[rows] * self.manager.block_size)[0].tolist():
+            sequence = table.sequences[rows[place]]
+            if sequence is None:                                 # preempted a moment ago, for a row before it
+                continue
+            if not self._grow(sequence, int(table.computed[sequence.row] + tokens[place])):
+                tokens[place] = 0
+                short = True
+        return short or self.counters.preemptions > preemptions
 
     def _share(self, rows: np.ndarray, need: np.ndarray, budget: int) -> tuple[list[int], _Ahead]:
         """Running prompts cannot all be finished: tokens for each (fairness.py), and for waiting sequences that go ahead."""

@@ -21,7 +21,7 @@ from ridgeline.server.api.ollama import ollama_models, ollama_prepare
 from ridgeline.server.api.openai import responses_continued
 from ridgeline.server.api.openai.embeddings import embed
 from ridgeline.server.api.vllm.score import score
-from ridgeline.server.background import Responses
+from ridgeline.server.background_responses import Responses
 from ridgeline.server.endpoints import Generation, Invocations, Question
 from ridgeline.server.http.error_bodies import body_for
 from ridgeline.server.http.failures import describe, http_error
@@ -90,6 +90,7 @@ def _ollama(service: Service) -> list[Route]:
 def _llamacpp(service: Service) -> list[Route]:
     return [
         _post("/completion", Generation(service, llama_server.prepare_completion, LLAMA, "prompt")),
+        _post("/completions", Generation(service, llama_server.prepare_alias, LLAMA, "prompt")),
         _post("/apply-template", Question(service, llama_server.apply_template, prompt_field="messages")),
         _post("/infill", Question(service, llama_server.infill)),
         *llama_server.routes(service),

@@ -191,7 +191,7 @@ class Invocations(Endpoint):
         def names() -> Collection[str]:
             try:
                 return msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
                 raise BadRequest(f"the body is not a JSON object: {error}") from None
 
         given = await away_if_long(len(body), names)

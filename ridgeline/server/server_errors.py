@@ -15,6 +15,10 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served here (HTTP 404)."""
 
 
+class WrongPath(RequestError):
+    """The path is another API's, and the request shows that its client meant one of ours (HTTP 404)."""
+
+
 class NotStored(RequestError):
     """The request asks for a stored response that does not exist (HTTP 404)."""
 

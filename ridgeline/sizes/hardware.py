@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Link:
 NVLINK2, NVLINK3 = Link(150 * GB, 10e-6), Link(300 * GB, 10e-6)
 NVLINK4, NVLINK5 = Link(450 * GB, 10e-6), Link(900 * GB, 10e-6)
 XGMI = Link(448 * GB, 12e-6)         # MI300X: seven links of 64 GB/s
-PCIE4, PCIE5 = Link(32 * GB, 25e-6), Link(64 * GB, 25e-6)
+PCIE3, PCIE4, PCIE5 = Link(16 * GB, 25e-6), Link(32 * GB, 25e-6), Link(64 * GB, 25e-6)
 NO_LINK = Link(float("inf"), 0.0)    # there is only one of them
 
 
@@ -48,6 +48,7 @@ class Device:
     kind: str = "cuda"               # as the engine calls it; devices of other kinds can be planned, not used
     torch_names: tuple[str, ...] = field(default=())     # what torch calls it
     inline_ecc: bool = False         # error correction takes a sixteenth of the memory itself, as on servers' GDDR6
+    taken: float = 0.0               # of a measured CPU: the share of its cores that other programs had meanwhile
 
     @property
     def usable(self) -> int:
@@ -94,16 +95,29 @@ DEVICES: dict[str, Device] = {
                True, torch_names=("NVIDIA H100 NVL",)),
         Device("H200", 141 * GB, 4.8 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
                True, torch_names=("NVIDIA H200",)),
+        Device("GH200", 96 * GB, 4.0 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
+               True, torch_names=("NVIDIA GH200 480GB",)),
         Device("B200", 180 * GB, 8.0 * TB, _rates(bfloat16=2250, float16=2250, fp8=4500, int8=4500, fp4=9000, float32=80),
                NVLINK5, True, torch_names=("NVIDIA B200",)),
         Device("MI300X", 192 * GB, 5.3 * TB, _rates(bfloat16=1307, float16=1307, fp8=2615, int8=2615, float32=163), XGMI,
                True, torch_names=("AMD Instinct MI300X", "AMD Instinct MI300X OAM")),
+        Device("T4", 16 * GB, 0.32 * TB, _rates(float16=65, int8=130, float32=8.1), PCIE3, torch_names=("Tesla T4",),
+               inline_ecc=True),
+        Device("A10", 24 * GB, 0.6 * TB, _rates(bfloat16=125, float16=125, int8=250, float32=31.2), PCIE4, True,
+               torch_names=("NVIDIA A10",), inline_ecc=True),
         Device("L4", 24 * GB, 0.3 * TB, _rates(bfloat16=121, float16=121, fp8=242, int8=242, float32=30), PCIE4, True,
                torch_names=("NVIDIA L4",), inline_ecc=True),
         Device("L40", 48 * GB, 0.864 * TB, _rates(bfloat16=181, float16=181, fp8=362, int8=362, float32=90.5), PCIE4, True,
                torch_names=("NVIDIA L40",), inline_ecc=True),
         Device("L40S", 48 * GB, 0.864 * TB, _rates(bfloat16=362, float16=362, fp8=733, int8=733, float32=91.6), PCIE4, True,
                torch_names=("NVIDIA L40S",), inline_ecc=True),
+        Device("RTX6000Ada", 48 * GB, 0.96 * TB, _rates(bfloat16=364, float16=364, fp8=728, int8=728, float32=91.1), PCIE4, True,
+               torch_names=("NVIDIA RTX 6000 Ada Generation",), inline_ecc=True),
+        # GeForce: 16-bit and fp8 products with sums in float32, which run at half the rate of those with narrower sums.
+        Device("RTX3090", 24 * GB, 0.936 * TB, _rates(bfloat16=71, float16=71, int8=284, float32=35.6), PCIE4, True,
+               torch_names=("NVIDIA GeForce RTX 3090",)),
+        Device("RTX4080", 16 * GB, 0.717 * TB, _rates(bfloat16=97.5, float16=97.5, fp8=195, int8=390, float32=48.7), PCIE4,
+               True, torch_names=("NVIDIA GeForce RTX 4080",)),
         Device("RTX4090", 24 * GB, 1.008 * TB, _rates(bfloat16=165, float16=165, fp8=330, int8=661, float32=82.6), PCIE4,
                True, torch_names=("NVIDIA GeForce RTX 4090",)),
         Device("RTX5090", 32 * GB, 1.792 * TB, _rates(bfloat16=210, float16=210, fp8=419, int8=838, fp4=1676, float32=105),
@@ -127,7 +141,8 @@ def find_device(name: str) -> Device:
         return measure_cpu()
     found = {_plain(each): device for each, device in DEVICES.items()}.get(wanted) or data_sheet(name)
     if found is None:
-        raise ConfigError(f"unknown GPU {name!r}; known are {', '.join(DEVICES)}, and cpu")
+        raise ConfigError(f"unknown GPU {name!r}; known are {', '.join(DEVICES)}, and cpu; describe another one with "
+                          "--bandwidth GB/s --memory GB --tflops N")
     return found
 
 
@@ -139,7 +154,11 @@ def data_sheet(torch_name: str) -> Device | None:
 
 
 def _plain(name: str) -> str:
-    return "".join(character for character in name.lower() if character.isalnum()).removeprefix("nvidia")
+    """Without the words that people leave out: "NVIDIA GeForce RTX 4090" is a 4090."""
+    found = "".join(character for character in name.lower() if character.isalnum())
+    for word in ("nvidia", "geforce", "rtx"):
+        found = found.removeprefix(word)
+    return found
 
 
 # ── the CPU, measured ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,10 +181,33 @@ def measure_cpu() -> Device:
             thread.join()
 
     matrix = np.ones((_SIDE, _SIDE), np.float32)
+    before = platform.core_seconds()
     bandwidth = cores * _READ_BYTES / _best(read)
     rate = 2 * _SIDE**3 / _best(lambda: matrix @ matrix)
     return Device("CPU", platform.available_memory(), bandwidth, {"float32": rate}, NO_LINK, kind="cpu",
-                  torch_names=(f"{os.uname().machine}, {cores} cores",))
+                  torch_names=(f"{os.uname().machine}, {cores} cores",), taken=platform.core_seconds().others_since(before))
+
+
+def described(
+    device: Device | None, bandwidth: float | None, memory: float | None, tflops: float | None, fp8_tflops: float | None
+) -> Device:
+    """One's own card, or a known one with other figures: GB/s, GB, and dense TFLOP/s in 16 bits and in fp8."""
+    for name, value in (("--bandwidth", bandwidth), ("--memory", memory), ("--tflops", tflops), ("--fp8-tflops", fp8_tflops)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name} must be above 0, got {value:g}")
+    if device is None:
+        if bandwidth is None or memory is None or tflops is None:
+            raise ConfigError("one's own card needs --bandwidth GB/s, --memory GB and --tflops N (dense, in 16 bits)")
+        device = Device("own card", 0, 0, {}, PCIE4)
+    flops = dict(device.flops)
+    if tflops is not None:
+        flops |= dict.fromkeys(("bfloat16", "float16"), tflops * TERA)
+    if fp8_tflops is not None:
+        flops["fp8"] = fp8_tflops * TERA
+    return replace(
+        device, bandwidth=device.bandwidth if bandwidth is None else bandwidth * GB,
+        memory=device.memory if memory is None else memory * GB, flops=flops, torch_names=(),
+    )
 
 
 def _best(action: Callable[[], object], times: int = 3) -> float:

@@ -8,7 +8,8 @@ This file does not know where the tokens come from, and ends an answer only at s
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ridgeline.sampling_params import SamplingParams
@@ -29,8 +30,8 @@ class TextStream:
     """
 
     __slots__ = (
-        "_decoder", "_finder", "_finished", "_held", "_hide_stop", "_length", "_min_tokens", "_pieces", "_shown",
-        "_strip", "num_tokens", "stopped_by", "text_offsets",
+        "_decoder", "_finder", "_finished", "_first", "_held", "_hide_stop", "_length", "_min_tokens", "_pieces", "_shown",
+        "_strip", "_window", "num_tokens", "stopped_by", "text_offsets",
     )
 
     def __init__(
@@ -50,6 +51,10 @@ class TextStream:
         self._pieces = tokenizer.token_pieces(skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = at_start and tokenizer.has_prefix_space
+        self._first: Callable[[int], bytes | None] | None = None     # until the first token, where that is written differently
+        if at_start and tokenizer.has_first_pieces:
+            self._first = partial(tokenizer.first_piece, skip_special_tokens=skip_special_tokens)
+        self._window = None if tokenizer.decodes_alone else tokenizer.window(skip_special_tokens)
         self._min_tokens = min_tokens
         self._hide_stop = not include_stop_str_in_output
         self._finder = StopFinder(stop) if stop is not None and stop.strings else None
@@ -96,13 +101,18 @@ class TextStream:
             self.text_offsets.append(self._length)
             # A model's vocabulary may be padded: ids beyond the tokenizer's have no text.
             piece = pieces[token_id] if 0 <= token_id <= last_piece and place != hidden else b""
+            if self._window is not None:
+                self._take(self._window.push(token_id) if place != hidden else "")
+                continue
+            if self._first is not None and place != hidden and (first := self._first(token_id)) is not None:
+                piece, self._first = first, None
             self._take(self._decoder.decode(piece))
         return self._show()
 
     def finish(self) -> str:
         """The answer is over: return what was held back. Bytes that never became a character turn into U+FFFD."""
         if not self._finished:
-            self._take(self._decoder.decode(b"", final=True))
+            self._take(self._decoder.decode(b"", final=True) if self._window is None else self._window.finish())
         if not self._finished:
             self._finished = True
             if self._finder is not None and self._finder.best is not None:

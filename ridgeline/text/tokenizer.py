@@ -1,14 +1,15 @@
 """Text to token ids and token ids to text, from a Hugging Face directory or a GGUF file.
 
 The `tokenizers` library encodes. Decoding is ours: every token is a run of bytes, and a text is those bytes decoded, so that
-it can be done token by token. Spaces stay as the model wrote them: no clean-up.
+it can be done token by token. Spaces stay as the model wrote them: no clean-up. Vocabularies whose tokens have no bytes of their
+own (text/decoders) are decoded by the library.
 This file knows neither requests nor streams (text/detokenizer), nor how a chat template is rendered (text/chat_template).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -19,6 +20,7 @@ from ridgeline.metrics import SPENT
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.process.log import get_logger
 from ridgeline.text.chat_template import ChatTemplate
+from ridgeline.text.decoders import WindowDecoder
 from ridgeline.text.quoting import Quoted, Special
 from ridgeline.text.tokenizer_limits import check_text, is_panic
 from ridgeline.text.vocabulary import Vocabulary
@@ -57,6 +59,8 @@ class Tokenizer:
         self._shown_pieces = list(vocabulary.pieces)
         for token in self.special_ids:
             self._shown_pieces[token] = b""
+        self._first_pieces = vocabulary.first_pieces
+        self.decodes_alone = vocabulary.decodes_alone        # False: a token's text depends on those around it
         self._prefix_ids = vocabulary.prefix_ids
         self._suffix_ids = vocabulary.suffix_ids
         self._chat = ChatTemplate(vocabulary.chat_templates, vocabulary.special_tokens)
@@ -178,8 +182,37 @@ class Tokenizer:
             token_ids = [token_ids]
         pieces = self.token_pieces(skip_special_tokens)
         count = len(pieces)
-        text = b"".join([pieces[token] for token in token_ids if 0 <= token < count]).decode("utf-8", "replace")
+        known = [token for token in token_ids if 0 <= token < count]
+        if not self.decodes_alone:
+            window = self.window(skip_special_tokens)
+            return "".join([*map(window.push, known), window.finish()])
+        if at_start and self._first_pieces is not None:
+            return b"".join(self._from_start(known, skip_special_tokens)).decode("utf-8", "replace")
+        text = b"".join([pieces[token] for token in known]).decode("utf-8", "replace")
         return text.removeprefix(" ") if at_start and self.has_prefix_space else text
+
+    def _from_start(self, known: list[int], skip_special_tokens: bool) -> Iterator[bytes]:
+        """The bytes of tokens at the start of a text."""
+        pieces, begun = self.token_pieces(skip_special_tokens), False
+        for token in known:
+            first = None if begun else self.first_piece(token, skip_special_tokens)
+            begun = begun or first is not None
+            yield pieces[token] if first is None else first
+
+    def first_piece(self, token_id: int, skip_special_tokens: bool) -> bytes | None:
+        """The bytes of a token that begins a text. None: it is no token, or skipped, and the next one begins the text."""
+        skipped = skip_special_tokens and token_id in self.special_ids
+        known = 0 <= token_id < self.vocab_size and self._core.id_to_token(token_id) is not None
+        return None if self._first_pieces is None or skipped or not known else self._first_pieces[token_id]
+
+    @property
+    def has_first_pieces(self) -> bool:
+        """Whether a text's first token is written in another way than the ones behind it."""
+        return self._first_pieces is not None
+
+    def window(self, skip_special_tokens: bool) -> WindowDecoder:
+        """Decodes tokens as they come, where a token's text depends on those around it."""
+        return WindowDecoder(self._core, self.special_ids if skip_special_tokens else frozenset())
 
     def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]

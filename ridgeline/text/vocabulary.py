@@ -24,6 +24,8 @@ class Vocabulary:
     has_prefix_space: bool           # encoding puts a space before a text, decoding takes it off again
     special_tokens: dict[str, str]   # bos_token, eos_token … as chat templates see them
     chat_templates: dict[str, str]   # by name; the usual one is called "default"
+    first_pieces: list[bytes] | None = None      # by id: the bytes at the start of a text, where they differ
+    decodes_alone: bool = True       # False: a token's text depends on those around it, and `pieces` are only near it
     growth: float = 1.0              # characters that normalizing may make of one (text/tokenizer_limits)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from tokenizers import AddedToken
 
 from ridgeline.errors import ModelError
 from ridgeline.models.end_tokens import hf_end_tokens
+from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
 from ridgeline.text.tokenizer_limits import read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
-
-SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 def directory_vocabulary(path: Path) -> Vocabulary:
@@ -34,18 +34,20 @@ def directory_vocabulary(path: Path) -> Vocabulary:
     prefix_ids, suffix_ids = _added_around(core)
     highest = max(core.get_vocab(with_added_tokens=True).values(), default=-1)
     require_ids(highest, _vocab_size(model_config), str(path / "tokenizer.json"))
-    pieces, has_prefix_space = _pieces(core, path)
+    pieces = _pieces(core)
     return Vocabulary(
         core=core,
-        pieces=pieces,
+        pieces=pieces.behind,
         special_ids=frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special),
         bos_token_id=bos if bos is not None else next(iter(_ids(model_config.get("bos_token_id"))), None),
         eos_token_ids=frozenset(hf_end_tokens(model_config, generation_config, eos)),
         prefix_ids=prefix_ids,
         suffix_ids=suffix_ids,
-        has_prefix_space=has_prefix_space,
+        has_prefix_space=pieces.has_prefix_space,
         special_tokens=special_tokens,
         chat_templates=_chat_templates(path, settings),
+        first_pieces=pieces.first,
+        decodes_alone=pieces.alone,
         growth=growth,
     )
 
@@ -140,26 +142,34 @@ def _added_around(core: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _pieces(core: tokenizers.Tokenizer, path: Path) -> tuple[list[bytes], bool]:
-    """The bytes of every token, and whether texts carry a prefix space: both read off the decoder of tokenizer.json."""
-    decoder: dict[str, Any] = json.loads(core.decoder.__getstate__()) if core.decoder is not None else {"type": "none"}
-    listed: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How tokens are written; see Vocabulary."""
+
+    behind: list[bytes]
+    has_prefix_space: bool = False
+    first: list[bytes] | None = None
+    alone: bool = True
+
+
+def _pieces(core: tokenizers.Tokenizer) -> Pieces:
+    """The bytes of every token, read off the decoder of tokenizer.json."""
+    listed = steps_of(core)
+    vocabulary = core.get_vocab(with_added_tokens=True)
+    size = max(vocabulary.values(), default=-1) + 1
+    byte_level = [step["type"] for step in listed] == ["ByteLevel"]
+    if not byte_level and not is_sentencepiece(listed):
+        behind, first = pieces_by_token(core, size)
+        return Pieces(behind, first=first, alone=writes_by_token(listed))
     steps = {step["type"]: step for step in listed}
-    byte_level = set(steps) == {"ByteLevel"}
-    if not byte_level and not (steps and set(steps) <= SENTENCEPIECE_STEPS):
-        raise ModelError(
-            f"{path / 'tokenizer.json'}: its decoder ({', '.join(steps)}) is not supported; "
-            "byte-level BPE (ByteLevel) and SentencePiece (Metaspace, or Replace, ByteFallback, Fuse, Strip) are"
-        )
     piece_of = byte_level_piece if byte_level else sentencepiece_piece
     added = core.get_added_tokens_decoder()
-    vocabulary = core.get_vocab(with_added_tokens=True)
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    pieces = [b""] * size
     for text, token in vocabulary.items():
         byte = byte_of(text) if "ByteFallback" in steps else None
         pieces[token] = text.encode() if token in added else byte if byte is not None else piece_of(text)
     metaspace = steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
-    return pieces, metaspace or int(steps.get("Strip", {}).get("start", 0)) > 0
+    return Pieces(pieces, metaspace or int(steps.get("Strip", {}).get("start", 0)) > 0)
 
 
 def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from ridgeline.bench.load import client_check, latency
 from ridgeline.bench.load.latency import Outcome, Slo, parse_slo
+from ridgeline.bench.load.target import Answer
 from ridgeline.errors import ConfigError
 from ridgeline.report.plots import axis, distribution
 
@@ -40,6 +42,32 @@ def test_latencies_count_from_the_intended_time_and_from_sending() -> None:
     assert found["from_send"]["ttft_ms"]["max"] == pytest.approx(50)
     assert found["e2el_ms"]["p50"] == pytest.approx(590) and found["from_send"]["e2el_ms"]["p50"] == pytest.approx(90)
     assert found["tpot_ms"]["p99"] == pytest.approx(10) and found["itl_ms"]["p99"] == pytest.approx(10)
+
+
+@pytest.mark.parametrize("events", [
+    # The role; a text; a token without one; a text; the end.
+    [{"delta": {"role": "assistant", "content": ""}}, {"delta": {"content": "a"}}, {"delta": {"content": ""}},
+     {"delta": {"content": "b"}}, {"delta": {}, "finish_reason": "length"}],
+    [{"delta": {"role": "assistant"}}, {"delta": {"reasoning_content": "a"}}, {"delta": {}}, {"delta": {"content": "b"}},
+     {"delta": {}, "finish_reason": "length"}],
+])
+def test_what_a_reader_sees_is_counted_apart(events: list[dict[str, Any]]) -> None:
+    outcome = Outcome(1.0)
+    answer = Answer(outcome, 100.0, keep_text=False)
+    for number, choice in enumerate(events):
+        answer.event(json.dumps({"choices": [choice]}).encode(), 101.5 + number * (number + 1) / 20)     # 0, 0.1, 0.3, 0.6, 1 s
+    assert list(outcome.events) == pytest.approx([1.6, 1.8, 2.1]) and list(outcome.shown) == pytest.approx([1.6, 2.1])
+    seen = latency.figures([replace(outcome, tokens_out=3)], None)["as_seen"]
+    assert seen["first_chunk_ms"]["max"] == pytest.approx(500) and seen["first_text_ms"]["max"] == pytest.approx(600)
+    assert seen["text_gap_ms"]["max"] == pytest.approx(500)
+
+
+def test_completions_without_a_text_are_tokens_too() -> None:
+    outcome = Outcome(0.0)
+    answer = Answer(outcome, 0.0, keep_text=False)
+    for when, choice in enumerate([{"text": ""}, {"text": "a"}, {"text": "", "finish_reason": "length"}], 1):
+        answer.event(json.dumps({"choices": [choice]}).encode(), float(when))
+    assert list(outcome.events) == [1.0, 2.0] and list(outcome.shown) == [2.0] and outcome.first_chunk == 1.0
 
 
 def test_a_token_that_ends_an_answer_has_no_text_and_takes_time() -> None:

@@ -42,7 +42,7 @@ class Scripted:
                 write("half")
             raise self.fails
         write(f"answer {len(messages)}")
-        return Reply(5, self.finish, 0.5, 2.5)
+        return Reply(5, self.finish, 0.5, 2.5, settings.get("max_tokens"))
 
 
 class Terminal(io.StringIO):
@@ -81,7 +81,7 @@ def test_a_cut_answer_says_so(chat: Callable[..., Said]) -> None:
     model = Scripted()
     model.finish = "length"
     assert chat("Hello\n", model, max_tokens=5)[2] == "cut at max_tokens 5\n"
-    assert chat("Hello\n", model, max_tokens=9)[2] == "cut at the end of the context\n"
+    assert chat("Hello\n", model)[2] == "cut at the end of the context\n"
     assert "; /set max_tokens N allows more" in chat("Hello\n", model, tty=True, max_tokens=5)[2]
 
 

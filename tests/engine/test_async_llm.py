@@ -138,7 +138,7 @@ def test_reset_prefix_cache(llm: AsyncLLM, run: Run) -> None:
 def test_without_params_the_models_own_defaults_count(
     model: Path, runner: asyncio.Runner, llm: AsyncLLM, tmp_path: Path
 ) -> None:
-    assert llm.get_default_sampling_params() == SamplingParams() and not llm.sampling_defaults.fields
+    assert llm.get_default_sampling_params() == SamplingParams() and not llm.sampling_defaults
     copy = shutil.copytree(model, tmp_path / "model")
     (copy / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 1, "max_new_tokens": 3}))
 

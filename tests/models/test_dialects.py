@@ -136,7 +136,8 @@ def test_the_second_scale_of_nvfp4_multiplies_or_divides() -> None:
     packed, scale = torch.full((2, 8), 0x22, dtype=torch.uint8), torch.ones(2, 1).to(torch.float8_e4m3fn)
     second = torch.tensor([4.0])
     modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    assert numbers(recipe_of(modelopt), {"weight": packed, "weight_scale": scale, "weight_scale_2": second}).unique().tolist() == [4.0]
+    tensors = {"weight": packed, "weight_scale": scale, "weight_scale_2": second}
+    assert numbers(recipe_of(modelopt), tensors).unique().tolist() == [4.0]
     ct, _ = CASES["ct-nvfp4"]
     tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": second}
     assert numbers(recipe_of(ct), tensors).unique().tolist() == [0.25]
@@ -195,7 +196,8 @@ def test_what_is_not_known_is_refused_by_name(config: Any, message: str) -> None
     ({"quant_method": "auto-round", "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 16}}},
      ["model.layers.10.mlp.up_proj"], [MODULE]),
     ({"quant_method": "fp8", "modules_to_not_convert": ["up_proj"]}, ["model.layers.0.mlp.down_proj"], [MODULE, "lm_head"]),
-    ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*.mlp*"]}, ["model.layers.0.self_attn.k_proj"], [MODULE]),
+    ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*.mlp*"]}, ["model.layers.0.self_attn.k_proj"],
+     [MODULE]),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, [MODULE], ["lm_head"]),
 ])
 def test_which_modules_are_quantised(config: dict[str, Any], quantised: list[str], plain: list[str]) -> None:

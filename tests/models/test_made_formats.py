@@ -82,7 +82,8 @@ def test_a_checkpoint_becomes_its_rounded_weights(name: str, tmp_path: Path) -> 
         qkv, down = made.layers[layer].attention.qkv, made.layers[layer].mlp.down
         parts = [tensors[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
         assert torch.equal(qkv.scheme.numbers(qkv), torch.cat([rounded_as(each, qkv.format) for each in parts]))
-        assert torch.equal(down.scheme.numbers(down), rounded_as(tensors[f"model.layers.{layer}.mlp.down_proj.weight"], down.format))
+        stored = tensors[f"model.layers.{layer}.mlp.down_proj.weight"]
+        assert torch.equal(down.scheme.numbers(down), rounded_as(stored, down.format))
         assert qkv.format.grid == down.format.grid == MADE[name].grid
     assert torch.equal(made.numbers()["head.weight"], tensors["lm_head.weight"].double())
     assert decoder(path, name, torch.float32).weight_bytes == weight_bytes(load_model_config(path), "float32", "cuda", 1, name)
@@ -143,7 +144,7 @@ def test_reasons_and_refusals(tmp_path: Path) -> None:
     awq, _ = save_quantised("awq", tmp_path / "awq")
     fp8, _ = save_quantised("ct-fp8-channel", tmp_path / "fp8")
     assert "awq checkpoint: a CPU expands the weights to float32" in resolved(awq, "cpu").reasons["quantization"]
-    assert "kept packed as uint4-32; no kernel multiplies by these codes yet" in resolved(awq).reasons["quantization"]
+    assert "awq checkpoint: kept packed as uint4-32, which saves memory; the kernels" in resolved(awq).reasons["quantization"]
     assert resolved(awq, quantization="awq").memory == resolved(awq).memory
     assert resolved(fp8).dtype == "bfloat16"
     with pytest.raises(ConfigError, match=r"quantization 'gptq' is not known; .*the checkpoint's own is awq"):

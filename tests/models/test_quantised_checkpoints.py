@@ -148,7 +148,7 @@ def test_activation_order_is_refused_with_ranks(tmp_path: Path) -> None:
 
 
 def test_scales_of_the_kv_cache_are_known_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are neither unknown tensors nor silently 1: the KV cache scales every token and head by itself, and the log says so."""
+    """They are neither unknown tensors nor silently 1: the KV cache scales every token and head, and the log says so."""
     quantised, plain = save_quantised("ct-fp8-channel", tmp_path)
     tensors = load_file(quantised / "model.safetensors")
     for layer in range(2):
@@ -167,6 +167,18 @@ def test_a_module_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.down_proj.scales"]
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"there is no tensor model\.layers\.1\.mlp\.down_proj\.scales, which awq needs"):
+        decoder(quantised, True)
+
+
+def test_biases_of_zeros_that_a_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    quantised, plain = save_quantised("gptq", tmp_path)
+    tensors = load_file(quantised / "model.safetensors")
+    bias = "model.layers.0.mlp.up_proj.bias"
+    save_file(tensors | {bias: torch.zeros(128)}, quantised / "model.safetensors", {"format": "pt"})
+    found = decoder(quantised, True).numbers()
+    assert all(torch.equal(value, found[name]) for name, value in decoder(plain, False).numbers().items())
+    save_file(tensors | {bias: torch.ones(128)}, quantised / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not know: model\.layers\.0\.mlp\.up_proj\.bias"):
         decoder(quantised, True)
 
 

@@ -192,6 +192,7 @@ def test_native_and_emulated_formats() -> None:
     assert support(DEVICES["B200"])["fp4"] == "native"
     assert compute_format(DEVICES["H100"], "int4", "bfloat16") == "bfloat16"         # widened on the way
     assert weight_bytes("int4") == pytest.approx(0.5195, abs=1e-4)
+    assert weight_bytes("mxfp4") == 0.53125 and weight_bytes("fp8-block") == 1 + 4 / 128**2      # as the engine stores them
     assert weight_bytes("bfloat16", sparse=True) == 1.125                # two of four values, and two bits for each
     assert kv_bytes("fp8", "bfloat16", 128) == 1 + 4 / 128
     ladder = [signal_to_noise(name) for name in ("float32", "float16", "bfloat16", "int8", "fp8", "int4")]
@@ -501,7 +502,8 @@ def test_what_the_engine_does_not_run_is_planned_and_said(capsys: pytest.Capture
 
 def test_littles_law_and_prices() -> None:
     point = operate(setup(), 32, Traffic(1024, 256))
-    assert point.requests_s * 256 * point.tpot == pytest.approx(32)
+    # A request has a row for its tokens, and for what its own prompt adds to the steps of all.
+    assert point.requests_s * (256 * point.tpot + point.prompt) == pytest.approx(32)
     assert point.tok_s == pytest.approx(point.requests_s * 256)
     assert point.dollars_per_million(3.6) == pytest.approx(1e-3 / point.tok_s * 1e6)
 
@@ -904,7 +906,7 @@ def test_the_command_answers_as_text_json_and_page(tmp_path: Path, capsys: pytes
     assert "best tensor parallelism" in printed and "$/M tokens" in printed
     drawn = page.read_text()
     assert drawn.count("<figure") == 2 and "<circle" in drawn and "http:" not in drawn and "<script" not in drawn
-    assert "SLO TPOT 50 ms" in drawn and "int4 weights: not in this engine yet" in drawn
+    assert "SLO TPOT 50 ms" in drawn and re.search(r"int4 weights[^()]*: not in this engine yet", drawn)
     assert main([*words, "--weights", "int4", "--kv-cache-dtype", "int8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["textbook"]["batch"] == 901

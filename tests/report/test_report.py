@@ -13,13 +13,20 @@ from typing import Any
 import pytest
 from chromium import BINARY, Browser
 
-from ridgeline.bench.load.latency import Outcome
+from ridgeline.bench.load.latency import Outcome, figures, parse_slo, timeline
+from ridgeline.bench.load.serve_page import report
 from ridgeline.diagnose.as_page import diagnosis_page
+from ridgeline.plan import plan_report
+from ridgeline.plan.operation import Slo, Traffic
+from ridgeline.plan.plan_page import page as plan_page
+from ridgeline.plan.prediction import Setup
+from ridgeline.plan.public_models import find_model
 from ridgeline.report import web_page
 from ridgeline.report.plots import HEIGHT, Limit, Note, Series, axis, plot
 from ridgeline.report.style import COLOURS, SHEET
 from ridgeline.report.words import EXPLAINED, GROUP_OF, GROUPS, PARTS, TERMS
 from ridgeline.roofline import verdict
+from ridgeline.sizes.hardware import find_device
 
 EVIL = "<script>alert(1)</script> & \"quotes\" 'too'"
 
@@ -139,6 +146,27 @@ def test_a_limit_is_a_line_with_its_words() -> None:
     assert f'class="limit" x1="0%" x2="100%" y1="{HEIGHT / 2:.1f}"' in up and ">SLO 10 ms</text>" in up
 
 
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_on_every_ground(scheme: int) -> None:
+    """WCAG's 4.5 to 1, for the colours that text has on the dashboard and in the reports."""
+    colours = dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", COLOURS.split("@media")[scheme]))
+    for text, ground in [
+        *((text, ground) for text in ("ink", "soft", "good", "bad") for ground in ("bg", "card", "faint")),
+        ("card", "accent"), ("card", "bad"), ("card", "ink"),
+    ]:
+        low, high = sorted((luminance(colours[text]), luminance(colours[ground])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
+
+
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +204,39 @@ def diagnosed(**more: Any) -> str:
     return diagnosis_page(tree, "a model, diagnosed", {"model": "a model", "options": {"max_model_len": 89}}, [outcome], points)
 
 
+def served() -> str:
+    points, runs = [], []
+    for rate in (1.0, 2.0):
+        outcomes = []
+        for number in range(4):
+            outcome = Outcome(number / rate, sent=number / rate, ended=number / rate + 1, tokens_in=48, tokens_out=3)
+            outcome.events.extend([number / rate + 0.2 * rate, number / rate + 0.5, number / rate + 0.9])
+            outcomes.append(outcome)
+        lag = {"p99": 1.0}
+        client = {"is_bottleneck": False, "reasons": [], "loop_lag_ms": lag, "send_lag_ms": lag, "cpu_share": 0.1}
+        points.append({
+            "setting": {"request_rate": rate, "max_concurrency": None, "input_len": "48", "output_len": "24"},
+            "process": "poisson", "runs": 1, "figures": figures(outcomes, parse_slo(["ttft:300"])) | {"client": client},
+            "timeline": timeline(outcomes),
+        })
+        runs.append(outcomes)
+    made = {
+        "date": "2026-01-01", "quality": "exact", "commit": "0" * 40, "versions": {"ridgeline": "1"},
+        "machine": {"cpu": "Some Processor", "cores": 2},
+        "workload": {"url": "http://127.0.0.1:8000", "endpoint": "/v1/completions", "model": "a model", "slo": "ttft:300",
+                     "tokens_counted_by": "usage", "fields": {"ignore_eos": True, "stop": ["a" * 300]}},
+        "figures": {"points": points, "best_goodput": {"setting": points[0]["setting"], "request_goodput": 0.0}},
+    }
+    return report(made, runs)
+
+
+def test_a_load_report_draws_its_slo_and_says_when_none_met_it() -> None:
+    made = served()
+    assert "Client: Some Processor, 2 cores." in made and made.count("SLO TTFT 300 ms") == 1 + 2 * 2
+    assert "No request met the SLO ttft:300 (ms), at any setting." in made and "{'" not in made
+    assert "E2EL = E2EL, from sending</li>" in made      # sent when they were to be sent
+
+
 def test_a_diagnosis_names_its_machine_its_roofs_and_its_slo() -> None:
     made = diagnosed()
     assert "Measured on Some Processor x2." in made and "<b>Bound by kernels below their roof.</b>" in made
@@ -199,10 +260,21 @@ class TestBrowser:
         with Browser() as made:
             yield made
 
-    @pytest.mark.parametrize("scheme", ["dark", "light"])
-    @pytest.mark.parametrize("width", [390, 820, 1400])
-    def test_nothing_is_cut_at_any_width(self, browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
-        (tmp_path / "page.html").write_text(diagnosed())
+    @pytest.fixture(scope="class")
+    def reports(self) -> dict[str, str]:
+        question = plan_report.Question(
+            Setup(model=find_model("llama-3.1-8b"), device=find_device("H100"), weights="int4"), Traffic(1024, 256), 1, price=2.0,
+            slo=Slo(0.5, 0.02), rate=20.0,
+        )
+        told = plan_report.answer(question) | {"objectives": plan_report.objectives(question)} | plan_report.fronts(question)
+        return {"diagnose": diagnosed(), "plan": plan_page(told), "serve": served()}
+
+    @pytest.mark.parametrize("name", ["diagnose", "plan", "serve"])
+    @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (820, "light"), (1400, "dark")])
+    def test_nothing_is_cut_at_any_width(
+        self, browser: Browser, reports: dict[str, str], tmp_path: Path, name: str, width: int, scheme: str
+    ) -> None:
+        (tmp_path / "page.html").write_text(reports[name])
         shown = browser.page(width, 900, scheme)
         shown.open(f"file://{tmp_path}/page.html")
         assert shown.errors == [] and shown.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -41,6 +41,8 @@ answers = st.one_of(st.tuples(tokens, stops), narrow)
 class Pieces:
     """As much of a Tokenizer as a TextStream needs."""
 
+    decodes_alone, has_first_pieces = True, False
+
     def __init__(self, has_prefix_space: bool = False) -> None:
         self.has_prefix_space = has_prefix_space
 

@@ -5,7 +5,9 @@
     ITL     between two events of an answer, over all answers
     E2EL    last token − start
 
-The token that ends an answer has no text, but servers count it: its time is that of the finish reason.
+The token that ends an answer has no text, but servers count it: its time is that of the finish reason. Other tokens without text
+(half a character, a special token) count where the server sends an event for them. What a reader sees is under `as_seen`: the
+first chunk of any kind, the first text, and the time between two events with text.
 
 A request's start is its intended time of sending. A client that waits for a slow server before it sends the next request would
 leave out the wait that its users have (coordinated omission). The same latencies from the actual time of sending are under
@@ -19,6 +21,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ridgeline.errors import ConfigError
@@ -40,6 +43,8 @@ class Outcome:
     ended: float = 0.0
     events: array[float] = field(default_factory=lambda: array("d"))     # when each event with tokens was read
     stopped: float = 0.0             # when an ending token was read, which has no text
+    first_chunk: float = 0.0         # when the answer's first event was read, whatever it holds
+    shown: array[float] = field(default_factory=lambda: array("d"))      # when each event with visible text was read
     tokens_in: int = 0
     cached: int = 0                  # of them, found in the server's prefix cache
     tokens_out: int = 0
@@ -71,7 +76,14 @@ class Outcome:
         return (self.last - self.events[0]) / (self.tokens_out - 1) if self.tokens_out > 1 else None
 
     def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]
+        return _between(self.events)
+
+    def text_gaps(self) -> list[float]:
+        return _between(self.shown)
+
+
+def _between(times: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -143,6 +155,11 @@ def _latencies(answered: Sequence[Outcome]) -> dict[str, Any]:
         "tpot_ms": spread(outcome.tpot for outcome in answered if outcome.tpot is not None),
         "itl_ms": spread(gap for outcome in answered for gap in outcome.gaps()),
         "e2el_ms": spread(outcome.e2el() for outcome in answered),
+        "as_seen": {
+            "first_chunk_ms": spread(outcome.first_chunk - outcome.start() for outcome in answered if outcome.first_chunk),
+            "first_text_ms": spread(outcome.shown[0] - outcome.start() for outcome in answered if outcome.shown),
+            "text_gap_ms": spread(gap for outcome in answered for gap in outcome.text_gaps()),
+        },
         "from_send": {
             "ttft_ms": spread(outcome.ttft(True) for outcome in answered),
             "e2el_ms": spread(outcome.e2el(True) for outcome in answered),

@@ -36,6 +36,7 @@ OPTIONAL: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True, "strea
 
 
 class _Delta(msgspec.Struct):
+    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -98,17 +99,20 @@ class Answer:
             self._choice(choice, when - self._clock)
 
     def _choice(self, choice: _Choice, when: float) -> None:
-        delta = choice.delta
+        delta, outcome = choice.delta, self.outcome
         if delta is None:
-            text, said = choice.text or "", bool(choice.text)
+            text, said, is_role = choice.text or "", bool(choice.text), False
         else:
-            text = delta.content or ""
+            text, is_role = delta.content or "", delta.role is not None
             said = bool(text or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+        outcome.first_chunk = outcome.first_chunk or when
+        if said:
+            outcome.shown.append(when)
         if choice.token_ids:
             self.ids += len(choice.token_ids)
-            said = True
-        if said:                                             # a chat's first event, with only a role, is no token
-            self.outcome.events.append(when)
+        # A chat's first event, with only a role, is no token. Later ones without text are tokens that have none.
+        if said or choice.token_ids or not (is_role or choice.finish_reason):
+            outcome.events.append(when)
         elif choice.finish_reason == "stop":                 # the token that ends an answer is counted and has no text
             self.outcome.stopped = when
         if self._keep and text:

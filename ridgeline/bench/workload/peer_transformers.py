@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ class TransformersPeer:
         try:
             transformers: Any = importlib.import_module("transformers")
         except ImportError:
-            raise ConfigError("--against transformers needs that package: pip install transformers") from None
+            command = f"{sys.executable} -m pip install transformers accelerate"
+            raise ConfigError(f"--against transformers needs that package: {command}") from None
         where: dict[str, Any] = {"pretrained_model_name_or_path": path}
         if path.suffix == ".gguf":
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}

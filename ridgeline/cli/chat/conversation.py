@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ridgeline.cli.chat.talk import MAX_TOKENS, ChatModel, Message, Reply
+from ridgeline.cli.chat.talk import ChatModel, Message, Reply
 from ridgeline.errors import RequestError
 from ridgeline.sampling_params import SamplingParams
 
@@ -201,8 +201,7 @@ class Conversation:
             self._tell("stopped")
             return
         if reply.finish_reason == "length":
-            most = self._settings.get("max_tokens", MAX_TOKENS)
-            where = f"max_tokens {most}" if reply.tokens >= most else "the end of the context"
+            where = "the end of the context" if reply.max_tokens is None else f"max_tokens {reply.max_tokens}"
             self._complain(f"cut at {where}" + ("; /set max_tokens N allows more" if self._interactive else ""))
         rate = f", {reply.rate:.1f} tokens/s" if reply.rate is not None else ""
         self._tell(f"{reply.tokens} tokens{rate}, first after {reply.first_s:.2f} s")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ridgeline.cli.chat.talk import MAX_TOKENS, Message, Reply
+from ridgeline.cli.chat.talk import Message, Reply
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.models.model_config import load_model_config
@@ -15,6 +15,8 @@ from ridgeline.process import embedded
 from ridgeline.process.progress import progress_bar
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams
+
+MAX_TOKENS = 1024                    # of an answer where nothing else is asked for, and the context has room
 
 
 class LocalModel:
@@ -47,12 +49,16 @@ class LocalModel:
         return f"{name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}; {self._llm.sampling_defaults}"
 
     def reply(self, messages: list[Message], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
-        defaults = {"max_tokens": MAX_TOKENS, **self._llm.sampling_defaults.fields}
-        return self._runner.run(self._stream(messages, SamplingParams(**defaults | settings), write))
+        asked = {"max_tokens": None, **self._llm.sampling_defaults, **settings}
+        return self._runner.run(self._stream(messages, SamplingParams(**asked), write))
 
     async def _stream(self, messages: list[Message], params: SamplingParams, write: Callable[[str], None]) -> Reply:
         asked = time.monotonic()
-        stream = await self._llm.stream([await self._llm.chat_tokens(messages)], params)
+        prompt = await self._llm.chat_tokens(messages)
+        if params.max_tokens is None:
+            assert self._llm.ready is not None
+            params.max_tokens = max(1, min(MAX_TOKENS, self._llm.ready.max_model_len - len(prompt)))
+        stream = await self._llm.stream([prompt], params)
         tokens, first, last, finish = 0, asked, asked, None
         try:
             async for batch in stream:
@@ -64,4 +70,4 @@ class LocalModel:
                 write("".join(delta.text for _, delta in batch))
         finally:
             stream.close()
-        return Reply(tokens, finish, first - asked, last - asked)
+        return Reply(tokens, finish, first - asked, last - asked, params.max_tokens)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from ridgeline.cli.chat.talk import MAX_TOKENS, Message, Reply
+from ridgeline.cli.chat.talk import Message, Reply
 from ridgeline.errors import ConfigError, RequestError
 
 _SECONDS = 600.0                     # of silence
@@ -34,10 +34,7 @@ class RemoteModel:
         return f"{self.name} at {self._address}"
 
     def reply(self, messages: list[Message], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
-        body = {
-            "model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True},
-            "max_tokens": MAX_TOKENS,
-        } | settings
+        body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}} | settings
         asked = time.monotonic()
         chunks, tokens, first, last, finish = 0, 0, asked, asked, None
         for event in self._events(body):
@@ -53,7 +50,7 @@ class RemoteModel:
                     first = first if chunks else last
                     chunks += 1
                     write(text)
-        return Reply(tokens or chunks, finish, first - asked, last - asked)
+        return Reply(tokens or chunks, finish, first - asked, last - asked, settings.get("max_tokens"))
 
     def _first_model(self) -> str:
         connection, answer = self._ask("GET", "/models", None)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Message = dict[str, Any]
-MAX_TOKENS = 1024                    # of an answer, where nothing else is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +17,7 @@ class Reply:
     finish_reason: str | None
     first_s: float                   # from the question to the first token
     seconds: float                   # from the question to the last token
+    max_tokens: int | None = None    # that was asked for; None: what the context holds
 
     @property
     def rate(self) -> float | None:

@@ -302,7 +302,7 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults; used where no SamplingParams are given."""
-        return SamplingParams(**self.sampling_defaults.fields)
+        return SamplingParams(**self.sampling_defaults)
 
     def get_tokenizer(self) -> Tokenizer:
         if self._processor is None or self._processor.tokenizer is None:

@@ -16,7 +16,7 @@ from ridgeline.config import ModelOptions
 from ridgeline.engine.client.grammar_check import GrammarChecker
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults, load_sampling_defaults
-from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError
+from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError, Unsupported
 from ridgeline.messages import Logprobs, Request, TokenDelta
 from ridgeline.process.hub_cache import locate
 from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
@@ -69,7 +69,7 @@ class Processor:
 
     def default_params(self) -> SamplingParams:
         """For a request that brings none of its own."""
-        return SamplingParams(**self.sampling_defaults.fields)
+        return SamplingParams(**self.sampling_defaults)
 
     def new_id(self) -> str:
         return str(next(self._numbers))
@@ -107,7 +107,9 @@ class Processor:
         if params.stop:
             self._require_tokenizer("stop", "stop")
         if params.structured_outputs is not None:
-            self._require_tokenizer("structured_outputs", "structured_outputs")
+            if not self._require_tokenizer("structured_outputs", "structured_outputs").decodes_alone:
+                message = "structured_outputs needs tokens with a text of their own, which this model's tokenizer does not have"
+                raise Unsupported(message, field="structured_outputs")
             assert self.grammars is not None
             self.grammars.check(params.structured_outputs)
         request = Request(

@@ -6,7 +6,7 @@ A request that gives a field of its own overrides that field. `--generation-conf
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,26 @@ LLAMA_CPP: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "mi
 NEUTRAL = "vllm"                     # of --generation-config: vLLM's name for "none"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
+@dataclass(frozen=True)
+class SamplingDefaults(Mapping[str, Any]):
     """Fields of SamplingParams, and where they come from."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     source: str = "none"
 
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
     def __str__(self) -> str:
-        if not self.fields:
+        if not self:
             return f"temperature 1.0 ({'the model brings no defaults' if self.source == 'none' else self.source})"
-        values = ", ".join(f"{name} {value:g}" for name, value in self.fields.items())
+        values = ", ".join(f"{name} {value:g}" for name, value in self.items())
         return f"{values} ({self.source})"
 
 
@@ -57,7 +66,7 @@ def load_sampling_defaults(options: ModelOptions, model: Path) -> SamplingDefaul
         found = _of_file(file) if file.is_file() else SamplingDefaults()
     if not options.override_generation_config:
         return found
-    fields = {**found.fields, **_overrides(options.override_generation_config)}
+    fields = {**found, **_overrides(options.override_generation_config)}
     source = "--override-generation-config" if found.source == "none" else f"{found.source}, with overrides"
     return SamplingDefaults(fields, source)
 

@@ -23,6 +23,7 @@ from ridgeline.engine.core.oom_backoff import Thrift
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.messages import Request, TokenDelta
+from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.thread_clock import ThreadClock
 from ridgeline.resolve import ResolvedConfig, resolve
@@ -68,6 +69,9 @@ class EngineCore:
         config = resolve(options, device_facts(options))
         for name, reason in config.reasons.items():
             logger.log(logging.INFO if name in _LOGGED else logging.DEBUG, "%s: %s", name, reason)
+        ranks = options.parallel.tensor_parallel_size
+        if config.device == "cpu" and ranks > platform.cpu_count():
+            logger.warning("%d ranks share %d cores and wait for each other: slower than one rank", ranks, platform.cpu_count())
         return cls(config, make_executor(config, progress))
 
     def add(self, request: Request) -> None:

@@ -182,7 +182,7 @@ class StatsKeeper:
             "prefix_hits": cache.hit_tokens,
             "evicted_blocks": cache.evicted,
             "graph_replays": self._replays(),
-            "graph_recordings": HAPPENED["graph_recording"],
+            "graph_captures": HAPPENED["graph_recording"],
             "kernel_compiles": HAPPENED["kernel_compile"],
         }
         return EngineStats(
@@ -209,7 +209,7 @@ class StatsKeeper:
             return
         logger.info(
             "slow step: cause=%s ms=%.1f median_ms=%.1f tokens=%d prompt_tokens=%d preemptions=%d compiled=%d "
-            "recorded=%d gc_ms=%.1f between_ms=%.1f device_ms=%.1f cpu_ms=%.1f run_queue_ms=%.1f page_faults=%d unlogged=%d",
+            "captured=%d gc_ms=%.1f between_ms=%.1f device_ms=%.1f cpu_ms=%.1f run_queue_ms=%.1f page_faults=%d unlogged=%d",
             cause, step.seconds * 1e3, self.watch.median * 1e3, step.tokens, step.prompt_tokens, step.preemptions,
             step.compiled, step.recorded, step.collecting * 1e3, step.between * 1e3, step.device * 1e3, step.computing * 1e3,
             step.waiting * 1e3, step.faults, self._unlogged,

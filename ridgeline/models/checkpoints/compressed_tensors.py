@@ -86,33 +86,40 @@ def _recipe(group: Section, format: str, sparse: Recipe | None) -> Recipe | None
     weights.skip(*_HISTORY, "dynamic")
     bits, kind = weights.of("num_bits", int, 8), weights.one_of("type", ("int", "float"), "int")
     symmetric = weights.of("symmetric", bool, True)
-    size, block = weights.of("group_size", int), weights.get("block_structure")
-    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    block = _block(weights)
     weights.finish()
     if sparse is not None:
         raise group.error("weights", f"{kind}{bits}", "together with sparse storage is not supported")
     if stored in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         return _fp4(stored, activation)
-    blocks = {"tensor": (1, 0), "channel": (1, 0), "group": (1, size or 0)}
-    if strategy == "block" and isinstance(block, str):
-        block = [int(each) for each in block.split("x")]
-    if strategy == "block" and isinstance(block, list) and len(block) == 2 and all(isinstance(each, int) for each in block):
-        blocks["block"] = (block[0], block[1])
-    if strategy not in blocks:
-        raise weights.error("strategy", strategy, f"is not supported; supported: {', '.join(blocks)}")
     if stored == "pack-quantized":
         if kind != "int" or not 1 <= bits <= 8:
             raise weights.error("num_bits", f"{kind}{bits}", "is not supported in pack-quantized; supported: 1 to 8 integer bits")
-        return _packed(bits, symmetric, blocks[strategy], activation)
-    if (kind, bits) not in (("float", 8), ("int", 8)):
+        return _packed(bits, symmetric, block, activation)
+    if bits != 8:
         raise weights.error("num_bits", f"{kind}{bits}", f"is not supported in {stored}; supported: int8 and float8")
-    grid = "e4m3" if kind == "float" else "int8"
-    scales = Scales(blocks[strategy], "float32", None if symmetric else "code")
+    scales = Scales(block, "float32", None if symmetric else "code")
     return Recipe(
-        WeightFormat(grid, scales, activation), "codes",
+        WeightFormat("e4m3" if kind == "float" else "int8", scales, activation), "codes",
         (("codes", (".weight",)), ("scale", (".weight_scale",)), ("zero", (".weight_zero_point",))),
         optional=("zero",), unused=_INPUT_SCALES,
     )
+
+
+def _block(weights: Section) -> tuple[int, int]:
+    """Outputs and inputs that share a scale. A scale for the whole tensor is written out for every output."""
+    size, block = weights.of("group_size", int), weights.get("block_structure")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    if strategy in ("tensor", "channel"):
+        return 1, 0
+    if strategy in ("group", "tensor_group"):
+        return 1, size or 0
+    if isinstance(block, str):
+        block = [int(each) for each in block.split("x") if each.isdigit()]
+    if strategy != "block" or not isinstance(block, list) or len(block) != 2 or not all(isinstance(each, int) for each in block):
+        raise weights.error("strategy", strategy, "is not supported; supported: tensor, channel, group, tensor_group, and block "
+                            "with a block_structure of two sizes")
+    return block[0], block[1]
 
 
 def _packed(bits: int, symmetric: bool, block: tuple[int, int], activation: Activation | None) -> Recipe:

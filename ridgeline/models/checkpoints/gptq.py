@@ -21,13 +21,15 @@ _HISTORY = (
     "seqlen", "lr", "minmax_lr", "enable_minmax_tuning", "enable_quanted_input", "autoround_version", "act_bits",
     "supported_types", "amp", "gradient_accumulate_steps", "not_use_best_mse", "scale_dtype", "train_bs", "super_bits",
     "super_group_size", "to_quant_block_names", "enable_norm_bias_tuning", "fallback", "packing", "packing_format",
-    "pack_dtype", "hyb_act", "mse", "act_group_size", "act_dynamic", "act_sym", "act_data_type",
+    "pack_dtype", "hyb_act", "mse", "act_group_size", "act_dynamic", "act_sym", "act_data_type", "method", "act_group_aware",
+    "offload_to_disk", "offload_to_disk_path",
 )
 
 
 def read(section: Section) -> Quantisation:
     section.skip(*_HISTORY)
-    version = section.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    versions = ("gptq", "gptq_v2")
+    version = section.one_of("checkpoint_format", versions, section.one_of("format", versions, "gptq"))
     return _quantisation(section, "gptq", version)
 
 
@@ -46,6 +48,16 @@ def _quantisation(section: Section, method: str, version: str) -> Quantisation:
         section, version, section.of("bits", int, 4), section.of("group_size", int, 128), section.of("sym", bool, True),
         bool(section.of("desc_act", bool, False)),
     )
+    rules = _exceptions(section, version)
+    if not section.get("lm_head", False) and not section.get("quant_lm_head", False):
+        rules.append((HEAD, None))
+    rules += [(anywhere(name), None) for name in section.names("modules_to_not_convert")]
+    section.finish()
+    return Quantisation(method, (*rules, (ANY, recipe)))
+
+
+def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None]]:
+    """Modules with settings of their own, and modules that are left out."""
     rules: list[tuple[str, Recipe | None]] = []
     dynamic = section.section("dynamic") or Section({}, "")
     for pattern, overrides in dynamic.raw.items():
@@ -66,11 +78,7 @@ def _quantisation(section: Section, method: str, version: str) -> Quantisation:
     if blocks:
         names = [name for group in blocks for name in (group if isinstance(group, list) else [group])]
         rules.append((rf"(?!{'|'.join(component(name) for name in names)}$).*", None))
-    if not section.get("lm_head", False) and not section.get("quant_lm_head", False):
-        rules.append((HEAD, None))
-    rules += [(anywhere(name), None) for name in section.names("modules_to_not_convert")]
-    section.finish()
-    return Quantisation(method, (*rules, (ANY, recipe)))
+    return rules
 
 
 def _overridden(own: Section, base: Section, version: str) -> Recipe:

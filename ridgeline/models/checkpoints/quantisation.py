@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ModelError
-from ridgeline.models.checkpoints import awq, compressed_tensors, fp8, gptq, modelopt, small_dialects
+from ridgeline.models.checkpoints import awq, compressed_tensors, fp8_checkpoints, gptq, modelopt, small_dialects
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe, Section
 
 READERS: dict[str, Callable[[Section], Quantisation]] = {
@@ -22,8 +22,8 @@ READERS: dict[str, Callable[[Section], Quantisation]] = {
     "awq": awq.read,
     "gptq": gptq.read,
     "auto-round": gptq.read_auto_round,
-    "fp8": fp8.read,
-    "fbgemm_fp8": fp8.read,
+    "fp8": fp8_checkpoints.read,
+    "fbgemm_fp8": fp8_checkpoints.read,
     "modelopt": modelopt.read,
     "mxfp4": small_dialects.read_mxfp4,
     "bitsandbytes": small_dialects.read_bitsandbytes,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
-from ridgeline.quant.format import has_kernels
+from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -44,21 +44,25 @@ def check_quantization(
     kept = [format for _, format in formats.shapes()]
     if not kept:
         return
-    if deterministic:
-        what = quantization if formats.rules else stored.method if stored else ""
-        raise ConfigError(f"deterministic has no kernels for {what} weights; "
-                          + ("leave quantization out" if formats.rules else "use a checkpoint that is not quantised"))
-    if any(has_kernels(format) for format in kept) and dtype != "bfloat16":
-        what = f"quantization {quantization}" if formats.rules else f"{name}: fp8"
-        raise ConfigError(f"{what} has no kernels for {dtype}; use dtype bfloat16")
+    _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
     slow = sorted({format.name for format in kept if not has_kernels(format)})
     if slow:
         reasons["quantization"] = (
-            f"{name}: kept packed as {', '.join(slow)}; no kernel multiplies by these codes yet, so every product expands its "
-            f"weight first, and decode is slower than in {dtype}"
+            f"{name}: kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
+            f"steps of more than {MOST_CODE_ROWS} rows expand each weight first: they may be slower than in {dtype}"
         )
     elif model.hidden_size < FEWEST_RING_INPUTS:
         reasons["quantization"] = (
             f"{name}: linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
             "and decode may be slower than in bfloat16"
         )
+
+
+def _refuse(kept: list[WeightFormat], name: str, quantization: str, dtype: str, deterministic: bool) -> None:
+    if deterministic:
+        what = quantization or name.removesuffix(" checkpoint")
+        instead = "leave quantization out" if quantization else "use a checkpoint that is not quantised"
+        raise ConfigError(f"deterministic has no kernels for {what} weights; {instead}")
+    if any(has_kernels(format) for format in kept) and dtype != "bfloat16":
+        what = f"quantization {quantization}" if quantization else f"{name}: fp8"
+        raise ConfigError(f"{what} has no kernels for {dtype}; use dtype bfloat16")

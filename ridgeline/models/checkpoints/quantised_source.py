@@ -7,7 +7,7 @@ plain numbers where the linear keeps none. Matching, sharding and fusing happen 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,10 +74,11 @@ class Module:
 class QuantisedSource:
     def __init__(
         self, source: RawSource, quantisation: Quantisation, pieces_of: Callable[[str], list[str] | None],
-        prefixes: Mapping[str, str], formats: Mapping[str, WeightFormat], dtype: torch.dtype, device: torch.device,
+        prefixes: Mapping[str, str], known: Collection[str], formats: Mapping[str, WeightFormat], dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`pieces_of`: the loader's names of what a tensor holds; `formats`: of the model's linears, by path. Codes are unpacked
-        on `device`; numbers are computed for `dtype`."""
+        """`pieces_of`: the loader's names of what a tensor holds; `known`: those that the model has; `formats`: of its linears, by
+        path. Codes are unpacked on `device`; numbers are computed for `dtype`."""
         self.source, self.quantisation, self.prefixes = source, quantisation, prefixes
         self.dtype, self.device = torch.promote_types(dtype, torch.float32), device
         self.modules: dict[str, Module] = {}
@@ -86,7 +87,7 @@ class QuantisedSource:
         plain = self._sort(source.tensors)
         for name, module in self.modules.items():
             self._declare(name, module, pieces_of, formats)
-        self.tensors |= plain
+        self.tensors |= {name: stored for name, stored in plain.items() if not self._is_no_bias(name, pieces_of, known)}
 
     # ── headers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,6 +140,13 @@ class QuantisedSource:
         """A weight and nothing else that its recipe asks for: norms and embeddings, which rules for all linears match."""
         alone = set(module.names) == {"codes"} and len(module.recipe.tensors) > 1
         return alone and tensors[module.names["codes"]].dtype in FLOATS
+
+    def _is_no_bias(self, name: str, pieces_of: Callable[[str], list[str] | None], known: Collection[str]) -> bool:
+        """Some tools give every quantised linear a bias, of zeros where the model has none."""
+        module, _, parameter = name.rpartition(".")
+        if parameter != "bias" or module not in self.modules or any(target in known for target in pieces_of(name) or ()):
+            return False
+        return not bool(self.source.stored(name).any())
 
     def _declare(
         self, name: str, module: Module, pieces_of: Callable[[str], list[str] | None], formats: Mapping[str, WeightFormat]

@@ -40,7 +40,7 @@ def _numbers(word: str, out: str, kind: str, dtype: str, zero: str | None) -> li
 
 
 @compile_time
-def _from_lane(word: str, out: str, block: int) -> str:
+def _from_lane(word: str, out: str, block: int | str) -> str:
     """The word of lane `block` of every four."""
     return f"shfl.sync.idx.b32 {out}, {word}, {block}, 0x1c03, 0xffffffff;"
 
@@ -106,17 +106,17 @@ def product_registers(group: int, zeros: bool) -> str:
 
 
 @compile_time
-def factors(dtype: str, scale_dtype: str, block: int) -> str:
-    """The scales of outputs r and r + 8, each twice in a register. Operands: out both; in the scales' word. `block`: which 128
-    of 512 inputs."""
-    lines = [_registers(), _from_lane("$2", "word", block), *_floats("word", "f0", "f1", scale_dtype)]
+def factors(dtype: str, scale_dtype: str) -> str:
+    """The scales of outputs r and r + 8, each twice in a register. Operands: out both; in the scales' word, and which 128 of
+    512 inputs."""
+    lines = [_registers(), _from_lane("$2", "word", "$3"), *_floats("word", "f0", "f1", scale_dtype)]
     return "{ " + " ".join(lines + [f"cvt.rn.{dtype}x2.f32 ${number}, f{number}, f{number};" for number in (0, 1)]) + " }"
 
 
 @compile_time
-def subtrahends(dtype: str, block: int) -> str:
+def subtrahends(dtype: str) -> str:
     """As `factors`, of the zeros: the base + zero."""
-    lines = [_registers(), _from_lane("$2", "word", block), *_zeros("word", "z", dtype)]
+    lines = [_registers(), _from_lane("$2", "word", "$3"), *_zeros("word", "z", dtype)]
     return "{ " + " ".join(lines + ["mov.b32 $0, z0; mov.b32 $1, z1;"]) + " }"
 
 
@@ -124,18 +124,19 @@ def subtrahends(dtype: str, block: int) -> str:
 def operands(kind: str, dtype: str, zeros: bool) -> str:
     """A word as wgmma's left operand, multiplied by its scales.
 
-    Operands: out the word's four pairs of numbers; in the word; twice each the factors of outputs r and r + 8, and the
-    subtrahends. Twice, because a word is two elements of 16 bits here.
+    Operands: out the word's eight numbers, pair by pair; in the word, the factors of outputs r and r + 8, and the subtrahends.
     """
     lines = [_registers(), ".reg .b32 n<4>;"]
     if zeros:
-        lines += ["mov.b32 z0, $9; mov.b32 z1, $11;"]
-    lines += _numbers("$4", "n", kind, dtype, "z" if zeros else None)
-    lines += [f"mul.{dtype}x2 ${number}, n{number}, ${5 + 2 * (number % 2)};" for number in range(4)]
+        lines += ["mov.b32 z0, $11; mov.b32 z1, $12;"]
+    lines += _numbers("$8", "n", kind, dtype, "z" if zeros else None)
+    for number in range(4):
+        lines += [f"mul.{dtype}x2 n{number}, n{number}, ${9 + number % 2};"]
+        lines += [f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, n{number};"]
     return "{ " + " ".join(lines) + " }"
 
 
 @compile_time
 def operand_registers(zeros: bool) -> str:
     """The constraints of `operands`."""
-    return ",".join(["=r"] * 4 + ["r"] * (9 if zeros else 5))
+    return ",".join(["=h"] * 8 + ["r"] * (5 if zeros else 3))

@@ -1,13 +1,14 @@
 """GEMM with packed 4-bit weights (packed_weight.py) for a few rows to many: persistent, warp-specialised CTAs.
 
-Two warpgroups have outputs of their own. Each copies the codes it multiplies into a ring of its own (cp.async), which is full
-before x is there; makes 16-bit numbers of them in registers, which wgmma takes as its left operand; and multiplies by the rows
-of x that a warp loads by TMA after the PDL wait. While one warpgroup unpacks, the other one's products run. Numbers are the
-expanded weight's: rounded once, after the scale.
+Codes go straight into the registers of the lane that unpacks them, a block ahead, the first before x is there; wgmma takes the
+16-bit numbers made of them from registers, as its left operand, and the rows of x from a ring that one warp fills by TMA after
+the PDL wait. The next 64 inputs are unpacked while the products of the last 64 run. With many rows two warpgroups have outputs
+of their own and unpack in turn; with few rows all warps run the same code. Numbers are the expanded weight's: rounded once,
+after the scale.
 
 Where there are too few tiles, the inputs are split (split-K); the CTA that arrives last at a tile adds the parts, always in
 the same order. Written in Gluon, which the interpreter does not support; there, and on other devices than Hopper,
-packed_linear.py expands the weight.
+packed_linear.py expands the weight. Slower: codes through a ring in shared memory (docs/techniques/int4-weights.md).
 """
 
 from __future__ import annotations
@@ -17,15 +18,12 @@ from torch import Tensor
 
 from ridgeline.ops.hopper import (
     TensorDescriptor,
-    async_copy,
     compile_time,
-    copy,
     fetch,
     gl,
     group_barrier,
     mbarrier,
     ring_barriers,
-    viewed,
     wait_for_kernel_before,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -39,30 +37,13 @@ from ridgeline.ops.linear.packed_weight import RUN, PackedWeight
 from ridgeline.ops.linear.select_packed import PackedGemmPlan
 from ridgeline.ops.registry import gluon_kernel, triton
 
-REGISTERS = 168                      # of each of 384 threads, before the loading warp gives most of its own away
-
-
 @compile_time
-def _half_layout():  # type: ignore[no-untyped-def]
-    """Of [4, 32, 8]: a lane's 16 bytes as elements of 16 bits."""
+def _word_layout(warps):  # type: ignore[no-untyped-def]
+    """Of [warps, 32, 4]: a lane's four words of a tile."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 1 << bit, 0] for bit in range(5)], [[1, 0, 0], [2, 0, 0]], [], [4, 32, 8]
+        [[0, 0, 1], [0, 0, 2]], [[0, 1 << bit, 0] for bit in range(5)],
+        [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)], [], [warps, 32, 4],
     )
-
-
-@compile_time
-def _unit_layout(halves, tiles):  # type: ignore[no-untyped-def]
-    """Of [halves, tiles, 4, 32, 4]: the words of a unit."""
-    registers = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]] + [[0, 1 << bit, 0, 0, 0] for bit in range(tiles.bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        registers + [[1 << bit, 0, 0, 0, 0] for bit in range(halves.bit_length() - 1)],
-        [[0, 0, 0, 1 << bit, 0] for bit in range(5)], [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0]], [], [halves, tiles, 4, 32, 4],
-    )
-
-
-@compile_time
-def _plain_shared(rank):  # type: ignore[no-untyped-def]
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon_kernel()
@@ -91,104 +72,108 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
-def _copy_unit(  # type: ignore[no-untyped-def]
-    code_ptr, ring, slot, unit, per_item, items, row_blocks, splits, part_runs, strips, step,
-    GROUP_NUMBER: gl.constexpr, RUNS: gl.constexpr, HALVES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+def _origin(item, items, row_blocks, splits, part_runs, step, strips, RUNS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first run of an item, counted from the first strip of its tile in memory; its number among the strip's runs; how many
+    strips follow the first). Of the last item, where there is no such item."""
+    tile, row_block, split = _item(gl.minimum(item, items - 1), row_blocks, splits)
+    return (tile * step).to(gl.int64) * RUNS + split * part_runs, split * part_runs, strips - 1 - tile * step
+
+
+@gluon_kernel()
+def _load_codes(  # type: ignore[no-untyped-def]
+    code_ptr, start, room, PART: gl.constexpr, RUNS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """Request BLOCK inputs of this warpgroup's outputs; nothing beyond the last."""
-    layout: gl.constexpr = _unit_layout(HALVES, TILES)
-    half = gl.arange(0, HALVES, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
-    half = half[:, None][:, :, None][:, :, :, None][:, :, :, :, None]
-    number = gl.arange(0, TILES, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
-    number = number[None, :][:, :, None][:, :, :, None][:, :, :, :, None]
-    warp = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
-    warp = warp[None, :][:, None, :][:, :, :, None][:, :, :, :, None]
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout)))))
-    lane = lane[None, :][:, None, :][:, :, None, :][:, :, :, :, None]
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))))
-    word = word[None, :][:, None, :][:, :, None, :][:, :, :, None, :]
-    item = gl.program_id(0) + unit // per_item * gl.num_programs(0)
-    tile, row_block, split = _item(item, row_blocks, splits)
-    first_tile = split * part_runs * 8 + unit % per_item * TILES
-    place = (GROUP_NUMBER * HALVES + half) * 4 + warp
-    start = (tile * step).to(gl.int64) * (RUNS * 1024) + first_tile * 128
-    there = (place < step) & (tile * step + place < strips) & (item < items) & (first_tile + number < RUNS * 8)
-    source = code_ptr + start + (place * (RUNS * 1024) + number * 128 + lane * 4 + word)
-    copy(ring.index(GROUP_NUMBER * STAGES + slot), source, mask=there)
-    async_copy.commit_group()
+    """Request a block: a tensor [WARPS, 32, 4] for each half and tile. What is not there has scales of zero and some codes
+    that are: a mask would cost an instruction for every register."""
+    layout: gl.constexpr = _word_layout(WARPS)
+    flat: gl.constexpr = gl.SliceLayout(2, layout)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, flat))[:, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, flat))[None, :]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, :][:, None, :]
+    loaded = ()
+    for half in gl.static_range(HALVES):
+        place = gl.minimum((PART * HALVES + half) * WARPS + warp, room)
+        source = code_ptr + start + ((place * (RUNS * 1024) + lane * 4)[:, :, None] + word)
+        for tile in gl.static_range(TILES):
+            loaded = loaded + (gl.load(source + tile * 128),)
+    return loaded
 
 
 @gluon_kernel()
 def _load_words(  # type: ignore[no-untyped-def]
-    ptr, run_number, runs_per_item, items, row_blocks, splits, part_runs, strips, step,
-    GROUP_NUMBER: gl.constexpr, RUNS: gl.constexpr, HALVES: gl.constexpr, EACH: gl.constexpr,
+    ptr, start, left, room, step,
+    PART: gl.constexpr, RUNS: gl.constexpr, HALVES: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """The words of scales or zeros of 512 inputs: a tensor [4, 32] for each half and group of 128."""
-    flat: gl.constexpr = gl.SliceLayout(2, _half_layout())
-    item = gl.program_id(0) + run_number // runs_per_item * gl.num_programs(0)
-    tile, row_block, split = _item(item, row_blocks, splits)
-    run = split * part_runs + run_number % runs_per_item
-    warp = gl.arange(0, 4, gl.SliceLayout(1, flat))[:, None]
+    """Request the words of scales or zeros of 512 inputs: a tensor [WARPS, 32] for each half and group of 128. `left`: how many
+    runs the strip has from here on."""
+    flat: gl.constexpr = gl.SliceLayout(2, _word_layout(WARPS))
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, flat))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, flat))[None, :]
     words = ()
     for half in gl.static_range(HALVES):
-        place = (GROUP_NUMBER * HALVES + half) * 4 + warp
-        there = (place < step) & (tile * step + place < strips) & (item < items) & (run < RUNS) & (lane < 32)
-        line = ((tile * step).to(gl.int64) * RUNS + run) * (EACH * 32)
+        place = (PART * HALVES + half) * WARPS + warp
+        there = (place < step) & (place <= room) & (left > 0) & (lane >= 0)
         for part in gl.static_range(EACH):
-            words = words + (gl.load(ptr + line + (place * (RUNS * EACH * 32) + part * 32 + lane), mask=there, other=0),)
+            source = ptr + start * (EACH * 32) + (place * (RUNS * EACH * 32) + part * 32 + lane)
+            words = words + (gl.load(source, mask=there, other=0),)
     return words
 
 
 @gluon_kernel()
-def _spread(words, text: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The factors (or subtrahends) of a tile's words: two tensors [4, 32, 8], of outputs r and r + 8."""
-    layout: gl.constexpr = _half_layout()
+def _spread(  # type: ignore[no-untyped-def]
+    words, block, text: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr
+):
+    """The factors (or subtrahends) of a tile's words: two tensors [WARPS, 32, 4], of outputs r and r + 8."""
+    layout: gl.constexpr = _word_layout(WARPS)
     WIDE: gl.constexpr = 1 if EACH <= 2 else EACH // 2                   # groups in a tile
     START: gl.constexpr = HALF * EACH + (TILE % 2 * (EACH // 2) if EACH > 1 else 0)
-    low, high = _pair(words[START], text)
+    low, high = _pair(words[START], block, text)
     if WIDE == 2:
-        next_low, next_high = _pair(words[START + 1], text)
-        low, high = gl.join(low, next_low), gl.join(high, next_high)     # [4, 32, 2]
+        next_low, next_high = _pair(words[START + 1], block, text)
+        low, high = gl.join(low, next_low), gl.join(high, next_high)     # [WARPS, 32, 2]
     elif WIDE == 4:
-        b_low, b_high = _pair(words[START + 1], text)
-        c_low, c_high = _pair(words[START + 2], text)
-        d_low, d_high = _pair(words[START + 3], text)
+        b_low, b_high = _pair(words[START + 1], block, text)
+        c_low, c_high = _pair(words[START + 2], block, text)
+        d_low, d_high = _pair(words[START + 3], block, text)
         low = gl.join(gl.join(low, c_low), gl.join(b_low, d_low))        # the last index counts fastest
         high = gl.join(gl.join(high, c_high), gl.join(b_high, d_high))
-    low = low.reshape([4, 32, WIDE, 1]).broadcast_to([4, 32, WIDE, 8 // WIDE]).reshape([4, 32, 8])
-    high = high.reshape([4, 32, WIDE, 1]).broadcast_to([4, 32, WIDE, 8 // WIDE]).reshape([4, 32, 8])
+    low = low.reshape([WARPS, 32, WIDE, 1]).broadcast_to([WARPS, 32, WIDE, 4 // WIDE]).reshape([WARPS, 32, 4])
+    high = high.reshape([WARPS, 32, WIDE, 1]).broadcast_to([WARPS, 32, WIDE, 4 // WIDE]).reshape([WARPS, 32, 4])
     return gl.convert_layout(low, layout, assert_trivial=True), gl.convert_layout(high, layout, assert_trivial=True)
 
 
 @gluon_kernel()
-def _pair(words, text: gl.constexpr):  # type: ignore[no-untyped-def]
-    return gl.inline_asm_elementwise(text, "=r,=r,r", (words,), dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+def _pair(words, block, text: gl.constexpr):  # type: ignore[no-untyped-def]
+    return gl.inline_asm_elementwise(text, "=r,=r,r,r", (words, block), dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
 
 
 @gluon_kernel()
 def _left_operand(  # type: ignore[no-untyped-def]
-    codes, scales, zeros, layout: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr, KIND: gl.constexpr,
-    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr,
+    codes, scales, zeros, block, layout: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr, KIND: gl.constexpr,
+    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """64 outputs x 64 inputs as numbers. TILE: which 64 of 512 inputs."""
-    half: gl.constexpr = _half_layout()
-    arguments = (codes.load(half),) + _spread(scales, factors(DTYPE, SCALE_DTYPE, TILE // 2), TILE, HALF, EACH)
+    """16 WARPS outputs x 64 inputs as numbers. Which 64 of 512 inputs: 2 `block` + TILE."""
+    arguments = (codes,) + _spread(scales, block + TILE // 2, factors(DTYPE, SCALE_DTYPE), TILE, HALF, EACH, WARPS)
     if ZEROS:
-        arguments = arguments + _spread(zeros, subtrahends(DTYPE, TILE // 2), TILE, HALF, EACH)
+        arguments = arguments + _spread(zeros, block + TILE // 2, subtrahends(DTYPE), TILE, HALF, EACH, WARPS)
     text: gl.constexpr = operands(KIND, DTYPE, ZEROS)
     constraints: gl.constexpr = operand_registers(ZEROS)
     if DTYPE == "bf16":
-        a, b, c, d = gl.inline_asm_elementwise(
-            text, constraints, arguments, dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            text, constraints, arguments, is_pure=True, pack=1,
+            dtype=(
+                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16
+            ),
         )
     else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            text, constraints, arguments, dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            text, constraints, arguments, is_pure=True, pack=1,
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         )
     # warp, r, t, 16 inputs, odd input, upper eight inputs, upper eight outputs
-    numbers = gl.join(gl.join(a, c), gl.join(b, d)).reshape([4, 8, 4, 4, 2, 2, 2])
-    numbers = numbers.permute([0, 6, 1, 3, 5, 2, 4]).reshape([64, 64])
+    numbers = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h))).reshape([WARPS, 8, 4, 4, 2, 2, 2])
+    numbers = numbers.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * WARPS, 64])
     return gl.convert_layout(numbers, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
 
 
@@ -196,11 +181,11 @@ def _left_operand(  # type: ignore[no-untyped-def]
 def _finish(  # type: ignore[no-untyped-def]
     sums, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, row_block, row_blocks, split, splits, rows, outputs,
     strips, step, layout: gl.constexpr, PLACE: gl.constexpr, PLACES: gl.constexpr, BLOCK_ROWS: gl.constexpr,
-    GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr,
+    GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """Write 64 outputs of one tile, with a gate 32; with split-K the CTA that arrives last does. PLACE: which 64 of the tile."""
-    SIZE: gl.constexpr = 64 * BLOCK_ROWS
-    line = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    """Write WARPS strips of one tile; with split-K the CTA that arrives last does. PLACE: which of the PLACES of the tile."""
+    SIZE: gl.constexpr = 16 * WARPS * BLOCK_ROWS
+    line = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, layout))[None, :]
     written_rows = rows
     if splits > 1:
@@ -211,14 +196,14 @@ def _finish(  # type: ignore[no-untyped-def]
         group_barrier()                                  # every thread's part is written before the arrival is
         arrived = gl.atomic_add(arrived_ptr + number, 1, sem="acq_rel")
         terms = gl.where(arrived == splits - 1, splits, 0)
-        sums = gl.zeros([64, BLOCK_ROWS], gl.float32, layout)
+        sums = gl.zeros([16 * WARPS, BLOCK_ROWS], gl.float32, layout)
         for term in range(terms):
             sums += gl.load(parts + term * SIZE + at, cache_modifier=".cg")
         if terms > 0:
             gl.store(arrived_ptr + number, 0)
         written_rows = gl.where(terms > 0, rows, 0)
-    strip = tile * step + PLACE * 4 + line // 16
-    there = (PLACE * 4 + line // 16 < step) & (strip < strips)
+    strip = tile * step + PLACE * WARPS + line // 16
+    there = (PLACE * WARPS + line // 16 < step) & (strip < strips)
     if GATE == 0:
         output = strip * 16 + line % 16
     else:
@@ -233,149 +218,149 @@ def _finish(  # type: ignore[no-untyped-def]
         wanted = there & (output < outputs) & (row < written_rows)
         gl.store(out_ptr + row.to(gl.int64) * outputs + output, sums.to(out_ptr.dtype.element_ty), mask=wanted)
     else:
-        gates, partners = sums.reshape([4, 2, 8, BLOCK_ROWS]).permute([0, 2, 3, 1]).split()
-        result = activated(gates, GATE) * partners                       # [4, 8, rows]
+        gates, partners = sums.reshape([WARPS, 2, 8, BLOCK_ROWS]).permute([0, 2, 3, 1]).split()
+        result = activated(gates, GATE) * partners                       # [WARPS, 8, rows]
         short: gl.constexpr = result.type.layout
-        warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, short)))[:, None][:, :, None]
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, short)))[:, None][:, :, None]
         line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, short)))[None, :][:, :, None]
         row = row_block * BLOCK_ROWS + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, gl.SliceLayout(1, short)))[None, :][:, None, :]
-        strip = tile * step + PLACE * 4 + warp
+        strip = tile * step + PLACE * WARPS + warp
         output = strip * 8 + line
-        wanted = (PLACE * 4 + warp < step) & (strip < strips) & (output < outputs) & (row < written_rows)
+        wanted = (PLACE * WARPS + warp < step) & (strip < strips) & (output < outputs) & (row < written_rows)
         gl.store(out_ptr + row.to(gl.int64) * outputs + output, result.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 @gluon_kernel()
 def _multiply(  # type: ignore[no-untyped-def]
-    code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, ring, x_ring, full, empty,
+    code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
     items, row_blocks, splits, part_runs, strips, step, rows, outputs,
-    GROUP_NUMBER: gl.constexpr, RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK: gl.constexpr, HALVES: gl.constexpr,
-    STAGES: gl.constexpr, X_STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
+    PART: gl.constexpr, PARTS: gl.constexpr, RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, TILES: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
     SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """Four warps: 64 or 128 outputs of every tile."""
-    TILES: gl.constexpr = BLOCK // 64
-    UNITS: gl.constexpr = 512 // BLOCK
+    """WARPS warps: 16 WARPS HALVES outputs of every tile."""
+    BLOCKS: gl.constexpr = 8 // TILES                    # in a run of 512 inputs
     EACH: gl.constexpr = 128 // GROUP
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 16])
-    codes = viewed(ring, gl.int16, [2 * STAGES * HALVES * TILES, 4, 32, 8], _plain_shared(3))
-    per_item = part_runs * UNITS
-    for stage in gl.static_range(STAGES - 1):
-        _copy_unit(
-            code_ptr, ring, stage, stage, per_item, items, row_blocks, splits, part_runs, strips, step, GROUP_NUMBER, RUNS,
-            HALVES, TILES, STAGES,
-        )
-    next_scales = _load_words(
-        scale_ptr, 0, part_runs, items, row_blocks, splits, part_runs, strips, step, GROUP_NUMBER, RUNS, HALVES, EACH
-    )
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 16])
+    first = gl.program_id(0)
+    ahead, number_ahead, room_ahead = _origin(first, items, row_blocks, splits, part_runs, step, strips, RUNS)
+    next_codes = _load_codes(code_ptr, ahead * 1024, room_ahead, PART, RUNS, TILES, HALVES, WARPS)
+    next_scales = _load_words(scale_ptr, ahead, RUNS - number_ahead, room_ahead, step, PART, RUNS, HALVES, EACH, WARPS)
     next_zeros = next_scales
     if ZEROS:
-        next_zeros = _load_words(
-            zero_ptr, 0, part_runs, items, row_blocks, splits, part_runs, strips, step, GROUP_NUMBER, RUNS, HALVES, EACH
-        )
-    unit = 0
-    run_number = 0
-    slot = 0
-    free = STAGES - 1
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        sums = gl.zeros([64, BLOCK_ROWS], gl.float32, layout)
+        next_zeros = _load_words(zero_ptr, ahead, RUNS - number_ahead, room_ahead, step, PART, RUNS, HALVES, EACH, WARPS)
+    count = 0
+    for item in range(first, items, gl.num_programs(0)):
+        origin, number, room = ahead, number_ahead, room_ahead
+        following_item = item + gl.num_programs(0)
+        ahead, number_ahead, room_ahead = _origin(following_item, items, row_blocks, splits, part_runs, step, strips, RUNS)
+        sums = gl.zeros([16 * WARPS, BLOCK_ROWS], gl.float32, layout)
         other = sums
         for run in range(part_runs):
+            last = run == part_runs - 1
+            # Beyond the last run of a strip the same codes again, with scales of zero.
+            here = origin + gl.minimum(run, RUNS - 1 - number)
+            next_run = gl.where(last, ahead, origin + gl.minimum(run + 1, RUNS - 1 - number))
+            remaining = gl.where(last, RUNS - number_ahead, RUNS - number - run - 1)
+            next_room = gl.where(last, room_ahead, room)
             scales = next_scales
             zeros = next_zeros
-            run_number += 1
-            next_scales = _load_words(
-                scale_ptr, run_number, part_runs, items, row_blocks, splits, part_runs, strips, step, GROUP_NUMBER, RUNS,
-                HALVES, EACH,
-            )
+            next_scales = _load_words(scale_ptr, next_run, remaining, next_room, step, PART, RUNS, HALVES, EACH, WARPS)
             if ZEROS:
-                next_zeros = _load_words(
-                    zero_ptr, run_number, part_runs, items, row_blocks, splits, part_runs, strips, step, GROUP_NUMBER, RUNS,
-                    HALVES, EACH,
-                )
+                next_zeros = _load_words(zero_ptr, next_run, remaining, next_room, step, PART, RUNS, HALVES, EACH, WARPS)
             else:
                 next_zeros = next_scales
-            for part in gl.static_range(UNITS):
-                _copy_unit(
-                    code_ptr, ring, free, unit + (STAGES - 1), per_item, items, row_blocks, splits, part_runs, strips, step,
-                    GROUP_NUMBER, RUNS, HALVES, TILES, STAGES,
+            for block in range(BLOCKS):                  # a loop, since the unrolled code did not fit into the cache
+                codes = next_codes
+                end = block == BLOCKS - 1
+                start = gl.where(end, next_run * 1024, here * 1024 + (block + 1) * (TILES * 128))
+                next_codes = _load_codes(
+                    code_ptr, start, gl.where(end, next_room, room), PART, RUNS, TILES, HALVES, WARPS
                 )
-                async_copy.wait_group(STAGES - 1)
-                at = (GROUP_NUMBER * STAGES + slot) * (HALVES * TILES)
-                x_slot = unit % X_STAGES
-                x = x_ring.index(x_slot)
+                part = block * (TILES // 2)
+                slot = count % STAGES
+                x = x_ring.index(slot)
                 left = _left_operand(
-                    codes.index(at), scales, zeros, layout, part * TILES, 0, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS
+                    codes[0], scales, zeros, part, layout, 0, 0, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS, WARPS
                 )
-                mbarrier.wait(full.index(x_slot), (unit // X_STAGES) & 1)
+                mbarrier.wait(full.index(slot), (count // STAGES) & 1)
                 for tile in gl.static_range(TILES):
                     right = x.slice(tile * 64, 64, dim=1).permute((1, 0))
                     sums = warpgroup_mma(left, right, sums, is_async=True)
                     if HALVES == 2:
                         second = _left_operand(
-                            codes.index(at + TILES + tile), scales, zeros, layout, part * TILES + tile, 1, EACH, KIND, DTYPE,
-                            SCALE_DTYPE, ZEROS,
+                            codes[TILES + tile], scales, zeros, part, layout, tile, 1, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS,
+                            WARPS,
                         )
                         sums, left = warpgroup_mma_wait(0, deps=(sums, left))
                         other = warpgroup_mma(second, right, other, is_async=True)
+                    following = left
                     if tile + 1 < TILES:
                         following = _left_operand(
-                            codes.index(at + tile + 1), scales, zeros, layout, part * TILES + tile + 1, 0, EACH, KIND, DTYPE,
-                            SCALE_DTYPE, ZEROS,
+                            codes[tile + 1], scales, zeros, part, layout, tile + 1, 0, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS,
+                            WARPS,
                         )
-                    else:
-                        following = left
                     if HALVES == 2:
                         other, second = warpgroup_mma_wait(0, deps=(other, second))
                     else:
                         sums, left = warpgroup_mma_wait(0, deps=(sums, left))
                     left = following
-                mbarrier.arrive(empty.index(x_slot), count=1)
-                unit += 1
-                slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-                free = gl.where(free == STAGES - 1, 0, free + 1)
+                mbarrier.arrive(empty.index(slot), count=1)
+                count += 1
         tile, row_block, split = _item(item, row_blocks, splits)
         _finish(
             sums, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, row_block, row_blocks, split, splits, rows, outputs,
-            strips, step, layout, GROUP_NUMBER * HALVES, 2 * HALVES, BLOCK_ROWS, GATE, BIAS, OUTER,
+            strips, step, layout, PART * HALVES, PARTS * HALVES, BLOCK_ROWS, GATE, BIAS, OUTER, WARPS,
         )
         if HALVES == 2:
             _finish(
                 other, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, row_block, row_blocks, split, splits, rows,
-                outputs, strips, step, layout, GROUP_NUMBER * HALVES + 1, 2 * HALVES, BLOCK_ROWS, GATE, BIAS, OUTER,
+                outputs, strips, step, layout, PART * HALVES + 1, PARTS * HALVES, BLOCK_ROWS, GATE, BIAS, OUTER, WARPS,
             )
-    async_copy.wait_group(0)
 
 
 @gluon_kernel(do_not_specialize=["items", "row_blocks", "splits", "part_runs", "strips", "step", "rows", "outputs"])
 def packed_gemm_kernel(  # type: ignore[no-untyped-def]
     x, code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
     items, row_blocks, splits, part_runs, strips, step, rows, outputs,
-    RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    X_STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr,
-    ZEROS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, DEPENDENT: gl.constexpr,
+    RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr,
+    ZEROS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """x [rows, inputs] is a TMA descriptor, which fills in zeros beyond it. An item is one split of one tile of one block of
-    rows. A tile has `step` strips of 16 outputs, at most 8 HALVES."""
-    TILES: gl.constexpr = BLOCK // 64
-    ring = gl.allocate_shared_memory(gl.int32, [2 * STAGES, HALVES, TILES, 4, 32, 4], _plain_shared(5))
-    x_ring = gl.allocate_shared_memory(x.dtype, [X_STAGES, BLOCK_ROWS, BLOCK], x.layout)
-    full, empty = ring_barriers(X_STAGES, 2)
-    gl.warp_specialize([
-        (_multiply, (
-            code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, ring, x_ring, full, empty,
-            items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, RUNS, BLOCK_ROWS, BLOCK, HALVES, STAGES,
-            X_STAGES, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS, OUTER,
-        )),
-        (_multiply, (
-            code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, ring, x_ring, full, empty,
-            items, row_blocks, splits, part_runs, strips, step, rows, outputs, 1, RUNS, BLOCK_ROWS, BLOCK, HALVES, STAGES,
-            X_STAGES, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS, OUTER,
-        )),
-        (_fetch_rows, (
-            x, x_ring, full, empty, items, row_blocks, splits, part_runs, BLOCK_ROWS, BLOCK, X_STAGES, DEPENDENT,
-        )),
-    ], [4, 1], [232, 40])
+    rows. A tile has `step` strips of 16 outputs, at most PARTS HALVES WARPS. Blocks have TILES times 64 inputs."""
+    BLOCK: gl.constexpr = TILES * 64
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], x.layout)
+    full, empty = ring_barriers(STAGES, PARTS)
+    if PARTS == 2:
+        gl.warp_specialize([
+            (_multiply, (
+                code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
+                items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, PARTS, RUNS, BLOCK_ROWS, TILES, HALVES,
+                STAGES, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS, OUTER, WARPS,
+            )),
+            (_multiply, (
+                code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
+                items, row_blocks, splits, part_runs, strips, step, rows, outputs, 1, PARTS, RUNS, BLOCK_ROWS, TILES, HALVES,
+                STAGES, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS, OUTER, WARPS,
+            )),
+            (_fetch_rows, (
+                x, x_ring, full, empty, items, row_blocks, splits, part_runs, BLOCK_ROWS, BLOCK, STAGES, DEPENDENT,
+            )),
+        ], [WARPS, 1], [232, 40])
+    else:
+        gl.warp_specialize([
+            (_multiply, (
+                code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
+                items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, PARTS, RUNS, BLOCK_ROWS, TILES, HALVES,
+                STAGES, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS, OUTER, WARPS,
+            )),
+            (_fetch_rows, (
+                x, x_ring, full, empty, items, row_blocks, splits, part_runs, BLOCK_ROWS, BLOCK, STAGES, DEPENDENT,
+            )),
+        ], [1], [40])
 
 
 def packed_gemm(
@@ -391,18 +376,18 @@ def packed_gemm(
     part_runs = triton.cdiv(runs, plan.splits)
     splits = triton.cdiv(runs, part_runs)                # fewer than asked for where the last ones would be empty
     items = tiles * row_blocks * splits
-    places = 2 * plan.halves
-    size = items * places * 64 * plan.block_rows if splits > 1 else 0
+    places = plan.parts * plan.halves
+    size = items * places * plan.warps * 16 * plan.block_rows if splits > 1 else 0
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    described = TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [plan.block_rows, plan.block], layout)
+    described = TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [plan.block_rows, plan.tiles * 64], layout)
     packed_gemm_kernel[min(items, multiprocessors(x.device)),](
         described, weight.codes, weight.scale, weight.scale if weight.zero is None else weight.zero,
         weight.scale if weight.outer is None else weight.outer, x if bias is None else bias, out, parts, arrivals(x.device),
         items, row_blocks, splits, part_runs, strips, plan.step, rows, outputs,
-        RUNS=runs, BLOCK_ROWS=plan.block_rows, BLOCK=plan.block, HALVES=plan.halves, STAGES=plan.stages,
-        X_STAGES=plan.x_stages, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype],
-        SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, GATE=GATES[gate], BIAS=bias is not None,
-        OUTER=weight.outer is not None, num_warps=4, maxnreg=REGISTERS, **dependent_launch(x.device),
+        RUNS=runs, BLOCK_ROWS=plan.block_rows, TILES=plan.tiles, PARTS=plan.parts, HALVES=plan.halves, STAGES=plan.stages,
+        KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype],
+        ZEROS=weight.zero is not None, GATE=GATES[gate], BIAS=bias is not None, OUTER=weight.outer is not None,
+        WARPS=plan.warps, num_warps=plan.warps, maxnreg=plan.registers(), **dependent_launch(x.device),
     )
     return out

@@ -25,21 +25,35 @@ from ridgeline.ops.registry import gluon_kernel, triton
 
 
 @compile_time
-def _word_layout(warps):  # type: ignore[no-untyped-def]
-    """Of [warps, 32, 4]: a lane has four words, its 16 bytes of a tile."""
+def _word_layout(groups, warps):  # type: ignore[no-untyped-def]
+    """Of [groups, warps, 32, 4]: a lane has four words, its 16 bytes of a tile."""
+    inner = [[0, 1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2]], [[0, 1 << bit, 0] for bit in range(5)],
-        [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)], [], [warps, 32, 4],
+        [[0, 0, 0, 1], [0, 0, 0, 2]], [[0, 0, 1 << bit, 0] for bit in range(5)],
+        inner + [[1 << bit, 0, 0, 0] for bit in range(groups.bit_length() - 1)], [], [groups, warps, 32, 4],
     )
 
 
 @compile_time
-def _x_layout(warps):  # type: ignore[no-untyped-def]
-    """Of [warps, rows, 4, 4]: the same lanes; a row of x for every four of them."""
-    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+def _x_layout(groups, warps):  # type: ignore[no-untyped-def]
+    """Of [groups, warps, rows, 4, 4]: the same lanes; a row of x for every four of them."""
+    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    inner = [[0, 1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2]], lanes, [[1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)], [],
-        [warps, 8, 4, 4],
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]], lanes, inner + [[1 << bit, 0, 0, 0, 0] for bit in range(groups.bit_length() - 1)], [],
+        [groups, warps, 8, 4, 4],
+    )
+
+
+@compile_time
+def _sum_layout(groups, warps):  # type: ignore[no-untyped-def]
+    """Of [groups, warps, 64]: the parts of one sum in one lane, one group after the other."""
+    registers = [[0, 1 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    places = [[0, 0, 1 << bit] for bit in range(6)] + [[1 << bit, 0, 0] for bit in range(groups.bit_length() - 1)]
+    threads = 5 + (groups * warps).bit_length() - 1
+    places += [[0, 0, 0]] * (threads - len(places))      # the rest of the threads have the same
+    return gl.DistributedLinearLayout(
+        registers + places[threads:], places[:5], places[5:threads], [], [groups, warps, 64]
     )
 
 
@@ -50,38 +64,52 @@ def _plain_shared(rank):  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _load_unit(  # type: ignore[no-untyped-def]
-    code_ptr, scale_ptr, zero_ptr, unit, units, layout: gl.constexpr,
-    RUNS: gl.constexpr, EACH: gl.constexpr, ZEROS: gl.constexpr, WARPS: gl.constexpr,
+    code_ptr, scale_ptr, zero_ptr, unit, strips, layout: gl.constexpr,
+    RUNS: gl.constexpr, EACH: gl.constexpr, ZEROS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """Request 512 inputs for each warp: eight tensors of codes, the words of their scales, and of their zeros."""
+    """Request 512 inputs for each warp: eight tensors of codes, the words of their scales, and of their zeros. What is not
+    there has scales of zero and some codes that are: a mask would cost an instruction for every register."""
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
-    flat: gl.constexpr = gl.SliceLayout(2, layout)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, flat))[:, None]
-    lane = gl.arange(0, 32, gl.SliceLayout(0, flat))[None, :]
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, :][:, None, :]
-    strip = gl.program_id(0) + unit // ROUNDS * gl.num_programs(0)
+    flat: gl.constexpr = gl.SliceLayout(3, layout)
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, flat)))[:, None][:, :, None]
+    warp = gl.arange(0, WARPS, gl.SliceLayout(0, gl.SliceLayout(2, flat)))[None, :][:, :, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, flat)))[None, :][:, None, :]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, :][:, None, :][:, :, None, :]
+    strip = (gl.program_id(0) + unit // ROUNDS * gl.num_programs(0)) * GROUPS
     before = unit % ROUNDS * WARPS
     start = strip.to(gl.int64) * RUNS + before
-    codes = code_ptr + start * 1024 + ((warp * 1024 + lane * 4)[:, :, None] + word)
-    lines = start * (EACH * 32) + (warp * (EACH * 32) + lane)
-    there = (warp >= 0) & (lane >= 0) & (unit < units)
+    if GROUPS > 1:
+        group = gl.minimum(group, strips - 1 - strip)
+    run = warp
     if RUNS % WARPS != 0:
-        there = there & (before + warp < RUNS)
+        run = gl.minimum(warp, RUNS - 1 - before)
+    run = group * RUNS + run
+    codes = code_ptr + start * 1024 + ((run * 1024 + lane * 4)[:, :, :, None] + word)
+    lines = start * (EACH * 32) + (run * (EACH * 32) + lane)
     loaded = ()
     for tile in gl.static_range(8):
-        loaded = loaded + (gl.load(codes + tile * 128, mask=there[:, :, None], eviction_policy="evict_first"),)
+        loaded = loaded + (gl.load(codes + tile * 128, eviction_policy="evict_first"),)
     for part in gl.static_range(EACH):
-        loaded = loaded + (gl.load(scale_ptr + lines + part * 32, mask=there, other=0),)
+        loaded = loaded + (_load_line(scale_ptr + lines + part * 32, (before + warp < RUNS) & (group + lane >= 0), RUNS % WARPS != 0),)
     if ZEROS:
         for part in gl.static_range(EACH):
-            loaded = loaded + (gl.load(zero_ptr + lines + part * 32, mask=there, other=0),)
+            loaded = loaded + (_load_line(zero_ptr + lines + part * 32, (before + warp < RUNS) & (group + lane >= 0), RUNS % WARPS != 0),)
     return loaded
+
+
+@gluon_kernel()
+def _load_line(source, there, MASKED: gl.constexpr):  # type: ignore[no-untyped-def]
+    if MASKED:
+        words = gl.load(source, mask=there, other=0)
+    else:
+        words = gl.load(source)
+    return words
 
 
 @gluon_kernel()
 def _multiply_block(  # type: ignore[no-untyped-def]
     sums, loaded, x_words, first, layout: gl.constexpr, BLOCK: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
-    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, WARPS: gl.constexpr,
+    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
     """128 inputs of each warp."""
     WORDS: gl.constexpr = 128 // GROUP * (2 if ZEROS else 1)
@@ -89,26 +117,27 @@ def _multiply_block(  # type: ignore[no-untyped-def]
     constraints: gl.constexpr = product_registers(GROUP, ZEROS)
     operands = (sums, loaded[2 * BLOCK], loaded[2 * BLOCK + 1])
     for part in gl.static_range(4):
-        operands = operands + (_x_operand(x_words, first + part, layout, WARPS),)
+        operands = operands + (_x_operand(x_words, first + part, layout, GROUPS, WARPS),)
     for part in gl.static_range(WORDS):
-        operands = operands + (loaded[8 + part][:, :, None].broadcast_to([WARPS, 32, 4]),)
+        operands = operands + (loaded[8 + part][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)
     return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
 @gluon_kernel()
-def _x_operand(rows, at, layout: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    x = rows.index(at).load(_x_layout(WARPS))
-    return gl.convert_layout(x.broadcast_to([WARPS, 8, 4, 4]).reshape([WARPS, 32, 4]), layout, assert_trivial=True)
+def _x_operand(rows, at, layout: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    x = rows.index(at).load(_x_layout(GROUPS, WARPS)).broadcast_to([GROUPS, WARPS, 8, 4, 4])
+    return gl.convert_layout(x.reshape([GROUPS, WARPS, 32, 4]), layout, assert_trivial=True)
 
 
 @gluon_kernel()
 def _place_rows(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, rows, inputs, x_stride, eps, norm_offset,
-    ROUNDS: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, WARPS: gl.constexpr,
+    ROUNDS: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GROUPS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """x into shared memory, in the order of the right operand; returns the norm's factor, which multiplies the sums."""
     CHUNK: gl.constexpr = 512 * WARPS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, GROUPS * WARPS], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     squares = gl.zeros([ROWS, CHUNK], gl.float32, layout)
     for part in gl.static_range(ROUNDS):
@@ -135,38 +164,40 @@ def _place_rows(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _finish(  # type: ignore[no-untyped-def]
-    sums, factor, outer_ptr, bias_ptr, out_ptr, strip, rows, outputs, layout: gl.constexpr,
-    GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr,
+    sums, memory, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, rows, outputs,
+    GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """Add the warps' parts and write 16 outputs, with a gate 8."""
-    total = gl.sum(sums, axis=0) * factor                                # [32, 4]
-    flat: gl.constexpr = gl.SliceLayout(0, layout)
-    lane = gl.arange(0, 32, gl.SliceLayout(1, flat))[:, None]
-    place = gl.arange(0, 4, gl.SliceLayout(0, flat))[None, :]
+    """Add the warps' parts and write 16 outputs of each group, with a gate 8. By hand: with `gl.sum` this took longer than
+    the products. A lane adds what is of outputs r, and what is of r + 8: with a gate, the gate and its partner."""
+    memory.store(sums.reshape([GROUPS, WARPS, 32, 2, 2]).permute([3, 0, 1, 2, 4]))
+    group_barrier()
+    layout: gl.constexpr = _sum_layout(GROUPS, WARPS)
+    flat: gl.constexpr = gl.SliceLayout(1, layout)
+    halves = viewed(memory, gl.float32, [2, GROUPS, WARPS, 64], _plain_shared(3))
+    low = gl.sum(halves.index(0).load(layout), axis=1) * factor          # [GROUPS, 64]: lane, odd row
+    high = gl.sum(halves.index(1).load(layout), axis=1) * factor
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, flat))[:, None]
+    place = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
+    row = place // 2 % 4 * 2 + place % 2
     if GATE == 0:
-        output = strip * 16 + lane // 4 + place // 2 * 8
-        live = output < outputs
-        source = output
+        output = (strip + group) * 16 + place // 8
+        other = output + 8
     else:
-        output = strip * 8 + lane // 4
-        live = (output < outputs) & (place < 4)
-        source = output + place // 2 * outputs
+        output = (strip + group) * 8 + place // 8
+        other = output + outputs
+    most = outputs if GATE == 0 else 2 * outputs
+    there = (strip + group < strips) & (output < outputs) & (row < rows)
     if OUTER:
-        total *= gl.load(outer_ptr + source, mask=live, other=0.0)
+        low *= gl.load(outer_ptr + output, mask=there, other=0.0)
+        high *= gl.load(outer_ptr + other, mask=there & (other < most), other=0.0)
     if BIAS:
-        total += gl.load(bias_ptr + source, mask=live, other=0.0).to(gl.float32)
+        low += gl.load(bias_ptr + output, mask=there, other=0.0).to(gl.float32)
+        high += gl.load(bias_ptr + other, mask=there & (other < most), other=0.0).to(gl.float32)
     if GATE == 0:
-        row = lane % 4 * 2 + place % 2
-        gl.store(out_ptr + row * outputs + output, total.to(out_ptr.dtype.element_ty), mask=live & (row < rows))
+        gl.store(out_ptr + row * outputs + other, high.to(out_ptr.dtype.element_ty), mask=there & (other < outputs))
     else:
-        gates, partners = total.reshape([32, 2, 2]).permute([0, 2, 1]).split()
-        result = activated(gates, GATE) * partners                       # [32, 2]
-        half: gl.constexpr = result.type.layout
-        lane = gl.arange(0, 32, gl.SliceLayout(1, half))[:, None]
-        row = lane % 4 * 2 + gl.arange(0, 2, gl.SliceLayout(0, half))[None, :]
-        output = strip * 8 + lane // 4
-        wanted = (output < outputs) & (row < rows)
-        gl.store(out_ptr + row * outputs + output, result.to(out_ptr.dtype.element_ty), mask=wanted)
+        low = activated(low, GATE) * high
+    gl.store(out_ptr + row * outputs + output, low.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @gluon_kernel(do_not_specialize=["rows", "outputs", "strips"])
@@ -175,38 +206,46 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     rows, inputs, outputs, strips, x_stride, eps, norm_offset,
     RUNS: gl.constexpr, ROWS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
     SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GATE: gl.constexpr,
-    BIAS: gl.constexpr, OUTER: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    BIAS: gl.constexpr, OUTER: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """Strips are assigned to the CTAs round-robin. RUNS: how often the inputs have 512.
+    """GROUPS strips at a time are assigned to the CTAs round-robin; WARPS warps have one of them. RUNS: how often the inputs
+    have 512.
 
     ROWS: 1 or 8 rows of x in shared memory. One row is read by all lanes, and every column of the product is the same.
     """
-    layout: gl.constexpr = _word_layout(WARPS)
+    layout: gl.constexpr = _word_layout(GROUPS, WARPS)
     EACH: gl.constexpr = 128 // GROUP
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
     program = gl.program_id(0)
-    units = (strips - program + gl.num_programs(0) - 1) // gl.num_programs(0) * ROUNDS
-    following = _load_unit(code_ptr, scale_ptr, zero_ptr, 0, units, layout, RUNS, EACH, ZEROS, WARPS)
+    blocks = (strips + GROUPS - 1) // GROUPS
+    units = (blocks - program + gl.num_programs(0) - 1) // gl.num_programs(0) * ROUNDS
+    following = _load_unit(code_ptr, scale_ptr, zero_ptr, 0, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS)
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, ROWS, 4, 2, 2, 2], _plain_shared(8))
     wait_for_kernel_before(DEPENDENT)
     factor = _place_rows(
         x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, rows, inputs, x_stride, eps, norm_offset, ROUNDS, ROWS, NORM,
-        RESIDUAL, WARPS,
+        RESIDUAL, GROUPS, WARPS,
     )
     group_barrier()
-    x_words = viewed(memory, gl.int32, [ROUNDS * 16, WARPS, ROWS, 4, 4], _plain_shared(4))
+    x_words = viewed(memory, gl.int32, [ROUNDS * 16, 1, WARPS, ROWS, 4, 4], _plain_shared(5))
+    parts = gl.allocate_shared_memory(gl.float32, [2, GROUPS, WARPS, 32, 2], _plain_shared(5))
     for begin in range(0, units, ROUNDS):
-        sums = gl.zeros([WARPS, 32, 4], gl.float32, layout)
+        sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
         for unit in range(begin, begin + ROUNDS):
             loaded = following
-            following = _load_unit(code_ptr, scale_ptr, zero_ptr, unit + 1, units, layout, RUNS, EACH, ZEROS, WARPS)
+            if unit + 1 < units:
+                following = _load_unit(
+                    code_ptr, scale_ptr, zero_ptr, unit + 1, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS
+                )
             for block in gl.static_range(4):
                 sums = _multiply_block(
                     sums, loaded, x_words, (unit - begin) * 16 + block * 4, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE,
-                    ZEROS, WARPS,
+                    ZEROS, GROUPS, WARPS,
                 )
-        strip = program + begin // ROUNDS * gl.num_programs(0)
-        _finish(sums, factor, outer_ptr, bias_ptr, out_ptr, strip, rows, outputs, layout, GATE, BIAS, OUTER)
+        strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
+        _finish(
+            sums, parts, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, rows, outputs, GATE, BIAS, OUTER, GROUPS, WARPS
+        )
 
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -223,13 +262,13 @@ def packed_gemv(
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     new_residual = x if residual is None else torch.empty_like(x)
     strips = weight.codes.shape[0]
-    programs = min(strips, plan.programs * multiprocessors(x.device))
+    programs = min(triton.cdiv(strips, plan.groups), plan.programs * multiprocessors(x.device))
     _packed_gemv_kernel[(programs,)](
         x, x if residual is None else residual, x if norm is None else norm, weight.codes, weight.scale,
         weight.scale if weight.zero is None else weight.zero, weight.scale if weight.outer is None else weight.outer,
         x if bias is None else bias, out, new_residual, rows, inputs, outputs, strips, x.stride(0), eps, norm_offset,
         RUNS=weight.codes.shape[1] * 64 // RUN, ROWS=plan.rows, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None,
         NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None,
-        OUTER=weight.outer is not None, WARPS=plan.warps, num_warps=plan.warps, **dependent_launch(x.device),
+        OUTER=weight.outer is not None, GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps, maxnreg=plan.registers, **dependent_launch(x.device),
     )
     return out, new_residual

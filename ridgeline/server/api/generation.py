@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import SamplingParams, StructuredOutputs, shown
+from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
@@ -136,6 +136,9 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         refuse(self, self.REFUSED)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", field="stream_options")
+        if self.prompt_logprobs == EVERY:
+            message = f"prompt_logprobs {EVERY}, every token of the vocabulary, is not supported; at most {MAX_LOGPROBS} are"
+            raise Unsupported(message, field="prompt_logprobs")
         if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
             raise BadRequest("logprob_token_ids needs logprobs", field="logprob_token_ids")
 
@@ -205,6 +208,7 @@ def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
             raise Unsupported(f"{name} is not supported by this server; leave it out", field=name)
 
 
+EVERY = -1                           # as prompt_logprobs
 FIT = -1                             # as truncate_prompt_tokens: cut the prompt to fit the context
 
 _SAMPLING = (
@@ -341,15 +345,15 @@ class Writer(ABC):
         self._sent = False                               # any event
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
-        """An event for each delta; tokens without visible text wait for the next."""
+        """An event for each delta, also for tokens without visible text (half a character, a special token, what may begin a stop
+        string): clients see that the answer goes on, as with vLLM."""
         events = []
         for prompt, delta in batch:
             index = prompt * self._params.n + delta.index
             self._sent_tokens += len(delta.token_ids)
             frame = self._frames.get(index)
             if frame is not None and delta.finish_reason is None and delta.logprobs is None:
-                if delta.text:
-                    events.append(frame[0] + encode(delta.text) + frame[1])
+                events.append(frame[0] + encode(delta.text) + frame[1])
                 continue
             for choice in self._chunks(outputs[prompt], index, delta):
                 reply = self._reply([choice])
@@ -442,6 +446,11 @@ class Writer(ABC):
 
     def _bytes(self, token: int) -> list[int] | None:
         return list(self._tokenizer.token_bytes(token)) if self._tokenizer else None
+
+
+def goes_on(batch: list[tuple[int, AnswerDelta]]) -> bool:
+    """Whether more will come. Tokens without text are then a sign to a client that nothing else is sent to."""
+    return all(delta.finish_reason is None for _, delta in batch)
 
 
 def ranked(at: LogprobsAt, count: int) -> list[tuple[int, float]]:

@@ -170,6 +170,7 @@ OPERATIONS = (
     Operation("/api/ps", "The same, as loaded", gives=ollama_models.RunningModels, error=OllamaError),
     Operation("/api/version", "Of Ollama's API that this follows", gives=ollama_models.OllamaVersion, error=OllamaError),
     Operation("/completion", "A text to continue, for llama.cpp's clients", LlamaRequest, LlamaReply, streams=True),
+    Operation("/completions", "The same, where the request names no model", LlamaRequest, LlamaReply, streams=True),
     Operation("/apply-template", "A conversation as the prompt it becomes", ChatRequest, TemplateReply),
     Operation("/infill", "Refused: use /v1/completions with a suffix", LlamaRequest),
     Operation("/props", "Settings, for llama.cpp's clients", gives=dict[str, Any]),

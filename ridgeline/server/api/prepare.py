@@ -89,7 +89,7 @@ def checked_params(service: Service, request: ChatRequest | CompletionRequest) -
     """The request's sampling parameters, checked."""
     service.check(request)
     with request.naming_its_grammar():
-        return request.params(service.llm.sampling_defaults.fields)
+        return request.params(service.llm.sampling_defaults)
 
 
 async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job:

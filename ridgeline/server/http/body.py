@@ -80,8 +80,7 @@ def _without_nulls(value: Any, kind: Type, tolerant: Collection[str] = (), drop:
     kinds = _kinds(kind)
     if isinstance(value, list):
         item = _item(kinds)
-        deep = item is not None and _has_structs(item)
-        return [_without_nulls(each, item, tolerant, drop) for each in value] if item is not None and deep else value
+        return value if item is None else [_without_nulls(each, item, tolerant, drop) for each in value]
     structs = [each for each in kinds if isinstance(each, StructType)]
     if not isinstance(value, dict) or not structs:
         return value
@@ -94,13 +93,9 @@ def _without_nulls(value: Any, kind: Type, tolerant: Collection[str] = (), drop:
 
 
 def _item(kinds: tuple[Type, ...]) -> Type | None:
-    """The type of a list's items, if one of the types is a list."""
-    return next((each.item_type for each in kinds if isinstance(each, ListType)), None)
-
-
-def _has_structs(kind: Type) -> bool:
-    kinds = _kinds(kind)
-    return any(isinstance(each, StructType) or (isinstance(each, ListType) and _has_structs(each.item_type)) for each in kinds)
+    """The type of a list's items, if one of the types is a list with structs in it: other lists may have millions of items."""
+    items = [each.item_type for each in kinds if isinstance(each, ListType)]
+    return next((item for item in items if _item(_kinds(item)) or {*map(type, _kinds(item))} & {StructType}), None)
 
 
 # JSON has one kind of number, and some clients write 16 as 16.0. The function that turns it into 16 is made once per type of
@@ -117,7 +112,7 @@ def _mend_of(kind: Type, around: tuple[type[Any], ...]) -> Mend | None:
     """`around`: the structs that this type is inside of. Recursive ones (blocks of a message) are visited once."""
     kinds = _kinds(kind)
     integer = _is_integer(kind)
-    item = _item(kinds)
+    item = next((each.item_type for each in kinds if isinstance(each, ListType)), None)
     items = item and _mend_of(item, around)
     integers = item is not None and _is_integer(item)
     values = next((_mend_of(each.value_type, around) for each in kinds if isinstance(each, DictType)), None)

@@ -41,6 +41,7 @@ from ridgeline.server.server_errors import (
     PreviousNotStored,
     Unavailable,
     WrongMediaType,
+    WrongPath,
 )
 
 logger = get_logger("server")
@@ -50,6 +51,7 @@ _INVALID = "invalid_request_error"
 # The first class that an error belongs to decides: status, type, code.
 _KINDS: tuple[tuple[type[RequestError], int, str, str | None], ...] = (
     (ModelNotFound, 404, _INVALID, "model_not_found"),
+    (WrongPath, 404, _INVALID, "not_found"),
     (NotStored, 404, _INVALID, "response_not_found"),
     (ItemNotStored, 404, _INVALID, "item_not_found"),
     (PreviousNotStored, 400, _INVALID, "previous_response_not_found"),

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 
 # Paths that clients of other servers know, and that no spelling leads to.
 ELSEWHERE = {
-    "/completions": "did you mean /v1/completions, or llama.cpp's /completion?",
     "/embedding": "did you mean /v1/embeddings?",
     "/v1/health": "did you mean /health?",
     **dict.fromkeys(

@@ -80,7 +80,15 @@ def test_a_near_path_is_named(server: ScriptedServer, path: str, meant: str) -> 
 
 def test_other_paths_are_not_guessed() -> None:
     assert suggestion("/favicon.ico", {"/v1/models", "/health"}) == "" and suggestion("/x" * 5000, {"/health"}) == ""
-    assert "/v1/completions, or llama.cpp's /completion" in suggestion("/completions/", {"/v1/completions"})
+    assert "merge them into the model" in suggestion("/lora-adapters/", {"/v1/completions"})
+
+
+def test_completions_without_v1_are_told_so_where_they_are_openais(server: ScriptedServer) -> None:
+    """llama.cpp has that path, too. OpenAI's clients always name a model."""
+    key = {"authorization": "Bearer k"}
+    told = httpx.post(f"{server.url}/completions", json={"model": "tiny", "prompt": "a"}, headers=key)
+    assert told.status_code == 404 and "did you mean /v1/completions" in told.json()["error"]["message"]
+    assert httpx.post(f"{server.url}/completions", json={"prompt": "a"}, headers=key).json()["content"] == "yes"
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])

@@ -56,7 +56,8 @@ def test_a_message_comes_back_with_notes_of_its_client(extra: dict[str, Any]) ->
 
 def test_what_is_not_known_in_a_message_and_says_something_is_still_an_error() -> None:
     with pytest.raises(BadRequest, match=r"unknown field 'tool_call_ids' in messages\[0\]"):
-        parsed(ChatRequest, messages=[USER | {"tool_call_ids": "x", "something_new": None}])
+        body = {"messages": [USER | {"tool_call_ids": "x", "something_new": None}]}
+        parse_body(ChatRequest, json.dumps(body).encode(), strict=True)
     with pytest.raises(Unsupported, match="images is not supported"):
         parsed(ChatRequest, messages=[USER | {"images": ["x"]}]).conversation()
     with pytest.raises(BadRequest, match="unknown field 'dropParams'"):

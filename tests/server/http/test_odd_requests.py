@@ -114,8 +114,14 @@ FLOAT_FIRST: dict[str, bytes] = {                        # the beginning of a bo
     "/v1/messages/count_tokens": b'{"thinking": {"type": "enabled", "budget_tokens": 16.0}, "cache_control": ',
     "/v1/responses/input_tokens": b'{"max_output_tokens": 16.0, "user": ', "/v1/embeddings": b'{"priority": 1.0, "user": ',
     "/v1/score": b'{"priority": 1.0, "user": ', "/detokenize": b'{"tokens": [1.0], "model": ',
-    "/tokenize": b'{"prompt": 1.0, "tools": ',
+    "/tokenize": b'{"prompt": 1.0, "tools": ', "/v1/chat/completions/batch": b'{"max_tokens": 16.0, "user": ',
+    "/api/chat": b'{"top_logprobs": 1.0, "keep_alive": ', "/api/generate": b'{"top_logprobs": 1.0, "keep_alive": ',
+    "/api/embed": b'{"dimensions": 1.0, "keep_alive": ', "/api/embeddings": b'{"prompt": 1.0, "keep_alive": ',
+    "/api/show": b'{"model": 1.0, "system": ', "/completion": b'{"n_predict": 16.0, "id_slot": ',
+    "/completions": b'{"n_predict": 16.0, "id_slot": ', "/infill": b'{"n_predict": 1.0, "lora": ',
+    "/apply-template": b'{"max_tokens": 16.0, "user": ', "/invocations": b'{"prompt": "a", "max_tokens": 16.0, "user": ',
 }
+BODILESS = "/v1/responses/{id}/cancel"
 
 
 REST = {
@@ -127,11 +133,13 @@ REST = {
 @pytest.mark.parametrize("rest", REST.values(), ids=list(REST))
 def test_a_body_that_is_malformed_after_a_float_is_a_bad_request(server: ScriptedServer, rest: bytes) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    assert {path for path, methods in paths.items() if "post" in methods} == FLOAT_FIRST.keys()
+    assert {path for path, methods in paths.items() if "post" in methods} - {BODILESS} == FLOAT_FIRST.keys()
     for path, start in FLOAT_FIRST.items():
         reply = httpx.post(server.url + path, content=start + rest, headers={"content-type": "application/json"})
         assert reply.status_code == 400, (path, reply.text)
-        assert reply.json()["error"]["type"] == "invalid_request_error" and "\n" not in reply.json()["error"]["message"]
+        error = reply.json()["error"]
+        said = {"type": "invalid_request_error", "message": error} if path.startswith("/api/") else error
+        assert said["type"] == "invalid_request_error" and "\n" not in said["message"]
 
 
 @pytest.mark.parametrize("kind", REQUIRED, ids=lambda kind: kind.__name__)

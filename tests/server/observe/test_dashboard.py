@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from chromium import BINARY, Browser, Page
 from served_model import ServerProcess, write_model
+from starlette.responses import JSONResponse
 
+from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.report.words import EXPLAINED
 from ridgeline.server.observe.dashboard import headers, page
+from ridgeline.server.observe.roofline_endpoint import HISTORY, document
 
 PARTS = (
     "roofline", "split-bar", "split-history", "blocks", "latency", "ttft", "tpot", "prefix-bar", "waiting", "term", "changes",
@@ -131,7 +137,7 @@ class TestBrowser:
         assert shown.evaluate("document.querySelectorAll('#blocks .free').length") == 480
         assert shown.evaluate("document.querySelectorAll('#split-bar i').length") >= 2
         assert shown.evaluate("document.getElementById('ttft').cells[1].textContent").endswith("s")
-        assert shown.evaluate("document.querySelectorAll('#changes li').length") >= 1
+        assert shown.evaluate("document.getElementById('advice').hidden || document.querySelectorAll('#changes li').length > 0")
         assert {url.removeprefix(server) for url in shown.requests} <= {"/dashboard", "/roofline"}
         is_whole(shown)
         shown.screenshot(tmp_path / "points.png")
@@ -236,3 +242,100 @@ class TestBrowser:
         assert shown.evaluate("document.getElementById('roofline').getBoundingClientRect().width") >= min(width, 640) * 0.8
         shown.screenshot(tmp_path / f"{scheme}-{width}.png")
         running.join()
+
+
+# -- with a server that answers what it is told --------------------------------------------------------------------------
+
+
+class Told:
+    """Serves the page, and as its data one answer that tests change; a chat breaks off after a few events."""
+
+    def __init__(self) -> None:
+        outer, self.answer = self, msgspec.to_builtins(document(AsyncLLM(), "tiny", "ok"))
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                made = page() if self.path == "/dashboard" else JSONResponse(outer.answer)
+                self.send_response(200)
+                for name, value in made.headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(bytes(made.body))
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.send_response(200)
+                self.end_headers()
+                for piece in ("# Title\n\n**bold** <img src=x>", "\n```py\nprint(1)\n```\n", "and half a"):
+                    event = {"choices": [{"delta": {"content": piece}}]}
+                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def history(self, *rows: dict[str, float]) -> None:
+        self.answer["history"]["values"] = [[row.get(name, 0.0) for name in HISTORY] for row in rows]
+
+
+class TestTold:
+    pytestmark = browser_test
+
+    @pytest.fixture
+    def told(self) -> Iterator[Told]:
+        made = Told()
+        yield made
+        made.server.shutdown()
+        made.server.server_close()
+
+    def test_idle_has_no_distance_to_the_roof_and_no_slope(self, told: Told, browser: Browser) -> None:
+        told.answer["verdict"] |= {"headroom": 41.0, "parts": {"implementation": 0.95, "host": 0.05}}
+        told.answer["utilisation"] |= {"steps": 9, "tokens_per_second": 6.12, "computed_tokens_per_second": 6.12}
+        told.history({"at": 25, "busy": 1, "sampled_s": 8}, {"at": 24, "busy": 1, "sampled_s": 8})
+        shown = browser.page(1280, 900)
+        shown.open(f"{told.url}/dashboard")
+        shown.wait("document.getElementById('term').textContent === 'nothing: idle'")
+        assert shown.evaluate("document.getElementById('parts').hidden && document.getElementById('advice').hidden")
+        assert shown.evaluate("document.getElementById('tokens').textContent") == "0"
+        assert "6.12 while there was work" in shown.evaluate("document.getElementById('tokens-note').textContent")
+        assert shown.evaluate("document.querySelector('.window').textContent") == "last 10 s"
+        line = shown.evaluate("document.querySelector('#spark-tokens path:last-child').getAttribute('d')")
+        assert line.endswith("V40.0H100.00")             # down to zero at once, and there until now
+        assert shown.evaluate("document.getElementById('sheet-column').hidden")
+        is_whole(shown)
+
+    def test_a_shared_machine_and_few_answers_are_said(self, told: Told, browser: Browser) -> None:
+        told.answer["verdict"] |= {"term": "implementation", "why": "steps are slow",
+                                   "parts": {"implementation": 0.5, "shared_machine": 0.5},
+                                   "changes": [{"what": "raise max_num_seqs", "gain": 1.5, "trade_off": "none"}]}
+        told.answer["utilisation"]["steps"] = 9
+        told.answer["batch"]["max_rows"] = 8
+        told.answer["latency"]["first_token"] = {"count": 1, "p50": 3.5, "p90": 3.5, "p99": 3.5}
+        shown = browser.page(390, 844)
+        shown.open(f"{told.url}/dashboard")
+        shown.wait("document.getElementById('term').textContent === 'kernels below their roof'")
+        assert "had the engine's core for 50 %" in shown.evaluate("document.getElementById('others').textContent")
+        assert shown.evaluate("document.getElementById('split-legend').textContent").count("kernels below their roof 50 %") == 1
+        assert shown.evaluate("[...document.getElementById('ttft').cells].map((cell) => cell.textContent)")[1:] == [
+            "3.5 s", "too few", "too few"]
+        assert shown.evaluate("document.getElementById('latency-note').textContent").startswith("1 answer:")
+        assert shown.evaluate("document.querySelector('.command code').textContent") == "--max-num-seqs 16"
+        assert "check" not in shown.evaluate("document.getElementById('changes').textContent")
+        is_whole(shown)
+
+    def test_an_answer_that_breaks_off_is_kept_and_drawn(self, told: Told, browser: Browser) -> None:
+        shown = browser.page(390, 844)
+        shown.open(f"{told.url}/dashboard#chat")
+        shown.evaluate("document.getElementById('chat-input').value = 'Hello'")
+        shown.evaluate("document.getElementById('chat-send').click()")
+        shown.wait("document.querySelector('.said.assistant small')?.textContent.startsWith('the answer ends here')")
+        assert shown.evaluate("[...document.querySelector('.said.assistant .words').children].map((each) => each.tagName)") == [
+            "H3", "P", "DIV", "P"]
+        assert shown.evaluate("document.querySelector('.said pre').textContent") == "print(1)"
+        assert shown.evaluate("document.querySelectorAll('.said img').length") == 0      # a model's text is no HTML
+        assert shown.evaluate("document.querySelector('.said p strong').textContent") == "bold"
+        assert shown.evaluate("document.querySelectorAll('.said .copy').length") == 2    # of the code, and of the answer
+        is_whole(shown)

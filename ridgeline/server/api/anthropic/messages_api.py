@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.generation import Deadline, refuse
+from ridgeline.server.api.generation import Deadline, goes_on, refuse
 from ridgeline.server.api.openai.chat import ChatWriter
 from ridgeline.server.http.error_bodies import anthropic_body
 from ridgeline.server.parse.partial_json import completed
@@ -413,7 +413,7 @@ class MessagesWriter(ChatWriter):
                 events += self._fill(chunk.delta)
                 if chunk.finish_reason:
                     self._ended_by = (chunk.finish_reason, delta.stop_reason)
-        return [named_event(event) for event in events]
+        return [named_event(event) for event in events or [{"type": "ping"}] * goes_on(batch)]
 
     def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
         reason, sequence = self._stop(*self._ended_by, len(outputs[0].outputs[0].token_ids))

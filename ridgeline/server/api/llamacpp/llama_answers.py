@@ -38,11 +38,11 @@ class LlamaTimings(msgspec.Struct):
         prompt, made = len(output.prompt_token_ids) - cached, len(answer.token_ids)
         prompt_ms = 1e3 * times.prefill(answer.index) if times is not None else 0.0
         made_ms = 1e3 * times.decode(answer.index) if times is not None else 0.0
-        return cls(cached, prompt, *_rates(prompt, prompt_ms), made, *_rates(made, made_ms))
+        return cls(cached, prompt, *_rates(prompt, prompt_ms), made, *_rates(made - 1, made_ms))     # from the first token on
 
 
 def _rates(count: int, milliseconds: float) -> tuple[float, float, float]:
-    each = milliseconds / count if count else 0.0
+    each = milliseconds / count if count > 0 else 0.0
     return round(milliseconds, 3), round(each, 3), round(1e3 / each, 3) if each else 0.0
 
 

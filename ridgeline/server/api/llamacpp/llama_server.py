@@ -20,7 +20,7 @@ from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.api.prepare import Job, checked_params, prompt_tokens
 from ridgeline.server.http.body import away_if_long, parse_body
 from ridgeline.server.http.stream import json_response
-from ridgeline.server.server_errors import Unavailable
+from ridgeline.server.server_errors import Unavailable, WrongPath
 from ridgeline.server.service import Service
 from ridgeline.version import __version__
 
@@ -37,12 +37,22 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> J
     request.max_tokens = 1 if asked.limit == 0 else asked.limit
     params = checked_params(service, request)
     if asked.limit is None:
-        params.max_tokens = service.llm.sampling_defaults.get("max_tokens")
+        params.max_tokens = service.llm.sampling_defaults.fields.get("max_tokens")
     assert service.llm.ready is not None
     request_id = f"cmpl-{secrets.token_hex(12)}"
     longest = service.llm.ready.max_model_len
     writer = LlamaWriter(asked, longest, request, params, request_id, service.name, service.tokenizer)
     return Job(request, params, made, writer, [(b"x-request-id", request_id.encode())])
+
+
+async def prepare_alias(service: Service, caller: Caller, body: bytes) -> Job:
+    """/completions is another name of /completion in llama.cpp. OpenAI's clients with a base URL without /v1 arrive here:
+    they name a model, and could not read the answer."""
+    job = await prepare_completion(service, caller, body)
+    if job.request.model:
+        message = "POST /completions with a model does not exist here; did you mean /v1/completions, or llama.cpp's /completion?"
+        raise WrongPath(message)
+    return job
 
 
 async def apply_template(service: Service, caller: Caller, body: bytes) -> TemplateReply:
@@ -62,7 +72,7 @@ def routes(service: Service) -> list[Route]:
         service.require_ready()
         assert llm.ready is not None
         longest, tokenizer = llm.ready.max_model_len, service.tokenizer
-        defaults = SamplingParams(**{"max_tokens": None} | dict(llm.sampling_defaults))
+        defaults = SamplingParams(**{"max_tokens": None} | dict(llm.sampling_defaults.fields))
         return json_response({
             "default_generation_settings": {
                 "id": 0, "id_task": -1, "n_ctx": longest, "speculative": False, "is_processing": llm.running > 0,

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
-from ridgeline.server.api.generation import encode
+from ridgeline.server.api.generation import encode, goes_on
 from ridgeline.server.api.openai.chat import ChatWriter
 from ridgeline.server.api.openai.chat_answers import ToolCallDelta
 from ridgeline.server.http.error_bodies import ollama_body
@@ -83,7 +83,8 @@ class OllamaWriter(ChatWriter):
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
-        return [_line(reply) for place, delta in batch for reply in self._news(outputs[place], delta)]
+        made = [_line(reply) for place, delta in batch for reply in self._news(outputs[place], delta)]
+        return made or [_line(self._part())] * goes_on(batch)
 
     def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
         return [_line(self._last(outputs[0]))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ridgeline.version import __version__
 
 # Clients compare it with the version that they need. It is Ollama's whose API this is; `ridgeline` beside it is ours.
 OLLAMA_VERSION = "0.12.6"
+_QUANTIZATION = re.compile(r"[-._]((?:I?Q\d|B?F16|F32)\w*)$", re.IGNORECASE)          # at the end of a GGUF file's name
 NEVER = "2318-01-01T00:00:00Z"       # when the model is unloaded: it is not
 
 
@@ -106,10 +108,10 @@ def read_facts(service: Service) -> Facts:
     assert service.llm.ready is not None
     longest = service.llm.ready.max_model_len
     is_gguf = Path(path).suffix == ".gguf"
-    quantization = next((part for part in Path(path).stem.split("-")[::-1] if part[:1] in "QqFfIi" and "_" in part), "")
+    quantization = _QUANTIZATION.search(Path(path).stem) if is_gguf else None
     details = Details(
         "", "gguf" if is_gguf else "safetensors", family, [family], _short(count),
-        quantization.upper() if is_gguf and quantization else service.llm.ready.dtype, longest, config.hidden_size,
+        quantization[1].upper() if quantization else service.llm.ready.dtype, longest, config.hidden_size,
     )
     info = {
         "general.architecture": family, "general.parameter_count": count, "general.basename": service.name,
@@ -168,7 +170,7 @@ class Models:
         asked = parse_body(ShowRequest, body)
         service.check_name(plain_name(asked.model or asked.name or ""))
         facts = await self._known()
-        defaults = service.llm.sampling_defaults
+        defaults = service.llm.sampling_defaults.fields
         return Shown(
             f"FROM {service.name}\n", "\n".join(f"{name} {value}" for name, value in defaults.items()), facts.template,
             facts.details, facts.info, facts.capabilities, facts.modified,

@@ -43,6 +43,9 @@ from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
 from ridgeline.text.tokenizer import Tokenizer
 
+MEDIA = frozenset({"image", "image_url", "audio", "input_audio", "video_url", "file", "file_id", "file_data", "file_url"})
+
+
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
@@ -105,7 +108,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             return self.content
         refusals = ({"type": "text", "text": part.get("refusal")} for part in self.content if part.get("type") == "refusal")
         parts = [next(refusals) if part.get("type") == "refusal" else part for part in self.content]
-        return parts if strict else [only_text(part) if part.get("type") == "text" and "text" in part else part for part in parts]
+        return parts if strict else [only_text(part) for part in parts]
 
     def _calls(self, where: str) -> list[dict[str, Any]]:
         if self.tool_calls and self.function_call:
@@ -283,8 +286,10 @@ class ChatWriter(Writer):
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
         chunks = [] if index in self._begun else [self._first_chunk(output, index)]
         deltas, finish = self._new(index, delta)
-        if not deltas and (delta.logprobs or (self._wants_token_ids and delta.token_ids)):
-            deltas.append(ChatDelta())                   # carries what is known of tokens without text
+        told = delta.logprobs or (self._wants_token_ids and delta.token_ids)
+        if not deltas and (told or not (chunks or finish)):
+            # Tokens without text. Where the text is parsed, an empty content would begin a part of the message.
+            deltas.append(ChatDelta(content="" if self._parsers[index] is None else None))
         if finish:
             deltas.append(ChatDelta())                   # as OpenAI does: clients stop at a reason, and ignore text beside it
         news = [ChatChunkChoice(index, each) for each in deltas]
@@ -421,8 +426,10 @@ class ChatWriter(Writer):
         return ChatLogprobs(content)
 
 
-def only_text(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "text", "text": part["text"]}
+def only_text(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of text without notes of its client. One that brings something else with it stays as it is, and is refused."""
+    is_text = part.get("type") == "text" and "text" in part and not MEDIA & part.keys()
+    return {"type": "text", "text": part["text"]} if is_text else part
 
 
 def _is_cut(finish: str | None, stop: int | str | None) -> bool:

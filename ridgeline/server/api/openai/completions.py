@@ -123,9 +123,6 @@ class CompletionWriter(Writer):
         if self._echo and first:
             text = self._prompt_text(output) + text
             logprobs = self._with_prompt(output, logprobs)
-        wants_ids = self._wants_token_ids and bool(delta.token_ids)
-        if not (text or delta.finish_reason or delta.logprobs or wants_ids):
-            return []
         self._begun.add(index)
         chunk = CompletionChoice(index, text, logprobs, delta.finish_reason)
         if delta.finish_reason:

@@ -16,6 +16,7 @@ import msgspec
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
 from ridgeline.server.api.anthropic.messages_api import named_event
+from ridgeline.server.api.generation import goes_on
 from ridgeline.server.api.openai.chat import ChatWriter
 from ridgeline.server.api.openai.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from ridgeline.server.parse.partial_json import is_object
@@ -25,6 +26,7 @@ __all__ = ["InputTokens", "ResponseReply", "ResponsesRequest", "ResponsesWriter"
 
 Keep = Callable[[str, bytes, list[dict[str, Any]]], bool]
 
+COMMENT = b": \n\n"                 # a sign that the answer goes on, although its newest tokens have no text; clients skip it
 ENDLESS = sys.maxsize                # the end of a text that is all content
 
 _encode = msgspec.json.Encoder().encode
@@ -170,7 +172,8 @@ class ResponsesWriter(ChatWriter):
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
         # Encoded one by one: an item goes on growing after the event that added it.
         events = [self._numbered(event) for event in self._start()] if batch else []
-        return events + [self._numbered(event) for place, delta in batch for event in self._news(outputs[place], delta)]
+        events += [self._numbered(event) for place, delta in batch for event in self._news(outputs[place], delta)]
+        return events or [COMMENT] * goes_on(batch)
 
     def _news(self, output: RequestOutput, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         chunks = self._chunks(output, 0, delta)

@@ -13,6 +13,7 @@ import msgspec
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.generation import Deadline, refuse
+from ridgeline.server.api.openai.chat import MEDIA
 
 _LOGPROBS = "message.output_text.logprobs"
 # Reasoning is always sent in plain text; the tools of the other entries do not exist here.
@@ -344,5 +345,9 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
         if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
             message = f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here"
             raise Unsupported(message, field=f"{where}[{place}]")
+        for name in sorted(MEDIA & part.keys()):
+            if part[name] is not None:
+                message = f"{where}[{place}].{name} is not supported; a part of text has a type and a text"
+                raise Unsupported(message, field=f"{where}[{place}]")
         texts.append(text)
     return "\n".join(texts)

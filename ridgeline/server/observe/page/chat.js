@@ -102,8 +102,9 @@ async function answer(shown) {
 async function send() {
   const text = at("chat-input").value.trim();
   if (chat.running || !text) return;
+  const talk = chat.messages;                            // Clear begins another one
   at("chat-input").value = "";
-  chat.messages.push({ role: "user", content: text });
+  talk.push({ role: "user", content: text });
   say("user", text);
   const shown = say("assistant");
   shown.note.textContent = "waiting for the first token";
@@ -119,9 +120,10 @@ async function send() {
   clearTimeout(shown.due);
   draw(shown);
   if (shown.text) {
-    chat.messages.push({ role: "assistant", content: shown.text });
+    talk.push({ role: "assistant", content: shown.text });
     shown.foot.prepend(copyButton(() => shown.text));
   }
+  if (failure && !shown.text) talk.pop();
   if (failure) ended(shown, failure, text);
   chat.running = null;
   at("chat-send").textContent = "Send";
@@ -132,12 +134,11 @@ async function send() {
 // Stopped, or broken: what came until then stays, with what happened below it. A question without an answer can be sent again.
 function ended(shown, failure, text) {
   const stopped = failure.name === "AbortError";
-  if (shown.text) {
+  if (shown.text || shown.thoughts) {
     shown.note.textContent = stopped ? "stopped" : `the answer ends here: ${failure.message}`;
     shown.note.className = stopped ? "" : "bad";
     return;
   }
-  chat.messages.pop();
   shown.line.remove();
   if (!stopped) say("error", failure.message);
   if (!at("chat-input").value) at("chat-input").value = text;

@@ -89,7 +89,8 @@ function showVerdict(verdict, answer) {
   write("term", named(WORDS.terms, verdict.term));
   write("why", none ? "No steps in the last ten seconds." : `${verdict.why}.`);
   at("ask").hidden = !none || !at("chat").hidden;
-  at("others").hidden = others < 0.1 || none;
+  at("others").hidden = others < 0.1 || none || verdict.term === "shared_machine";          // the verdict says it then
+  at("advice").hidden = idle || !verdict.changes.length;
   write("others", `Shared machine: other programs had the engine's core for ${percent(others, 0)} of the busy time.`);
   at("parts").hidden = idle;
   write("headroom", `${verdict.headroom.toFixed(verdict.headroom < 10 ? 1 : 0)}×`);
@@ -125,7 +126,7 @@ function showTiles(answer, parts) {
   write("tokens-note", quiet && used.steps ? `idle; ${amount(used.tokens_per_second)} while there was work` : `${prompts} prompt tok/s`);
   const doubt = doubtful(used);
   write("mbu", doubt ? "–" : utilised(used.mbu));
-  write("mbu-note", doubt ? DOUBTFUL : "of measured bandwidth");
+  write("mbu-note", doubt ? DOUBTFUL : quiet && used.steps ? "while there was work" : "of measured bandwidth");
   write("mfu", doubt ? "–" : utilised(used.mfu));
   const waste = Object.entries(used.wasted).filter(([, share]) => share > 0.001)
     .map(([name, share]) => `${percent(share)} ${name.replace("_", " ")}`);

@@ -138,7 +138,7 @@ function spark(holder, parts, value, most, text) {
   const [svg, top, left] = holder.children, span = spanOf(parts);
   const heights = parts.map((each) => (each.row ? value(each.row, each.dense) : 0));
   const highest = Math.max(most, ...heights), place = (age) => (100 - (100 * Math.min(age, span)) / span).toFixed(2);
-  const steps = parts.map((each, index) => [place(each.from), place(each.to), (38 - (36 * heights[index]) / highest).toFixed(1)]);
+  const steps = parts.map((each, index) => [place(each.from), place(each.to), (40 - (37 * heights[index]) / highest).toFixed(1)]);
   const line = steps.map(([from, to, y], index) => `${index ? "V" : `M${from} `}${y}H${to}`).join("");
   svg.setAttribute("viewBox", "0 0 100 40");
   svg.setAttribute("preserveAspectRatio", "none");

@@ -13,6 +13,7 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import write_model
 
 from ridgeline.errors import RequestError
+from ridgeline.server.api.ollama.ollama_models import _QUANTIZATION
 from ridgeline.server.api.ollama.ollama_requests import chat_options, response_format
 from ridgeline.server.http.keys import Keys
 from ridgeline.version import __version__
@@ -194,6 +195,15 @@ def test_the_model_is_listed_shown_and_loaded(server: ScriptedServer) -> None:
     assert "not served" in refused(server, "/api/show", 404, model="other")
 
 
+@pytest.mark.parametrize(("name", "level"), [
+    ("SmolLM2-135M-Instruct.Q4_1", "Q4_1"), ("qwen2.5-coder-1.5b-instruct-q4_k_m", "q4_k_m"), ("m-IQ3_XS", "IQ3_XS"),
+    ("m-bf16", "bf16"),
+])
+def test_the_quantization_in_a_files_name(name: str, level: str) -> None:
+    found = _QUANTIZATION.search(name)
+    assert found and found[1] == level and not _QUANTIZATION.search("Qwen3-8B")
+
+
 def test_errors_of_the_gate_have_ollamas_shape(tmp_path: Path) -> None:
     with ScriptedServer(write_model(tmp_path / MODEL), script, keys=Keys(["secret"])) as server:
         assert list(httpx.get(f"{server.url}/api/tags").json()) == ["error"]
@@ -203,6 +213,8 @@ def test_errors_of_the_gate_have_ollamas_shape(tmp_path: Path) -> None:
 
 def test_with_ollamas_own_client(server: ScriptedServer) -> None:
     ollama = pytest.importorskip("ollama")
+    if not hasattr(ollama, "Client"):                    # this folder, which has the same name
+        pytest.skip("the package ollama is not installed")
     client = ollama.Client(host=server.url)
     assert client.list().models[0].model == "tiny:latest" and client.show(MODEL).capabilities
     assert client.chat(MODEL, HI).message.content == "Hello wörld"

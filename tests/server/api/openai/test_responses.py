@@ -116,7 +116,7 @@ def test_an_empty_answer(server: ScriptedServer, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(("body", "words"), [
     ({"previous_response_id": "resp_1"}, "previous_response_id: no response 'resp_1' is stored here, or no longer; send"),
     ({"conversation": "conv_1"}, "conversation is not supported"),
-    ({"background": True}, "background is not supported"),
+    ({"background": True, "store": False}, "background can only be used when `store` is true"),
     ({"truncation": "middle"}, "truncation: invalid enum value 'middle'; one of auto, disabled works"),
     ({"include": ["nothing.at.all"]}, "include: 'nothing.at.all' is not supported"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type 'web_search' is not supported"),

@@ -1,0 +1,308 @@
+"""4-bit linears on one GPU: errors against float64, microseconds by rows and plan, and the linears of whole layers in a CUDA graph.
+
+    python benchmarks/studies/int4_linears/run.py --out result.json
+
+Matrices of Llama-3.1-8B. Weights rotate through more memory than the L2 cache holds. `chain` is all linears of LAYERS layers
+with their norms and activations, without attention, scaled to 32 layers: what a decode step spends outside of attention, the
+head and sampling. Every variant compiles in a process of its own first, and every check has a time limit: a kernel that hangs
+ends its own process only. Predictions, written before the first run, are in PREDICTED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.ops.linear.fp8_linear import fp8_linear, gated_rows, multiplied, normed_fp8_linear
+from ridgeline.ops.linear.fp8_rows import fp8_rows_reference
+from ridgeline.ops.linear.linear_op import linear, normed_linear
+from ridgeline.ops.linear.packed_gemm import packed_gemm
+from ridgeline.ops.linear.packed_gemv import packed_gemv
+from ridgeline.ops.linear.packed_weight import PackedWeight, expanded, pack, quantised
+from ridgeline.ops.linear.select_packed import PackedGemmPlan, PackedGemvPlan
+from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
+
+MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+LAYERS = 6
+SHARED = 232_448 - 1024
+BANDWIDTH = 4.38e12
+PREDICTED = {
+    "gemv, 1 row": "qkv 4.6, o 3.7, gate_up 15.5, down 8.6 us (bytes alone 3.0, 2.0, 13.8, 6.9); the chain 1.25 ms of 32 layers, "
+    "2.7 times as fast as bf16's 3.37",
+    "gemv, 8 rows": "gate_up 16.5 us: x's operands are read from shared memory by all lanes",
+    "gemm, 16 rows": "qkv 6, o 5, gate_up 19, down 10.5 us; chain 1.65 ms, 2.2 times bf16's 3.6",
+    "gemm, 64 rows": "qkv 8, o 7, gate_up 30, down 16 us; chain 2.5 ms, 1.6 times bf16's 4.04",
+    "gemm, 128 rows": "qkv 13, o 10, gate_up 52, down 27 us; chain 3.8 ms, 1.14 times bf16's 4.33",
+    "gemm, 256 rows": "gate_up 100, down 52, qkv 24, o 18 us against bf16 92, 50, 22, 18: chain 0.93",
+    "second version, codes in registers": "gemv: qkv 6, o 5, gate_up 17.5, down 10 us. gemm: 16 rows gate_up 20, down 12; 64 rows "
+    "gate_up 32; 128 rows gate_up 55, down 32 us (the first version, rings in shared memory: 9.0, 7.1, 22.9, 15.5; 39, 22; 67, 43)",
+    "expand": "a layer's 218 M weights: 112 MB read, 436 MB written, 130 us, and cuBLAS after it",
+}
+Row = dict[str, float]
+
+
+# ── plans to compare ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gemv_plans(outputs: int, inputs: int, rows: int) -> dict[str, PackedGemvPlan]:
+    """Warps, CTAs per SM, and registers that leave room for them."""
+    made = {}
+    for warps, programs, registers in ((4, 4, None), (4, 5, 96), (4, 6, 80), (8, 2, None), (8, 3, 80), (16, 1, None)):
+        plan = PackedGemvPlan(1 if rows == 1 else 8, warps, programs, registers)
+        if programs * (plan.shared_bytes(inputs) + 3072) <= SHARED:
+            made[f"{warps} warps, {programs} CTAs"] = plan
+    return made
+
+
+SHAPES = {                           # by rows: parts, warps, halves, tiles, stages
+    8: [(1, 16, 1, 4, 8), (1, 8, 1, 8, 8)], 16: [(1, 16, 1, 4, 8), (1, 8, 1, 8, 8), (1, 8, 1, 4, 8)],
+    32: [(1, 16, 1, 4, 8), (1, 8, 1, 8, 5)], 64: [(1, 8, 1, 4, 5), (2, 4, 1, 4, 5), (2, 4, 2, 2, 8)],
+    128: [(2, 4, 1, 2, 6), (2, 4, 2, 2, 6), (2, 4, 2, 1, 10)],
+}
+
+
+def gemm_plans(outputs: int, inputs: int, rows: int) -> dict[str, PackedGemmPlan]:
+    made = {}
+    block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
+    row_blocks, strips, runs = -(-rows // block_rows), -(-outputs // 16), -(-inputs // 512)
+    for parts, warps, halves, blocks, stages in SHAPES[block_rows]:
+        most = parts * warps * halves
+        tiles = -(-strips // most)
+        rounds = -(-tiles * row_blocks // 132)
+        splits = next((each for each in (8, 4, 2) if tiles * row_blocks * each <= 132 and runs >= each), 1)
+        step = -(-strips * row_blocks * splits // (rounds * 132)) if rounds > 1 or splits > 1 else most
+        step = min(most, max(4, step))
+        made[f"{parts} x {warps} warps, {halves} halves, {64 * blocks} inputs, {splits} splits, step {step}"] = PackedGemmPlan(
+            block_rows, parts, warps, halves, blocks, stages, splits, step
+        )
+    return made
+
+
+# ── checks, each in a process of its own ─────────────────────────────────────────────────────────────────────────────
+
+
+def random_packed(
+    outputs: int, inputs: int, group: int, kind: str, zero: bool, gated: bool, outer: bool = False, dtype: Any = torch.bfloat16
+) -> PackedWeight:
+    codes = torch.randint(256, (outputs, inputs // 2), device="cuda", dtype=torch.uint8)
+    scale = ((torch.rand(outputs, inputs // group, device="cuda") + 0.5) * inputs**-0.5 / 4).to(dtype)
+    zeros = torch.randint(16, scale.shape, device="cuda").to(dtype) if zero else None
+    more = torch.rand(outputs, device="cuda") + 0.5 if outer else None
+    return pack(codes, scale, zeros, kind=kind, gated=gated, outer=more)
+
+
+CHECKS: list[dict[str, Any]] = [
+    {"shape": (6144, 4096)}, {"shape": (4096, 14336)}, {"shape": (4096, 4096), "group": 32, "kind": "e2m1"},
+    {"shape": (28672, 4096), "gate": "silu", "norm": True}, {"shape": (1000, 1088), "group": 64, "bias": True, "zero": True},
+    {"shape": (512, 2560), "group": 16, "kind": "e2m1", "outer": True}, {"shape": (2048, 2048), "dtype": "float16", "zero": True},
+    {"shape": (2048, 1536), "group": 32, "zero": True, "gate": "gelu_tanh", "bias": True, "outer": True},
+]
+
+
+def check(number: int, rows: int, engine: str) -> Row:
+    """Every plan of one case: the error by Frobenius norms, and whether all outputs were written."""
+    case = CHECKS[number]
+    (outputs, inputs), group, gate = case["shape"], case.get("group", 128), case.get("gate")
+    dtype = getattr(torch, case.get("dtype", "bfloat16"))
+    torch.manual_seed(number)
+    weight = random_packed(
+        outputs, inputs, group, case.get("kind", "uint4"), case.get("zero", False), gate is not None, case.get("outer", False), dtype
+    )
+    x = torch.randn(rows, inputs, device="cuda").to(dtype)
+    bias = torch.randn(outputs, device="cuda").to(dtype) if case.get("bias") else None
+    wide = expanded(weight, torch.float64)
+    normed: Any = x.double()
+    norm = residual = None
+    if case.get("norm") and rows == 1 and engine == "gemv":
+        norm, residual = torch.rand(inputs, device="cuda").to(dtype), torch.randn(rows, inputs, device="cuda").to(dtype)
+        normed = rms_norm_reference((x + residual).double(), norm.double(), 1e-5)
+    exact = F.linear(normed, wide, None if bias is None else bias.double())
+    if gate is not None:
+        left, right = exact.chunk(2, 1)
+        exact = (F.silu(left) if gate == "silu" else F.gelu(left, approximate="tanh")) * right
+    found = {}
+    plans: dict[str, Any] = (gemv_plans if engine == "gemv" else gemm_plans)(outputs, inputs, rows)
+    for name, plan in list(plans.items())[:: max(1, len(plans) - 1)]:
+        for _ in range(2):                               # the second call finds the counters of the first
+            torch.full((1 << 22,), float("nan"), device="cuda")          # what `empty` may get next
+            if engine == "gemv":
+                out = packed_gemv(x, weight, bias, plan, gate=gate, norm=norm, eps=1e-5, residual=residual)[0]
+            else:
+                out = packed_gemm(x, weight, bias, plan, gate=gate)
+        found[name] = float((out.double() - exact).norm() / exact.norm())
+    return found
+
+
+def in_process(arguments: list[str], limit: float) -> Any:
+    command = [sys.executable, __file__, *arguments]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {limit:.0f} s"}
+    if run.returncode:
+        return {"failed": run.stderr[-1500:]}
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def checks(limit: float, wanted: list[str]) -> dict[str, Any]:
+    tasks = [(number, rows, "gemv") for rows in (1, 5) for number in range(len(CHECKS))]
+    tasks += [(number, rows, "gemm") for rows in (7, 16, 50, 200) for number in range(len(CHECKS))]
+    tasks = [task for task in tasks if not wanted or f"{task[2]} {task[1]}" in wanted]
+    with ThreadPoolExecutor(14) as pool:
+        found = pool.map(lambda task: in_process(["--check", *map(str, task)], limit), tasks)
+    return {f"{engine} {rows} {CHECKS[number]}": each for (number, rows, engine), each in zip(tasks, found, strict=True)}
+
+
+# ── times ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def timed(work: Callable[[int], Any], copies: int) -> float:
+    """Microseconds of work(i), from a CUDA graph of all copies."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for number in range(copies):
+            work(number)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for number in range(copies):
+                work(number)
+    for _ in range(2):
+        graph.replay()
+    times = []
+    for _ in range(9):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / copies * 1e3)
+    return statistics.median(times)
+
+
+class Weights:
+    """LAYERS layers of one model, as bf16 numbers, e4m3 codes and packed codes with groups of 128."""
+
+    def __init__(self, fp8: bool = False) -> None:
+        generator = torch.Generator("cuda").manual_seed(7)
+        self.plain: dict[str, list[Tensor]] = {name: [] for name in MATRICES}
+        self.fp8: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in MATRICES}
+        self.packed: dict[str, list[PackedWeight]] = {name: [] for name in MATRICES}
+        for _ in range(LAYERS):
+            for name, (outputs, inputs) in MATRICES.items():
+                weight = torch.empty(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+                weight.normal_(0, inputs**-0.5, generator=generator)
+                self.plain[name].append(weight)
+                if fp8:
+                    self.fp8[name].append(fp8_rows_reference(weight))
+                self.packed[name].append(pack(*quantised(weight), gated=name == "gate_up"))
+        self.norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+
+
+def gate_of(name: str) -> str | None:
+    return "silu" if name == "gate_up" else None
+
+
+def one_matrix(weights: Weights, name: str, rows: int) -> Row:
+    outputs, inputs = MATRICES[name]
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    plain, packed = weights.plain[name], weights.packed[name]
+    row = {"bf16": timed(lambda i: linear(x, plain[i % LAYERS]), LAYERS),
+           "bytes_floor": packed[0].nbytes / BANDWIDTH * 1e6}
+    if rows <= 8:
+        for label, plan in gemv_plans(outputs, inputs, rows).items():
+            row[f"gemv {label}"] = timed(
+                lambda i, plan=plan: packed_gemv(x, packed[i % LAYERS], None, plan, gate=gate_of(name)), LAYERS)
+    if rows >= 8:
+        for label, wide in gemm_plans(outputs, inputs, rows).items():
+            row[f"gemm {label}"] = timed(
+                lambda i, wide=wide: packed_gemm(x, packed[i % LAYERS], None, wide, gate=gate_of(name)), LAYERS)
+    return row
+
+
+def matrices(rows: int) -> dict[str, Row]:
+    weights = Weights()
+    return {f"{name} {rows}": one_matrix(weights, name, rows) for name in MATRICES}
+
+
+def summary(row: Row) -> str:
+    best = sorted((value, label) for label, value in row.items() if label.startswith(("gemv", "gemm")))
+    return f"bf16 {row['bf16']:.1f} floor {row['bytes_floor']:.1f} " + "; ".join(f"{value:.1f} {label}" for value, label in best[:4])
+
+
+def compile_one(name: str, rows: int) -> None:
+    """Launch every variant of a matrix once, so that the cache has it."""
+    outputs, inputs = MATRICES[name]
+    weight = random_packed(outputs, inputs, 128, "uint4", False, name == "gate_up")
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    for plan in gemv_plans(outputs, inputs, rows).values() if rows <= 8 else ():
+        packed_gemv(x, weight, None, plan, gate=gate_of(name))
+    for wide in gemm_plans(outputs, inputs, rows).values() if rows >= 8 else ():
+        packed_gemm(x, weight, None, wide, gate=gate_of(name))
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default=str(Path(__file__).with_name("result.json")))
+    parser.add_argument("--parts", nargs="*", default=["checks", "matrices", "chain"])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 64, 128, 256])
+    parser.add_argument("--checks", nargs="*", default=[])
+    parser.add_argument("--check", nargs=3)
+    parser.add_argument("--compile", nargs=2)
+    parser.add_argument("--time", type=int)
+    parser.add_argument("--limit", type=float, default=100)
+    args = parser.parse_args()
+    if args.check:
+        print(json.dumps(check(int(args.check[0]), int(args.check[1]), args.check[2])))
+        return
+    if args.compile:
+        compile_one(args.compile[0], int(args.compile[1]))
+        print("{}")
+        return
+    if args.time:
+        print(json.dumps(matrices(args.time)))
+        return
+    began = time.time()
+    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "predicted": PREDICTED}
+
+    def write() -> None:
+        result["seconds"] = time.time() - began
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+    if "checks" in args.parts:
+        result["errors"] = checks(args.limit, args.checks)
+        write()
+        for key, row in result["errors"].items():
+            worst = row if "failed" in row else {"worst": max(row.values(), default=None), "plans": len(row)}
+            print(f"{time.time() - began:.0f} s", key, str(worst)[-700:], flush=True)
+    if "matrices" in args.parts:
+        with ThreadPoolExecutor(14) as pool:
+            made = list(pool.map(lambda each: in_process(["--compile", each[0], str(each[1])], args.limit),
+                                 [(name, rows) for rows in args.rows for name in MATRICES]))
+        print(f"compiled after {time.time() - began:.0f} s", [str(each)[-300:] for each in made if each], flush=True)
+        result["microseconds"] = {}
+        for rows in args.rows:
+            result["microseconds"] |= in_process(["--time", str(rows)], args.limit)
+            write()
+            for key, row in result["microseconds"].items():
+                if key.endswith(f" {rows}") or key == "failed":
+                    print(f"{time.time() - began:.0f} s", key, row if key == "failed" else summary(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What a plan says first, and that it recommends what this engine can do: on a GPU, on one's own card, on this CPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_writer import write_gguf
+from served_model import write_model
+
+from ridgeline.__main__ import main
+from ridgeline.config import EngineConfig
+from ridgeline.plan import own_cpu
+from ridgeline.plan.capacity import Capacity
+from ridgeline.plan.operation import Slo, Traffic, devices_for, operate
+from ridgeline.plan.plan_report import Question, answer, objectives, text
+from ridgeline.plan.prediction import Setup, decode_seconds
+from ridgeline.plan.public_models import find_model, packed_format
+from ridgeline.plan.search import candidates, effects, missing
+from ridgeline.process.platform import CoreSeconds
+from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.roofline.peaks import MachinePeaks
+from ridgeline.sizes import ledger
+from ridgeline.sizes.hardware import DEVICES, NO_LINK, Device, described, find_device
+
+
+def setup(model: str = "llama-3.1-8b", gpu: str = "H100", **more: object) -> Setup:
+    return replace(Setup(model=find_model(model), device=find_device(gpu)), **more)  # type: ignore[arg-type]
+
+
+# -- time per output token ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("llama-3.1-8b", "H100"), ("qwen3-32b", "H200")])
+def test_one_users_tokens_come_at_the_decode_steps_pace(model: str, gpu: str) -> None:
+    """8,192 in and 64 out: the own prompt is done before the second token, which TPOT begins with."""
+    made = setup(model, gpu)
+    traffic = Traffic(8192, 64)
+    point = operate(made, 1, traffic)
+    assert point.tpot == pytest.approx(decode_seconds(made, 1, traffic.mean_context), rel=1e-6)
+    assert point.tok_s < 1 / point.tpot, "its throughput still pays for the prompt"
+
+
+def test_others_prompts_are_in_a_users_steps() -> None:
+    made, traffic = setup(), Traffic(8192, 64)
+    decode = decode_seconds(made, 8, traffic.mean_context)
+    point = operate(made, 8, traffic)
+    assert point.tpot == pytest.approx(decode + 7 / 64 * point.prompt)
+
+
+# -- what exists -------------------------------------------------------------------------------------------------------
+
+
+FP8 = {"fp8 weights", "fp8 KV"}
+
+
+@pytest.mark.parametrize(("gpu", "formats"), [("H100", FP8), ("L4", FP8), ("A100", set())])
+def test_objectives_take_only_what_this_engine_has_here(gpu: str, formats: set[str]) -> None:
+    made = setup(gpu=gpu)
+    points = candidates(made, Traffic(512, 128), 2, any_engine=False)
+    assert {name for point in points for name in point.setup.lossy} == formats and {point.setup.ranks for point in points} == {1}
+    assert not any(missing(point.setup) for point in points)
+    more = candidates(made, Traffic(512, 128), 2, any_engine=True)
+    assert {"int4 weights", "several devices"} <= {name for point in more for name in missing(point.setup)}
+    here = {effect.technique for effect in effects(made, Traffic(512, 128)) if effect.here}
+    assert here == formats | {"prefix hits 50%"}
+
+
+def test_what_is_not_there_is_marked() -> None:
+    question = Question(setup("llama-3.1-70b", "RTX4090"), Traffic(512, 128))
+    assert not any(each["best"] for each in objectives(question).values()), "it fits on one of them in no format that exists"
+    told = answer(question) | {"objectives": objectives(question)}
+    assert "`--any-engine` also considers" in text(told)
+    told["objectives"] = objectives(replace(question, any_engine=True))
+    assert re.search(r"not in this engine yet: .*(int4 weights|several devices)", text(told))
+    assert {each.point.setup.ranks for each in devices_for(setup(), Traffic(512, 128), Slo(), 5, any_engine=False)} == {1}
+
+
+# -- one's own card ----------------------------------------------------------------------------------------------------
+
+
+def test_a_card_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    known = DEVICES["RTX3090"]
+    own = described(None, bandwidth=936, memory=24, tflops=71, fp8_tflops=None)
+    assert (own.bandwidth, own.memory, own.rate("bfloat16")) == (known.bandwidth, known.memory, known.rate("bfloat16"))
+    assert "fp8" not in own.flops and described(own, None, None, None, 140).flops["fp8"] == 140e12
+    more = described(DEVICES["RTX4090"], None, 48, None, None)
+    assert more.memory == 48e9 and more.bandwidth == DEVICES["RTX4090"].bandwidth
+    assert main(["plan", "llama-3.1-8b", "--bandwidth", "936", "--memory", "24", "--tflops", "71"]) == 0
+    assert "1 × own card" in capsys.readouterr().out
+    assert main(["plan", "llama-3.1-8b", "--memory", "24"]) == 2
+    assert "--bandwidth GB/s, --memory GB and --tflops" in capsys.readouterr().err
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H100", "--memory", "-1"]) == 2
+    assert "--memory must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("said", "found"), [
+    ("3090", "RTX3090"), ("RTX 3090", "RTX3090"), ("geforce rtx 4080", "RTX4080"), ("A10", "A10"), ("t4", "T4"),
+    ("RTX 6000 Ada", "RTX6000Ada"), ("GH200", "GH200"), ("NVIDIA A10", "A10"), ("Tesla T4", "T4"),
+])
+def test_cards_by_the_names_that_people_use(said: str, found: str) -> None:
+    assert find_device(said).name == found
+
+
+def test_help_has_no_empty_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "{," not in capsys.readouterr().out
+
+
+# -- three lines on top ------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "8192", "--output", "64"]) == 0
+    first, second, third, empty, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("fits: 15.0 GiB of weights in ") and "53 requests of 8,256 tokens" in first
+    assert re.match(r"how fast: one user waits \d+ ms for the first token, then 5\.\d ms for each", second)
+    assert "at batch 1 reading the weights" in third and "at batch 53 computing prompts" in third and not empty
+    assert main(["plan", "llama-3.1-70b", "--gpu", "H100"]) == 0
+    assert capsys.readouterr().out.startswith("DOES NOT FIT: it needs 13")
+
+
+# -- this CPU ----------------------------------------------------------------------------------------------------------
+
+CPU = Device("CPU", 64e9, 20e9, {"float32": 100e9}, NO_LINK, kind="cpu")
+
+
+def test_a_cpus_memory_is_the_engines_own(tmp_path: Path) -> None:
+    """Weights with their second layouts and stored blocks, a quarter of the rest for KV: what the engine itself would take."""
+    path = write_model(tmp_path / "tiny")
+    made = Setup(model=find_model(str(path)), device=CPU, dtype="float32", weights="float32")
+    capacity = Capacity.of(made, 256)
+    batch = 4
+    options = EngineConfig.of(model=str(path), max_model_len=256, max_num_seqs=batch, load_format="dummy")
+    resolved = resolve(options, DeviceFacts("cpu", CPU.usable, ("float32",)))
+    mine = capacity.parts(batch)
+    for part in (ledger.WEIGHTS, ledger.ROWS, ledger.STEPS):
+        assert mine[part] == resolved.memory[part], part
+    packed = Capacity.of(replace(made, weights="int4"), 256)
+    assert packed.memory.weights == mine[ledger.WEIGHTS], "what is read from blocks is kept in the dtype, too"
+
+
+def test_a_model_that_the_engine_refuses_does_not_fit_a_cpu() -> None:
+    """7.6 G parameters are 28 GiB in float32, and not the 4 of a file's blocks."""
+    model = find_model("qwen2.5-7b")
+    small, large = (
+        Capacity.of(Setup(model=model, device=replace(CPU, memory=memory), dtype="float32", weights="int4"), 1280)
+        for memory in (20e9, 200e9)
+    )
+    assert small.memory.weights == large.memory.weights >= 4 * model.parameters
+    assert large.fits and not small.fits
+
+
+@pytest.mark.parametrize(("stored", "planned"), [("Q4_1", "int4"), ("Q8_0", "int8"), ("Q4_0", None)])
+def test_blocks_that_are_expanded_are_read_wide(stored: str, planned: str | None, tmp_path: Path) -> None:
+    matrix = np.zeros((256, 256), np.float32)
+    path = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, {"blk.0.w": (matrix, stored)})
+    assert packed_format(str(path)) == planned
+
+
+def test_a_busy_machine_is_called_busy() -> None:
+    quiet = Question(Setup(model=find_model("smollm2-135m"), device=CPU, dtype="float32", weights="float32"), Traffic(64, 16), 1)
+    busy = replace(quiet, setup=replace(quiet.setup, device=replace(CPU, taken=0.83)))
+    assert "busy" not in text(answer(quiet))
+    assert "this machine is busy: other programs had 83% of its cores" in text(answer(busy))
+
+
+def test_what_others_take_is_what_the_machine_did_beside_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    before = CoreSeconds(100.0, 10.0, 50.0)
+    assert CoreSeconds(108.0, 12.0, 52.0).others_since(before) == pytest.approx((8 - 2) / (2 * 4))
+    assert CoreSeconds(101.0, 12.0, 52.0).others_since(before) == 0.0
+    assert CoreSeconds(130.0, 10.0, 52.0).others_since(before) == 1.0
+
+
+def test_peaks_that_an_engine_has_remembered_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = MachinePeaks("x", 37e9, {"float32": 73e9}, 1e-6, "then")
+    monkeypatch.setattr(own_cpu, "cached_peaks", lambda key: known)
+    found = own_cpu.best_known(replace(CPU, bandwidth=17e9, taken=0.8))
+    assert (found.bandwidth, found.flops["float32"], found.taken) == (37e9, 100e9, 0.0), "the better of each"
+    monkeypatch.setattr(own_cpu, "cached_peaks", lambda key: None)
+    assert own_cpu.best_known(replace(CPU, taken=0.8)).taken == 0.8
