@@ -7,10 +7,13 @@ session of its own: Ctrl-C in the terminal reaches this process alone, which the
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +60,16 @@ def module_path() -> list[str]:
     here = Path.cwd()
     found = [path for path in sys.path if path and Path(path).resolve() != here]
     return [*found, str(Path(__file__).resolve().parents[2])]
+
+
+def erase_variable(name: str) -> None:
+    """Take a secret out of this process's environment for good. Linux shows the environment that a process was started with in
+    /proc/PID/environ, to programs of the same user; a variable that was removed is still there, so its text is overwritten."""
+    with suppress(OSError, ValueError, IndexError):
+        # Fields 50 and 51 of the line: where that text begins and ends. A program's name, field 2, may hold blanks.
+        numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(numbers[47]), int(numbers[48])
+        text = Path("/proc/self/environ").read_bytes()
+        if 0 < start < end and len(text) <= end - start:
+            for found in re.finditer(rb"(?:\A|\0)" + re.escape(os.fsencode(name)) + rb"=([^\0]*)", text):
+                ctypes.memset(start + found.start(1), 0, len(found[1]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from ridgeline.engine.core import loop
 from ridgeline.engine.ipc import Ready
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process import spare_files
+from ridgeline.server.lifecycle import GOODBYE_SECONDS
 
 RULES = Supervision(max_restarts=3, backoff=0.001, silence=0.0)
 READY = Ready("m", 16, 4, 10, "float32", "cpu", 8, 16, 0.1)
@@ -64,7 +67,7 @@ async def lose(engine: Supervisor) -> None:
     await asyncio.sleep(0)
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-12")
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file"), OSError(24, "Too many files"), RuntimeError("thread")])
 def test_a_launch_that_fails_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
@@ -85,7 +88,7 @@ def test_a_launch_that_fails_is_tried_again(error: Exception, monkeypatch: pytes
     assert len(failed) == 2 and all("\n" not in line for line in failed)
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-12")
 def test_the_next_engine_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> list[Any]:
         engine = make(monkeypatch)
@@ -103,7 +106,7 @@ def test_the_next_engine_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyP
     assert asyncio.run(scene()) == [{}, {"num_gpu_blocks_override": 77}]
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-12")
 @pytest.mark.parametrize("fits", [True, False])
 def test_an_engine_has_the_sizes_of_the_one_before_if_they_fit(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
@@ -119,7 +122,7 @@ def test_an_engine_has_the_sizes_of_the_one_before_if_they_fit(fits: bool, monke
     assert asked == ([9] if fits else [9, None])
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-12")
 def test_launches_that_keep_failing_are_the_end_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> str:
         engine = make(monkeypatch)
@@ -135,7 +138,7 @@ def test_launches_that_keep_failing_are_the_end_with_a_reason(monkeypatch: pytes
     assert "cannot be started" in reason and "after 3 restarts" in reason and "ulimit -n" in reason
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-12")
 def test_supervision_that_fails_itself_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(last: bool) -> None:
         raise ValueError("a fault of ours")
@@ -189,7 +192,25 @@ def test_a_child_that_cannot_be_made_leaves_nothing(site: str, monkeypatch: pyte
     assert not list(tmp_path.iterdir()) and all(child.poll() is not None for child in started)
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-05")
+def test_a_stopped_engine_is_gone_within_three_seconds_of_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(engine_child._STOP_SECONDS) + GOODBYE_SECONDS < 3
+
+    def sleeper(module: str, *given: str, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"])
+
+    monkeypatch.setattr(engine_child, "start_child", sleeper)
+
+    async def scene() -> int | None:
+        child = EngineChild("module", EngineConfig.of(), lambda m: None, lambda: None)
+        os.kill(child.pid, signal.SIGSTOP)
+        await asyncio.wait_for(child.stop(gently=True), 30)
+        return child._child.returncode
+
+    assert asyncio.run(scene()) == -signal.SIGKILL
+
+
+@pytest.mark.reliability("R-12")
 def test_without_the_temporary_folder_another_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone, other = tmp_path / "gone", tmp_path / "other"
     other.mkdir()

@@ -1082,7 +1082,7 @@ def test_a_compiler_that_dies_costs_one_try(tokenizer: Tokenizer) -> None:
     checker.close()
 
 
-@pytest.mark.reliability("R-03")
+@pytest.mark.reliability("R-13")
 def test_a_stopped_compiler_and_a_question_larger_than_a_pipe(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     checker = GrammarChecker(tokenizer)
     checker.check(StructuredOutputs(regex="a"))
@@ -1094,7 +1094,7 @@ def test_a_stopped_compiler_and_a_question_larger_than_a_pipe(tokenizer: Tokeniz
     checker.close()
 
 
-@pytest.mark.reliability("R-03")
+@pytest.mark.reliability("R-13")
 def test_waiting_grammars_are_told_in_time_whatever_holds_up_the_compiler(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ def test_frames_larger_than_a_pipe_pass_in_both_directions(child: FramedChild) -
     assert text_of(child.ask(question(text), 120)) == text
 
 
-@pytest.mark.reliability("R-03")
+@pytest.mark.reliability("R-13")
 @pytest.mark.parametrize("size", [10, 1_000_000])        # one fits into a pipe, one does not
 def test_a_child_that_stands_still_is_ended_at_the_deadline(child: FramedChild, size: int) -> None:
     child.process.send_signal(signal.SIGSTOP)

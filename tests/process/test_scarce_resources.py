@@ -35,7 +35,7 @@ import subprocess; subprocess.run([sys.executable, "-c", "import os; [os.fstat(n
 """
 
 
-@pytest.mark.reliability("R-09")
+@pytest.mark.reliability("R-14")
 @pytest.mark.parametrize("redirect", ["", "2>&-", ">&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_are_opened(redirect: str) -> None:
     done = python(STREAMS, redirect)
@@ -43,20 +43,20 @@ def test_closed_standard_streams_are_opened(redirect: str) -> None:
     assert done.stdout == ("" if ">&-" in redirect.replace("2>&-", "") else "out\n")
 
 
-@pytest.mark.reliability("R-09")
+@pytest.mark.reliability("R-14")
 def test_a_greeting_that_does_not_fit_ends_nothing() -> None:
     source = "from ridgeline.process.standard_streams import say\nassert not say('hi')\nassert say('more')"
     done = python(source, ">/dev/full")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.reliability("R-09")
+@pytest.mark.reliability("R-14")
 def test_output_on_a_full_disk_is_one_line_and_code_2() -> None:
     done = python("import sys; from ridgeline.__main__ import main; sys.exit(main(['--help']))", ">/dev/full")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no space" in done.stderr
 
 
-@pytest.mark.reliability("R-09")
+@pytest.mark.reliability("R-14")
 @pytest.mark.parametrize(
     ("error", "words"),
     [(MemoryError(), "not enough memory"), (OSError(24, "Too many open files"), "ulimit -n"), (OSError(28, "full"), "no space")],
@@ -86,7 +86,7 @@ def test_a_limit_on_addresses_counts_as_memory(monkeypatch: pytest.MonkeyPatch) 
     assert platform.available_memory() == 0
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-12")
 def test_a_kill_for_memory_is_told_as_such(tmp_path: Path) -> None:
     counter, other = tmp_path / "vmstat", tmp_path / "memory.events"
     counter.write_text("nr_free_pages 7\noom_kill 3\n")
@@ -115,7 +115,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-12")
 @pytest.mark.parametrize("phase", ["loads", "loaded"])
 def test_an_orphan_ends_whatever_it_does(phase: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"

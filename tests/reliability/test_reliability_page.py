@@ -21,7 +21,7 @@ REQUIRED = {
     *(f"S-{number:02}" for number in range(1, 13)), *(f"H-{number:02}" for number in range(1, 9)),
     *(f"B-{number:02}" for number in range(1, 26)),
     *(f"C-{number:02}" for number in range(1, 16)),
-    *(f"R-{number:02}" for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 20)),
+    *(f"R-{number:02}" for number in (*range(1, 15), 20)),
     *(f"P-{number:02}" for number in (*range(1, 15), 16)),
 }
 

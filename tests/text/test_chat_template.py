@@ -594,7 +594,7 @@ def pid_of(process: TemplateProcess) -> int:
     return process._child.process.pid
 
 
-@pytest.mark.reliability("R-03")
+@pytest.mark.reliability("R-13")
 @pytest.mark.parametrize("size", [1, 300_000])
 def test_a_renderer_that_stands_still_is_replaced(
     renderer: TemplateProcess, size: int, monkeypatch: pytest.MonkeyPatch
@@ -607,7 +607,7 @@ def test_a_renderer_that_stands_still_is_replaced(
     assert renderer.render("{{ x }}", {"x": "a" * size}) == "a" * size
 
 
-@pytest.mark.reliability("R-03")
+@pytest.mark.reliability("R-13")
 def test_a_caller_that_may_not_wait_does_not(renderer: TemplateProcess) -> None:
     request = chat_template._request("{{ x }}", {"x": 1}, 1.0)
     assert renderer.answer(request, may_wait=False) == "1"
@@ -624,7 +624,7 @@ def test_a_caller_that_may_not_wait_does_not(renderer: TemplateProcess) -> None:
         renderer.answer(request, may_wait=False)
 
 
-@pytest.mark.reliability("R-03")
+@pytest.mark.reliability("R-13")
 def test_many_callers_of_a_stopped_renderer_do_not_add_up(
     renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -633,7 +633,7 @@ def test_many_callers_of_a_stopped_renderer_do_not_add_up(
         renderer.render("x", {})
 
 
-@pytest.mark.reliability("R-02")
+@pytest.mark.reliability("R-13")
 def test_a_renderer_that_was_killed_is_not_the_clients_fault(renderer: TemplateProcess) -> None:
     os.kill(pid_of(renderer), signal.SIGSTOP)
     threading.Timer(0.1, os.kill, (pid_of(renderer), signal.SIGKILL)).start()
@@ -642,7 +642,7 @@ def test_a_renderer_that_was_killed_is_not_the_clients_fault(renderer: TemplateP
     assert renderer.render("x", {}) == "x"
 
 
-@pytest.mark.reliability("R-09")
+@pytest.mark.reliability("R-13")
 def test_no_file_for_a_pipe_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*given: Any, **options: Any) -> None:
         raise OSError(24, "Too many open files")

@@ -41,7 +41,7 @@ def charsmap(longest: int) -> dict[str, Any]:
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
 
 
-@pytest.mark.reliability("S-10")
+@pytest.mark.reliability("S-10d")
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -94,7 +94,7 @@ def backtracking(tmp_path: Path) -> Path:
     return changed(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]})
 
 
-@pytest.mark.reliability("S-10")
+@pytest.mark.reliability("S-10d")
 def test_a_text_that_makes_the_library_panic_is_refused(backtracking: Path) -> None:
     tokenizer = Tokenizer.load(backtracking)
     text = "a" * 40 + "!"
@@ -114,7 +114,7 @@ def test_a_file_that_makes_the_library_panic_is_refused(backtracking: Path, monk
         Tokenizer.load(backtracking)
 
 
-@pytest.mark.reliability("R-20")
+@pytest.mark.reliability("S-10d")
 def test_long_runs_of_blanks_are_refused_without_work(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_model(tmp_path / "tiny"))
     for text in (" " * 11_000_000, "word " + "\t\n \u3000" * 300_000 + "word", "x" * 999_999 + " " * 1_000_000):
@@ -138,7 +138,7 @@ def test_the_longest_runs_that_are_taken_make_no_pattern_panic() -> None:
             assert core.encode(text).ids, name
 
 
-@pytest.mark.reliability("R-20")
+@pytest.mark.reliability("S-10d")
 def test_texts_that_a_normalizer_makes_huge_are_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(changed(tmp_path, normalizer=replace("a" * 100)))
     with pytest.raises(BadRequest, match="takes at most 640,000 at once"):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from ridgeline.errors import ConfigError
-from ridgeline.process.environment import erase_variable
+from ridgeline.process.children import erase_variable
 from ridgeline.process.log import get_logger
 from ridgeline.server.options import ServerOptions
 

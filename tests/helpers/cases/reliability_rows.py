@@ -46,6 +46,8 @@ PROMISES = {
     "S-10": "damaged GGUF files are refused by name, without a crash",
     "S-10b": "damaged safetensors files are refused by name",
     "S-10c": "300 mutated safetensors files and 300 mutated configs",
+    "S-10d": "configs, tokenizer files and texts that would hang or swell a start or a request: refused before any work; "
+    "panics of the library in one line; damaged files of the cache are not used",
     "S-11": "over 100 different errors: no path, address, traceback or prompt in any",
     "S-12": "schemathesis on the OpenAPI document, 200 examples an operation, positive and negative: no 5xx, no answer "
     "that contradicts the document",
@@ -149,6 +151,11 @@ PROMISES = {
     "R-11b": "60 s beside a busy process on every core, while front end and engine are stopped now and then for up to 5 s: "
     "no request fails or times out, always ready, the same engine",
     "R-11c": "a front end that was stopped itself does not call its engine hung",
+    "R-12": "an engine that cannot be launched is tried again with a back-off, then the server ends with the reason; a restart "
+    "keeps its KV cache and context where they fit; a kill for memory is named; an orphan ends",
+    "R-13": "a template renderer or grammar compiler that stops or dies: 503 with `Retry-After` by its deadline, never the "
+    "client's mistake, and the next request is served",
+    "R-14": "a start without standard streams, with few files or little memory, on a full disk: one line and code 2, or it works",
     "R-20": "text and tool calls are parsed in linear time",
     "R-20b": "prompts, stop strings, biases, tools, messages: twice the size, at most 2.3 × the CPU time",
     "R-20c": "text that a grammar fixes (const, choice, enum, literal, pattern): twice the length, at most 2.3 × the CPU "
