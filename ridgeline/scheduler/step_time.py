@@ -56,9 +56,11 @@ class MeasuredStepTime:
     def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
         """Also for a prompt alone: a request that arrives next waits for the step that runs, and for one that is planned.
         Before anything is known, a small step shows what a token takes."""
-        per_weight = _median(self._per_weight)
-        if not per_weight:
+        if not self._per_weight:
             return min(budget, _UNKNOWN * self._fewest)
+        per_weight = _median(self._per_weight)
+        if not per_weight:                               # steps are only planned, and take no time
+            return budget
         rest = max(self._target - (_median(self._decode) if num_decodes else 0.0), _SHARE * self._target)
         fit = self._tokens(rest / per_weight, position)
         return max(self._fewest, fit - fit % _ROUND)

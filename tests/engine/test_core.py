@@ -75,7 +75,7 @@ def test_a_bad_request_kills_nothing(tmp_path: Path) -> None:
 def test_young_garbage_is_looked_for_while_a_long_step_runs_and_nowhere_else(tmp_path: Path) -> None:
     options = EngineConfig.of(
         model=str(directory(tmp_path, config=LLAMA | {"max_position_embeddings": 4096})), num_gpu_blocks_override=300,
-        max_num_seqs=2, max_model_len=4096, max_num_batched_tokens=2048,
+        max_num_seqs=2, max_model_len=4096, max_num_batched_tokens=2048, step_time_ms=0,
     )
     config = resolve(options, DeviceFacts("cpu", 2**28, ("float32",)))
     events: list[str] = []

@@ -228,6 +228,12 @@ def test_measured_steps_keep_to_their_time() -> None:
     assert model.prompt_tokens(8, 0, 8192) == 576, "prompts always get a share"
 
 
+def test_steps_that_take_no_time_have_no_limit() -> None:
+    model = MeasuredStepTime(0.050)
+    model.observe(0, 600, 600 * 300, 0.0)
+    assert model.prompt_tokens(4, 0, 8192) == 8192
+
+
 def test_the_middle_of_a_long_prompt_is_cut_shorter() -> None:
     """Learned from short prompts alone, steps keep to their time at every position: attention has its share of a token."""
     products, per_key = 20e-6, 1e-9                         # seconds of a token, and of a key it attends to
