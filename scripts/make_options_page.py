@@ -38,7 +38,7 @@ ENVIRONMENT = """\
 |---|---|
 | `RIDGELINE_API_KEY` | API keys of the server, separated by commas; removed from the environment once read |
 | `RIDGELINE_CACHE` | directory for compiled kernels, peaks and the embedded model; default `~/.cache/ridgeline`; mode 700 |
-| `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT` | read by `ridgeline pull`; the first two also where a model is given by name |
+| `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT` | for `ridgeline pull`; the first two for models by name, too |
 | `RIDGELINE_LOG` | log level: `DEBUG`, `INFO` (default), `WARNING`, `ERROR` |
 | `OTEL_*` | OpenTelemetry's own variables; see [server.md](server.md#traces) |
 """

@@ -311,10 +311,7 @@ def lines(made: dict[str, Any]) -> list[str]:
     exact = "an assumption: one token per event" if counted == "events" else "exact"
     said += ["", f"tokens counted by: {counted} ({exact}); prompt lengths by: {workload['prompt_lengths_by']}"]
     if best := made["figures"].get("best_goodput"):
-        named = ", ".join(f"{name} {each}" for name, each in best["setting"].items() if each is not None)
-        if not best["request_goodput"]:
-            return [*said, f"no setting met {workload['slo']}: goodput is 0 everywhere"]
-        said.append(f"best goodput under {workload['slo']}: {best['request_goodput']:.2f} requests/s at {named}")
+        said.append(goodput_line(best, workload["slo"]))
     return said
 
 
@@ -354,6 +351,13 @@ def first_pass_line(first: dict[str, Any], found: dict[str, Any]) -> str:
     ttft, later = first["ttft_ms"].get("p99"), middle(found["ttft_ms"].get("p99"))
     times = f"; TTFT P99 {ttft:,.0f} ms, later {later:,.0f}" if ttft is not None and later is not None else ""
     return f"first pass: {first['output_throughput']:,.0f} tok/s out, {share:.1%} of the passes after it{times}"
+
+
+def goodput_line(best: dict[str, Any], slo: str) -> str:
+    if not best["request_goodput"]:
+        return f"no request met {slo}: goodput is 0 at every setting"
+    named = ", ".join(f"{name} {each}" for name, each in best["setting"].items() if each is not None)
+    return f"best goodput under {slo}: {best['request_goodput']:.2f} requests/s at {named}"
 
 
 def cached_share(found: dict[str, Any]) -> float:

@@ -529,3 +529,10 @@ def test_the_embedded_model(embedded_model: Path, tmp_path: Path) -> None:
     found = figures(json.loads(out.read_text()))
     assert found["completed"] == 8 and found["total_output_tokens"] == 128
     assert found["total_input_tokens"] == 800                            # every word is one token of this vocabulary
+
+
+def test_a_goodput_of_nothing_is_not_called_best() -> None:
+    best = {"setting": {"request_rate": 0.5, "max_concurrency": None}, "request_goodput": 0.0}
+    assert serve.goodput_line(best, "ttft:1") == "no request met ttft:1: goodput is 0 at every setting"
+    best["request_goodput"] = 0.25
+    assert serve.goodput_line(best, "ttft:1") == "best goodput under ttft:1: 0.25 requests/s at request_rate 0.5"

@@ -157,7 +157,7 @@ def test_setting(options: dict[str, Any], names: list[str], checkpoint: Path, mo
         ([5], {"max_tokens": -3}, ["max_tokens", "-3"]),
         ([5], {"temperature": -0.1}, ["temperature", "-0.1"]),
         ([5], {"temperature": float("nan")}, ["temperature", "nan"]),
-        ([5], {"top_p": 0.0}, ["top_p"]),
+        ([5], {"top_p": -0.5}, ["top_p"]),
         ([5], {"n": 0}, ["n "]),
         ([5], {"stop_token_ids": [VOCAB]}, ["stop_token_ids", str(VOCAB)]),
         ([5], {"allowed_token_ids": [-2]}, ["allowed_token_ids", "-2"]),
