@@ -77,8 +77,8 @@ class QuantisedSource:
         prefixes: Mapping[str, str], known: Collection[str], formats: Mapping[str, WeightFormat], dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`pieces_of`: the loader's names of what a tensor holds; `known`: those that the model has; `formats`: of its linears, by
-        path. Codes are unpacked on `device`; numbers are computed for `dtype`."""
+        """`pieces_of`: the loader's names of what a tensor holds; `known`: those that the model has; `formats`: of its linears,
+        by path. Codes are unpacked on `device`; numbers are computed for `dtype`."""
         self.source, self.quantisation, self.prefixes = source, quantisation, prefixes
         self.dtype, self.device = torch.promote_types(dtype, torch.float32), device
         self.modules: dict[str, Module] = {}
