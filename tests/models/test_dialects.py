@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_models import words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantised_models import DIALECTS, words
 from safetensors import safe_open
 from torch import Tensor
 
@@ -236,3 +238,27 @@ def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
     found = read_quantisation({}, "config.json", tmp_path)
     assert found is not None and found.method == "modelopt" and found.recipe(MODULE) is not None
     assert read_quantisation({}, "config.json", tmp_path / "elsewhere") is None
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 300), st.floats(), st.text(max_size=6), st.lists(st.text(max_size=4), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=2),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(DIALECTS)), st.data())
+def test_a_config_with_any_value_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    """Never another error: the message must name the field."""
+    config = json.loads(json.dumps(DIALECTS[name][0]))
+    place = config
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)) if place else st.just("new"))
+        if not isinstance(place.get(key), dict) or data.draw(st.booleans()):
+            place[key] = data.draw(VALUES)
+            break
+        place = place[key]
+    try:
+        read_quantisation({"quantization_config": config}, "config.json")
+    except ModelError as error:
+        assert str(error).startswith("config.json: quantization_config")

@@ -5,6 +5,9 @@ Version 1 stores zero points minus one, version 2 stores them as they are. `desc
 
 from __future__ import annotations
 
+from typing import Any
+
+from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.awq import awq_recipe
 from ridgeline.models.checkpoints.recipe import ANY, HEAD, Quantisation, Recipe, Section, anywhere, component, regex
 from ridgeline.quant.format import Scales, WeightFormat
@@ -65,27 +68,33 @@ def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None
         if pattern.startswith("-:") or overrides is False:
             rules.append((matching, None))
             continue
-        own = Section(overrides, f"{section.where}.dynamic[{pattern}]")
+        own = _own(overrides, f"{section.where}.dynamic[{pattern}]")
         rules.append((matching, _overridden(own, section, version)))
     extra = section.section("extra_config") or Section({}, "")
     for name, overrides in extra.raw.items():            # auto-round's way of saying the same
-        own = Section(overrides, f"{section.where}.extra_config[{name}]")
+        own = _own(overrides, f"{section.where}.extra_config[{name}]")
         own.skip("data_type", *_HISTORY)
-        wide = own.raw.get("bits", 4) >= 16
+        wide = own.of("bits", int, 4) >= 16
         own.skip(*(("bits", "group_size", "sym") if wide else ()))
         rules.append((component(name), None if wide else _overridden(own, section, version)))
     blocks = section.of("modules_in_block_to_quantize", list)
     if blocks:
-        names = [name for group in blocks for name in (group if isinstance(group, list) else [group])]
+        names = [str(name) for group in blocks for name in (group if isinstance(group, list) else [group])]
         rules.append((rf"(?!{'|'.join(component(name) for name in names)}$).*", None))
     return rules
+
+
+def _own(overrides: Any, where: str) -> Section:
+    if not isinstance(overrides, dict):
+        raise ModelError(f"{where} must be an object")
+    return Section(overrides, where)
 
 
 def _overridden(own: Section, base: Section, version: str) -> Recipe:
     own.skip("damp_percent", "mse", "static_groups", "true_sequential")
     recipe = _recipe(
-        own, version, own.of("bits", int, base.raw.get("bits", 4)), own.of("group_size", int, base.raw.get("group_size", 128)),
-        own.of("sym", bool, base.raw.get("sym", True)), bool(own.of("desc_act", bool, base.raw.get("desc_act", False))),
+        own, version, own.of("bits", int, base.of("bits", int, 4)), own.of("group_size", int, base.of("group_size", int, 128)),
+        own.of("sym", bool, base.of("sym", bool, True)), bool(own.of("desc_act", bool, base.of("desc_act", bool, False))),
     )
     own.finish()
     return recipe

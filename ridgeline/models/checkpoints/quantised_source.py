@@ -77,8 +77,8 @@ class QuantisedSource:
         prefixes: Mapping[str, str], known: Collection[str], formats: Mapping[str, WeightFormat], dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`pieces_of`: the loader's names of what a tensor holds; `known`: those that the model has; `formats`: of its linears, by
-        path. Codes are unpacked on `device`; numbers are computed for `dtype`."""
+        """`pieces_of`: the loader's names of what a tensor holds; `known`: those that the model has; `formats`: of its linears,
+        by path. Codes are unpacked on `device`; numbers are computed for `dtype`."""
         self.source, self.quantisation, self.prefixes = source, quantisation, prefixes
         self.dtype, self.device = torch.promote_types(dtype, torch.float32), device
         self.modules: dict[str, Module] = {}
@@ -198,6 +198,10 @@ class QuantisedSource:
             found = widened(found, written, module.keeps, module.shape)
         if ORDER in found:
             found[ORDER] = found[ORDER].expand(module.parts, -1)
+        for spec in per_row(module.keeps).tensors():
+            if spec.name != ORDER and tuple(found[spec.name].shape) != spec.shape(*module.shape):
+                raise ModelError(f"{spec.name} has shape {list(found[spec.name].shape)}, a matrix of {list(module.shape)} needs "
+                                 f"{list(spec.shape(*module.shape))}")
         return found
 
 
@@ -247,5 +251,5 @@ class _naming:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         if isinstance(value, ModelError):
             raise ModelError(f"{self.where}: {value}") from None
-        if isinstance(value, (RuntimeError, ValueError, IndexError)):
+        if isinstance(value, (RuntimeError, ValueError, IndexError, KeyError, TypeError)):
             raise ModelError(f"{self.where}: the tensors do not fit its format: {value}") from None

@@ -73,8 +73,10 @@ class Section:
         return self.raw.get(name, default)
 
     def of(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        value = self.get(name, default)
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(name, value, "is of the wrong type")
         return value
 

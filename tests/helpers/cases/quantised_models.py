@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_checkpoint
 from torch import Tensor
 
+from ridgeline.ops.quantised.codes import NF4
+
 Stored = dict[str, Tensor]
 Writer = Callable[[str, Tensor], tuple[Stored, Tensor]]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -172,6 +174,21 @@ def mxfp4(dialect: str) -> Writer:
     return write
 
 
+def bnb_nf4(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    parts = weight.float().unflatten(1, (-1, 64))
+    scale = parts.abs().amax(-1)
+    shares = (parts / scale[..., None])[..., None]
+    codes = (shares - torch.tensor(NF4)).abs().argmin(-1).flatten(1)
+    numbers = torch.tensor(NF4).double()[codes].unflatten(1, (-1, 64)) * scale.double()[..., None]
+    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}).encode()
+    flat = codes.flatten()
+    return {
+        ".weight": ((flat[::2] << 4) | flat[1::2]).to(torch.uint8)[:, None], ".weight.absmax": scale.flatten(),
+        ".weight.quant_map": torch.tensor(NF4),
+        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state), dtype=torch.uint8),
+    }, numbers.flatten(1)
+
+
 def bitnet(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     scale = (1 / weight.float().abs().mean()).reshape(1)
     codes = (weight.float() * scale).round().clamp(-1, 1) + 1
@@ -233,6 +250,7 @@ DIALECTS: dict[str, tuple[dict[str, Any], Writer]] = {
     "auto-round": (_GPTQ | {"quant_method": "auto-round", "sym": True, "packing_format": "auto_round:auto_gptq"}, gptq(False)),
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4("gpt-oss")),
     "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}, bnb_int8),
+    "bnb-nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, bnb_nf4),
     "bitnet": ({"quant_method": "bitnet", "linear_class": "bitlinear"}, bitnet),
     "2:4": ({"quant_method": "compressed-tensors", "format": "sparse-24-bitmask", "config_groups": {}, "ignore": ["lm_head"],
              "sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]}}, two_four),
