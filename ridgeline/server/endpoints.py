@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ridgeline.engine.client.answer_stream import AnswerStream, Batch
+from ridgeline.engine.client.long_work import away_if_long
+from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.server.api.dialects import CHAT, Dialect
 from ridgeline.server.api.prepare import Job
@@ -22,11 +25,11 @@ from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
     DIRECT,
+    Body,
     ClientGone,
     EventStream,
     Receive,
     Send,
-    read_body,
     send_json,
     while_connected,
 )
@@ -35,6 +38,7 @@ from ridgeline.server.server_errors import WrongMediaType
 from ridgeline.server.service import Service
 
 EVENTS_AT_ONCE = 4                   # written before the next check whether the client keeps up
+BYTES_PER_VALUE = 64                 # of JSON, for each log-probability in an answer
 
 
 class Endpoint(ABC):
@@ -47,22 +51,25 @@ class Endpoint(ABC):
         self._prompt_field = prompt_field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = Body(self._service.bodies)
         try:
             self._service.require_ready()
             with self._service.slots.taking(1):          # before a byte of the body is read
                 check_media_type(scope)
-                body = await read_body(receive)
+                await body.read(receive)
                 prometheus.note_arrival(scope)
                 self._service.tracing.note(scope)
                 await while_connected(receive, self._answer(scope, body, send))
         except ClientGone:
             pass
         except Exception as error:
-            status, body, headers = describe(error, self._prompt_field, self._dialect.names)
-            await send_json(send, status, self._dialect.error(status, body), headers)
+            status, said, headers = describe(error, self._prompt_field, self._dialect.names)
+            await send_json(send, status, self._dialect.error(status, said), headers)
+        finally:
+            body.release()
 
     @abstractmethod
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None: ...
+    async def _answer(self, scope: Scope, body: Body, send: Send) -> None: ...
 
 
 class Question(Endpoint):
@@ -75,8 +82,10 @@ class Question(Endpoint):
         super().__init__(service, dialect, prompt_field)
         self._make = answer
 
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        await send_json(send, 200, msgspec.json.encode(await self._make(self._service, caller_of(scope), body)))
+    async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
+        made = await self._make(self._service, caller_of(scope), body.data)
+        body.release()
+        await send_json(send, 200, msgspec.json.encode(made))
 
 
 class Generation(Endpoint):
@@ -89,13 +98,14 @@ class Generation(Endpoint):
         super().__init__(service, dialect, prompt_field)
         self._prepare = prepare
 
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
         with self._service.tracing.request():
             await self._generate(scope, body, send)
 
-    async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _generate(self, scope: Scope, body: Body, send: Send) -> None:
         caller = caller_of(scope)
-        job = await self._prepare(self._service, caller, body)
+        job = await self._prepare(self._service, caller, body.data)
+        body.release()
         caller = prometheus.switched(self._service.llm, caller, job.request.techniques)
         caller = caller.expecting_first_token(job.request.ttft_deadline_ms)
         count = len(job.prompts) * job.params.n
@@ -111,10 +121,11 @@ class Generation(Endpoint):
                     events = EventStream(send, job.headers, self._dialect.framed, scope.get(DIRECT))
                     await self._send_events(stream, job, events)
                 else:
-                    body = job.writer.body(await stream.complete())
+                    outputs = await stream.complete()
+                    whole = await away_if_long(BYTES_PER_VALUE * num_values(outputs), lambda: job.writer.body(outputs))
                     if prometheus.wants_timings(job.request.return_timings):
-                        body = prometheus.with_timings(body, self._service.llm, stream.outputs)
-                    await send_json(send, 200, body, job.headers)
+                        whole = prometheus.with_timings(whole, self._service.llm, outputs)
+                    await send_json(send, 200, whole, job.headers)
             finally:
                 prometheus.note_in_log(self._service.llm, stream.outputs)
                 self._service.tracing.ran(job.headers[0][1].decode(), job.params, stream.outputs)
@@ -145,9 +156,12 @@ class Generation(Endpoint):
         stream.deliver_to(deliver)
         try:
             async for batch in stream:
-                # A slow client's tokens wait as deltas, which are short; a few at a time become events.
+                # A slow client's tokens wait as deltas, which are short; a few at a time become events. The first also has
+                # what is known of the prompt's tokens.
                 for place in range(0, len(batch), EVENTS_AT_ONCE):
-                    if new := written(batch[place : place + EVENTS_AT_ONCE]):
+                    few = batch[place : place + EVENTS_AT_ONCE]
+                    size = 0 if events.started else BYTES_PER_VALUE * num_values(stream.outputs)
+                    if new := await away_if_long(size, partial(written, few)):
                         await events.write(new)
             await events.write(job.writer.last_events(stream.outputs))
         except Exception as error:
@@ -156,6 +170,17 @@ class Generation(Endpoint):
             status, body, _ = describe(error, names=self._dialect.names)
             await events.write([self._dialect.error_event(job.writer, status, body)])
         await events.end()
+
+
+def num_values(outputs: list[RequestOutput]) -> int:
+    """About how many numbers and texts the answer will have for its tokens' log-probabilities."""
+    values = 0
+    for output in outputs:
+        if output.prompt_logprobs is not None and len(output.prompt_logprobs) > 1:
+            values += len(output.prompt_logprobs) * len(output.prompt_logprobs[1] or ())
+        for answer in output.outputs:
+            values += len(answer.token_ids) * (1 + len(answer.logprobs[0]) if answer.logprobs else 0)
+    return values
 
 
 def check_media_type(scope: Scope) -> None:

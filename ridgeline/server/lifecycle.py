@@ -7,9 +7,7 @@ Knows no endpoints.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
-import gc
 import logging
 import resource
 import signal
@@ -27,10 +25,12 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
+from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.last_exit import LastExit
 from ridgeline.server.observe import admin
 from ridgeline.server.observe.tracing import start_tracing
 from ridgeline.server.options import ServerOptions
@@ -47,9 +47,7 @@ KEEP_ALIVE_SECONDS = 30
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
 OTHER_FILES = 32                     # open besides connections: pipes, sockets to the engine, logs, modules
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
-LARGE_BLOCK = 512 * 1024             # bytes
-_M_MMAP_THRESHOLD = -3               # of malloc.h
-COLLECT_AFTER = 50_000               # net allocations before a collection of the youngest generation
+EXIT_SECONDS = 1.5                   # beyond the drain time and the goodbyes, after which the process ends whatever still runs
 DEAD_SECONDS = 2.0                   # how long /health answers 503 after the engine's death, before the server exits
 
 
@@ -91,9 +89,13 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
+        self.last_exit: LastExit | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.stopping = True                    # first of all: load balancers see it in /health and look elsewhere
+        if self.last_exit is not None:
+            drain = 0 if self.should_exit else self._service.options.drain_timeout
+            self.last_exit.within(drain + GOODBYE_SECONDS + EXIT_SECONDS)
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
@@ -126,6 +128,8 @@ async def serve(
 ) -> None:
     """Serve on `listener` until a signal stops it; 503 until the engine is ready. Raises the reason if it cannot go on."""
     llm, server = service.llm, HttpServer(service)
+    keeper: asyncio.Task[None] | None = None
+    server.last_exit = LastExit()
     asyncio.get_running_loop().set_exception_handler(NoFiles())
     for number in (signal.SIGINT, signal.SIGTERM):
         # Until the process ends. uvicorn sets the same handler while it serves, restores the old one afterwards, and raises
@@ -140,6 +144,7 @@ async def serve(
         starting.result()
         service.open()
         collect_rarely()
+        keeper = asyncio.create_task(MemoryKeeper(lambda: not service.slots.taken).watch())
         on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
@@ -151,16 +156,10 @@ async def serve(
     finally:
         server.should_exit = True
         starting.cancel()
+        if keeper is not None:
+            keeper.cancel()
         await asyncio.wait({http, starting})
         await llm.shutdown()
-
-
-def collect_rarely() -> None:
-    """The server's own objects are never garbage, and open streams live long. Python's default, a collection every 700 objects,
-    takes a third of the time that a token costs in this process."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 20, 50)
 
 
 def address_of(listener: socket.socket, scheme: str) -> str:
@@ -199,14 +198,6 @@ def run(
             runner.run(admin.beside(llm, options.admin_socket, serve(service, listener, on_loading, on_ready)))
     finally:
         tracing.close()
-
-
-def give_back_large_blocks() -> None:
-    """Keep glibc's mmap threshold fixed. By default it grows to the largest block freed, and blocks below it stay with the
-    process; with a fixed one, a body of 16 MB is returned to the system."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)        # only glibc has it, and needs it
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def raise_file_limit(connections: int) -> int:

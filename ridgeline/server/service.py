@@ -16,6 +16,7 @@ from ridgeline.server.api.generation import GenerationRequest
 from ridgeline.server.api.responses_store import ResponseStore
 from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.http.stream import HeldBodies
 from ridgeline.server.observe.tracing import NoTracing
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import STOPPED, ModelNotFound, Unavailable
@@ -40,6 +41,7 @@ class Service:
     name: str                        # of the model
     keys: Keys = field(default_factory=Keys)
     slots: Slots = field(default_factory=Slots)
+    bodies: HeldBodies = field(default_factory=HeldBodies)
     tracing: NoTracing = field(default_factory=NoTracing)
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))

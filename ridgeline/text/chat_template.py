@@ -35,6 +35,7 @@ from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.process.children import start_child
 
 MAX_INPUT_BYTES = 32 << 20           # messages and tools, as JSON
+LONG_INPUT_BYTES = 128 << 10         # longer ones are rendered in a process of their own
 MAX_RENDERED = 8_000_000             # characters
 RENDER_SECONDS = 1.25                # of CPU time: a busy machine makes no template fail
 MEMORY_BYTES = 96 << 20              # what a render may take on top of the idle process
@@ -68,8 +69,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        may_wait: bool = True,
     ) -> str:
-        """`variables` are what else the template may ask for (enable_thinking …). Every failure is a RequestError."""
+        """`variables` are what else the template may ask for (enable_thinking …). Every failure is a RequestError; without
+        `may_wait`, RendererBusy if the process that renders is busy or not started."""
         variables = variables or {}
         for name in variables.keys() & (RESERVED | self.special_tokens.keys()):
             raise BadRequest(f"chat template variable {name!r} is reserved; choose another name")
@@ -80,14 +83,14 @@ class ChatTemplate:
         if continue_final_message:
             # The space after the mark shows whether the template trims messages.
             conversation[-1]["content"] += CONTINUE_MARK + " "
-        text = _process.render(self._source(bool(tools)), {
+        text = _render(self._source(bool(tools)), {
             "documents": None,
             **self.special_tokens,
             **variables,
             "messages": conversation,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
-        })
+        }, may_wait)
         return _cut_at_mark(text) if continue_final_message else text
 
     def _source(self, with_tools: bool) -> str:
@@ -178,6 +181,10 @@ def _plain_call(call: Any, where: str) -> Any:
 # --- the process, seen from outside ---
 
 
+class RendererBusy(Exception):
+    """The template cannot be rendered without waiting."""
+
+
 class TemplateProcess:
     """A child process that renders templates, one at a time. If it dies, the next render starts a new one."""
 
@@ -188,15 +195,17 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        return self.answer(_request(source, variables, self.seconds))
+
+    def answer(self, request: bytes, may_wait: bool = True) -> str:
+        if not self._lock.acquire(blocking=may_wait):
+            raise RendererBusy
         try:
-            request = _to_line({"source": source, "variables": variables, "seconds": self.seconds})
-        except (TypeError, ValueError, RecursionError):
-            message = "messages, tools and template variables must be plain JSON data"
-            raise BadRequest(message, field="messages") from None
-        if len(request) > MAX_INPUT_BYTES:
-            raise BadRequest(f"the messages take {len(request):,} bytes as JSON; {MAX_INPUT_BYTES:,} are allowed")
-        with self._lock:
+            if not may_wait and not self._is_running:    # its start takes half a second
+                raise RendererBusy
             answer = _from_line(self._exchange(request))
+        finally:
+            self._lock.release()
         if "error" in answer:
             raise BadRequest(f"the chat template {answer['error']}")
         return str(answer["text"])
@@ -219,8 +228,12 @@ class TemplateProcess:
             raise BadRequest(f"the chat template took more than {self.seconds:g} s of CPU time and was stopped")
         raise BadRequest(f"the chat template could not be rendered within {MEMORY_BYTES >> 20} MiB and was stopped")
 
+    @property
+    def _is_running(self) -> bool:
+        return self._child is not None and self._owner == os.getpid() and self._child.poll() is None
+
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
+        if not self._is_running:
             self._owner = os.getpid()        # a forked copy of this process must not share the pipes
             kept = {name: os.environ[name] for name in ("TZ", "LD_LIBRARY_PATH") if name in os.environ}
             self._child = start_child(
@@ -230,6 +243,7 @@ class TemplateProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
+        assert self._child is not None
         return self._child
 
     def _end(self) -> int:
@@ -254,6 +268,23 @@ def _from_line(line: bytes) -> Any:
 
 
 _process = TemplateProcess()
+_long_process = TemplateProcess()    # short chats do not wait behind long ones
+
+
+def _request(source: str, variables: Mapping[str, Any], seconds: float) -> bytes:
+    try:
+        request = _to_line({"source": source, "variables": variables, "seconds": seconds})
+    except (TypeError, ValueError, RecursionError):
+        message = "messages, tools and template variables must be plain JSON data"
+        raise BadRequest(message, field="messages") from None
+    if len(request) > MAX_INPUT_BYTES:
+        raise BadRequest(f"the messages take {len(request):,} bytes as JSON; {MAX_INPUT_BYTES:,} are allowed")
+    return request
+
+
+def _render(source: str, variables: Mapping[str, Any], may_wait: bool) -> str:
+    request = _request(source, variables, _process.seconds)
+    return (_long_process if len(request) > LONG_INPUT_BYTES else _process).answer(request, may_wait)
 
 
 # --- the process, seen from inside ---

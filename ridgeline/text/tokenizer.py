@@ -216,6 +216,7 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
         check: Callable[[str], None] | None = None,
+        may_wait: bool = True,
         **kwargs: Any,
     ) -> list[int] | str:
         """The prompt of a conversation. The template writes its own special tokens, so none are added unless asked for. Text in
@@ -223,7 +224,7 @@ class Tokenizer:
 
         Variables of the template come as keywords, or, where a client chose their names, as `chat_template_kwargs`.
         `chat_template` is the text of one to use instead of the model's own. `check` may refuse the text before it is
-        tokenised.
+        tokenised. Without `may_wait`, RendererBusy if the template could not be rendered at once.
         """
         chat = self._chat
         if chat_template is not None:
@@ -239,6 +240,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
+            may_wait=may_wait,
         )
         if check is not None:
             check(text)

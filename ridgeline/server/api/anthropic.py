@@ -231,6 +231,8 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             messages.append({"role": "system", "content": _texts(blocks, "system")})
         for place, message in enumerate(self.messages):
             _extend(messages, message, f"messages[{place}]")
+        for plain in (plain for plain in messages if "joined" in plain):
+            plain["content"] = "\n".join([plain["content"], *plain.pop("joined")])
         return messages
 
 
@@ -297,10 +299,10 @@ def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> Non
 def _append(
     messages: list[dict[str, Any]], plain: dict[str, Any], calls: list[dict[str, Any]], thoughts: list[str]
 ) -> None:
-    """A user's text joins the user's message before it."""
+    """A user's text joins the user's message before it; the texts become one when all are there, in linear time."""
     last = messages[-1] if messages else None
     if last is not None and last["role"] == plain["role"] == "user" and plain["content"] is not None:
-        last["content"] = f"{last['content']}\n{plain['content']}"
+        last.setdefault("joined", []).append(plain["content"])
         return
     if calls:
         plain["tool_calls"] = calls

@@ -233,6 +233,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
             given["add_special_tokens"] = self.add_special_tokens
         return given
 
+    def forget_prompt(self) -> None:
+        """Free what only the prompt needed: it is made, and the answer may take minutes."""
+        self.messages, self.documents, self.tools, self.chat_template_kwargs = [], None, None, None
+
     def echoed(self) -> str:
         """The text before the answer: the last message, if echo is set and the answer continues it."""
         last = self.messages[-1]

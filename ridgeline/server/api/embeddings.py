@@ -13,13 +13,14 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import FIT, Integer
-from ridgeline.server.http.body import away_if_long, parse_body
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service
 

@@ -6,7 +6,7 @@ server/api/responses_store keeps them; server/api/responses_answer writes them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,11 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
 from ridgeline.server.api.responses_store import ResponseStore, Stored
-from ridgeline.server.http.body import away_if_long
 from ridgeline.server.http.gate import caller_of
+from ridgeline.server.http.stream import JsonText
 from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored
 from ridgeline.server.service import Service
 
@@ -31,6 +32,21 @@ class Output(msgspec.Struct):
     output: list[dict[str, Any]]
 
 
+@dataclass(slots=True)
+class Keeper:
+    """Stores one response when it is complete. It holds what is stored, and not the request."""
+
+    store: ResponseStore
+    key: int
+    given: bytes                     # the input's items …
+    before: bytes                    # … and those of the conversation before them
+    ids: list[str]                   # of the input's items
+
+    def __call__(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
+        ids = [*self.ids, *(item["id"] for item in output)]
+        return self.store.put(name, self.key, response, self.given, self.before, ids)
+
+
 class Continued:
     """A request of the Responses API with the conversation that it continues, and with its item references resolved."""
 
@@ -38,10 +54,9 @@ class Continued:
         self.asked = asked
         self._store = store
         self._key = key
-        self._given = self._before = b"[]"
-        self._ids: list[str] = []                        # of the input's items
+        self._before = b"[]"
         self._earlier: list[InputItem] = []
-        self.keep: Callable[[str, bytes, list[dict[str, Any]]], bool] | None = None
+        self.keep: Keeper | None = None
         if asked.previous_response_id is not None:
             self._before = self._recalled(asked.previous_response_id)
             self._earlier = msgspec.json.decode(self._before, type=list[InputItem])
@@ -52,9 +67,9 @@ class Continued:
         chat = self.asked.chat(self._earlier)
         if self._store.is_on and self.asked.store is not False:
             items = [kept_item(item) for item in self.asked.items() if in_prompt(item)]  # valid: they have become messages
-            self._given, self._ids = msgspec.json.encode(items), [item["id"] for item in items]
-            if self._store.could_keep(len(self._given) + len(self._before)):
-                self.keep = self._kept
+            given = msgspec.json.encode(items)
+            if self._store.could_keep(len(given) + len(self._before)):
+                self.keep = Keeper(self._store, self._key, given, self._before, [item["id"] for item in items])
         return chat
 
     def _recalled(self, name: str) -> bytes:
@@ -105,10 +120,6 @@ class Continued:
         name = self._store.with_item(item, self._key)
         return None if name is None else self._store.get(name, self._key)
 
-    def _kept(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
-        ids = [*self._ids, *(item["id"] for item in output)]
-        return self._store.put(name, self._key, response, self._given, self._before, ids)
-
 
 _BESIDE = ("role", "content", "call_id", "name", "namespace", "arguments", "output", "summary", "encrypted_content")
 
@@ -157,9 +168,9 @@ def routes(service: Service) -> list[Route]:
             check_query(request)
             found(service, name, key)
             service.stored.delete(name, key)
-            return _json(msgspec.json.encode(DeletedResponse(name)))
+            return JsonText(msgspec.json.encode(DeletedResponse(name)))
         check_query(request, "include")
-        return _json(found(service, name, key).response)
+        return JsonText(found(service, name, key).response)
 
     async def items(request: Request) -> Response:
         check_query(request, "include", "limit", "order", "after")
@@ -169,7 +180,7 @@ def routes(service: Service) -> list[Route]:
         def listed() -> bytes:
             return msgspec.json.encode(page(msgspec.json.decode(given), query))
 
-        return _json(await away_if_long(len(given), listed))
+        return JsonText(await away_if_long(len(given), listed))
 
     return [
         Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
@@ -241,7 +252,3 @@ def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any
 
 _KEPT = ("type", "role", "call_id", "name", "namespace", "arguments", "output")
 _PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.generation import Deadline, refuse
+from ridgeline.server.api.generation import Deadline, check_metadata, forget, refuse
 from ridgeline.text.chat_template import PART_FIELDS
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -203,6 +203,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     def check(self) -> None:
         """Refuse fields that are known and not supported."""
         refuse(self, self.REFUSED)
+        forget(self, self.HINTS)
+        check_metadata(self.metadata)
         for entry in self.include or []:
             if entry not in KNOWN_INCLUDES:
                 message = f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is"

@@ -6,13 +6,13 @@ the likelihood that any decoder gives.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from typing import Any
 
 import msgspec
 
+from ridgeline.engine.client.long_work import away
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
@@ -92,7 +92,7 @@ async def score(service: Service, caller: Caller, body: bytes) -> ScoreReply:
         service.check_routing(request.model, request.priority)
         return request, request.pairs()
 
-    request, texts = await asyncio.to_thread(work)
+    request, texts = await away(len(body), work)
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, prompt_logprobs=0)
     with service.slots.taking(len(texts), already=1):
         pairs = await tokens_of(service, texts)

@@ -1,11 +1,10 @@
-"""Parses a JSON body into a struct; errors name the field and what it should hold. Long bodies are parsed in a thread.
+"""Parses a JSON body into a struct; errors name the field and what it should hold.
 
-Knows msgspec's messages, no endpoints.
+Knows msgspec's messages, no endpoints. Long bodies are parsed in a thread, by engine/client/long_work.away_if_long.
 """
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import re
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_ty
 import msgspec
 from msgspec.inspect import DictType, FloatType, IntType, ListType, NoneType, StructType, Type, UnionType, type_info
 
+from ridgeline.engine.client.long_work import LONG_BYTES, checkpoint
 from ridgeline.errors import BadRequest, UnknownField
+from ridgeline.server.http.json_size import check_size
 
 MAX_MESSAGE = 500                    # characters
-LONG_BODY = 64 * 1024                # bytes; longer bodies are parsed and checked in a thread
-
 EXACT = 2**53                        # integers up to here are exact as floats
 
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
@@ -34,12 +33,6 @@ class Checked(Protocol):
 
 
 T = TypeVar("T", bound=Checked)
-Made = TypeVar("Made")
-
-
-async def away_if_long(num_bytes: int, work: Callable[[], Made]) -> Made:
-    """Do `work`, which reads `num_bytes`; in a thread if they are many."""
-    return await asyncio.to_thread(work) if num_bytes > LONG_BODY else work()
 
 
 @cache
@@ -49,6 +42,9 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 def parse_body(kind: type[T], body: bytes) -> T:
     """The request, checked. BadRequest or Unsupported name the field."""
+    if len(body) > LONG_BYTES:
+        check_size(body)
+        checkpoint()
     try:
         try:
             request: T = _decoder(kind).decode(body)

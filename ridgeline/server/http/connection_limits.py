@@ -8,6 +8,7 @@ routes, models or requests.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from asyncio import TimerHandle
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ridgeline.errors import BadRequest, Overloaded
 from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.pipelining import MAX_IN_LINE, LineFlow, Turns
 from ridgeline.server.http.stream import DIRECT
 from ridgeline.server.options import ServerOptions
 
@@ -29,6 +31,10 @@ BODY_SECONDS = 28.0                  # from there to the end of the body: refuse
 WRITE_SECONDS = 60.0                 # a client that reads nothing for this long is disconnected
 WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
+READ_BYTES = 64 * 1024               # read from a connection at once; asyncio's 256 KiB of each would hold up the loop
+PIECE = 512                          # bytes of a head, or of a chunked body, that are parsed at once
+FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
+SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
 
 
 class Slots:
@@ -71,17 +77,19 @@ class DirectWrites:
     __slots__ = ("_cycle", "bytes_out")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)                 # it holds the scope, which holds this
         self.bytes_out = 0
 
     @property
     def is_free(self) -> bool:
-        cycle = self._cycle
+        cycle = self._cycle()
+        if cycle is None:
+            return False
         return cycle.response_started and not cycle.response_complete and not cycle.flow.write_paused
 
     def write(self, body: bytes) -> None:
-        cycle = self._cycle
-        if not cycle.disconnected:                       # else the endpoint will be cancelled
+        cycle = self._cycle()
+        if cycle is not None and not cycle.disconnected:             # else the endpoint will be cancelled
             self.bytes_out += len(body)
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
 
@@ -89,28 +97,30 @@ class DirectWrites:
 class UntilClose:
     """uvicorn's `send` for HTTP/1.0, which has no chunked encoding: an answer without a length ends with its connection."""
 
-    __slots__ = ("_cycle", "_has_length", "_send")
+    __slots__ = ("_cycle", "_has_length")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._send = cycle.send
+        self._cycle = weakref.ref(cycle)                 # it holds this
         self._has_length = True
 
     async def __call__(self, message: Any) -> None:
-        cycle = self._cycle
+        cycle = self._cycle()
+        if cycle is None:
+            return
         if message["type"] == "http.response.start":
             self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not self._has_length:
                 cycle.chunked_encoding = False
         elif not self._has_length:
             cycle.expected_content_length = len(message.get("body", b""))    # any length is right
-        await self._send(message)
+        await RequestResponseCycle.send(cycle, message)
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. Use `limited_protocol(options)` to bind the options."""
 
     options: ServerOptions
+    turns: Turns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -123,6 +133,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refused = False
         self.url = b""
         self._in_message = False                         # a request has begun to arrive and is incomplete
+        self._in_body = False
+        self._length: int | None = None                  # the body's declared length
+        self._chunks = 0                                 # pieces of the body that the parser found
+        self._unread = b""                               # received, and not parsed while the line is full
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
 
@@ -130,7 +144,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = LineFlow(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        if hasattr(transport, "max_size"):               # asyncio's own transports have it
+            transport.max_size = READ_BYTES
         if len(self.connections) > self.options.max_connections:
             self._refuse(503, f"all {self.options.max_connections} connections of this server are in use; try again later")
         else:
@@ -140,17 +157,61 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_deadline()
         self._cancel_write_deadline()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        # A request refers to its connection: without this, both and all that is in line would wait for a garbage collection.
+        self.pipeline.clear()
+        self._unread = b""
+        self.cycle = self.scope = self.headers = cast(Any, None)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._unparsed += len(data)
-        super().data_received(data)
+        if cast(LineFlow, self.flow).is_full:
+            self._unread += data                         # at most one read: reading is paused
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        """Request by request, until the line is full: the rest waits as it is, and nothing more is read."""
+        place = 0
+        while place < len(data) and not self._refused and not self.transport.is_closing():
+            if len(self.pipeline) >= MAX_IN_LINE and not self._in_message:
+                self._unread = data[place:]
+                cast(LineFlow, self.flow).set_full(True)
+                return
+            end = self._end_of_part(data, place)
+            self._unparsed += end - place
+            super().data_received(data if end - place == len(data) else data[place:end])
+            place = end
+            # An endless header, chunk extension or trailer: the parser buffers it without a callback.
+            if self._unparsed > MAX_HEAD and not self._refused:
+                self._refuse(431, f"a part of the request's head is larger than {MAX_HEAD} bytes")
+        if self._refused or self.transport.is_closing():
+            return
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_within(HEAD_SECONDS)            # bytes before a request, such as empty lines
-        # An endless header, chunk extension or trailer: the parser buffers it without a callback.
-        if self._unparsed > MAX_HEAD and not self._refused:
-            self._refuse(431, f"a part of the request's head is larger than {MAX_HEAD} bytes")
+
+    def _end_of_part(self, data: bytes, place: int) -> int:
+        """Where the part that begins at `place` ends: it has at most the end of one request and a small beginning of others."""
+        if self._in_body and self._length is not None:
+            return min(len(data), place + self._length - self._body_bytes)
+        end = min(len(data), place + PIECE)
+        found = -1 if self._in_body else data.find(b"\r\n\r\n", place, end)
+        return end if found < 0 else found + 4
+
+    def on_response_complete(self) -> None:
+        if self.pipeline or self._unread:
+            self.turns.wait(self, self.loop)
+        else:
+            super().on_response_complete()
+
+    def next_in_line(self) -> None:
+        super().on_response_complete()
+        flow = cast(LineFlow, self.flow)
+        if flow.is_full and not self.transport.is_closing():
+            unread, self._unread = self._unread, b""
+            flow.set_full(False)
+            self._parse(unread)
 
     def send_400_response(self, msg: str) -> None:
         """Called when the parser stopped: at invalid HTTP, or because a callback stopped it."""
@@ -163,8 +224,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._unparsed = self._head_bytes = self._body_bytes = self._hosts = 0
-        self._is_coded = False
+        self._unparsed = self._head_bytes = self._body_bytes = self._hosts = self._chunks = 0
+        self._is_coded = self._in_body = False
+        self._length = None
         self._in_message = True
         self._expect_within(HEAD_SECONDS)
 
@@ -186,7 +248,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(431, f"the headers are larger than {MAX_HEAD} bytes")
         lower = name.lower()
         if lower == b"content-length" and value.strip().isdigit():
-            self._check_body(int(value))                 # refuse a body that will be too large before it arrives
+            self._length = int(value)
+            self._check_body(self._length)               # refuse a body that will be too large before it arrives
         elif lower == b"host":
             self._hosts += 1
             if self._hosts > 1:                          # a proxy in front may have used the other one
@@ -201,6 +264,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if version not in ("1.0", "1.1") or (version == "1.0" and self._is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")
         self._expect_within(BODY_SECONDS)
+        self._in_body = True
+        if self._is_coded:
+            self._length = None
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
@@ -212,11 +278,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed = 0
         self._body_bytes += len(body)
         self._check_body(self._body_bytes)
+        self._chunks += 1
+        if self._is_coded and self._chunks > FEW_CHUNKS and self._body_bytes < SMALL_CHUNK * self._chunks:
+            self._stop(400, f"the chunks of the body are too small; send at least {SMALL_CHUNK} bytes in each")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
-        self._in_message = False
+        self._in_message = self._in_body = False
         self._cancel_deadline()
         super().on_message_complete()
 
@@ -279,7 +348,8 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         # Closing with unread bytes would reset the connection, and the client might not see the error.
-        self.flow.resume_reading()
+        self._unread = b""
+        cast(LineFlow, self.flow).set_full(False)
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _path(self) -> str:
@@ -288,4 +358,4 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(options: ServerOptions) -> type[LimitedProtocol]:
-    return type("LimitedProtocol", (LimitedProtocol,), {"options": options})
+    return type("LimitedProtocol", (LimitedProtocol,), {"options": options, "turns": Turns()})

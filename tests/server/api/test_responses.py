@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import warnings
 from collections.abc import Iterator
@@ -15,13 +14,13 @@ import pytest
 from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import write_model
 
+from ridgeline.engine.client.long_work import LONG_BYTES, LONG_WORK
 from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
 from ridgeline.errors import RequestError
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.chat import ChatMessage, ChatRequest
 from ridgeline.server.api.responses_answer import ResponsesRequest, ResponsesWriter
 from ridgeline.server.api.responses_store import KEPT_SECONDS, ResponseStore
-from ridgeline.server.http.body import LONG_BODY
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.text_tokens import TextTokens
@@ -274,18 +273,18 @@ def test_items_are_named_by_their_ids(server: ScriptedServer, client: openai.Ope
 def test_a_short_request_behind_a_long_conversation_does_not_hold_up_others(
     server: ScriptedServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "x" * (LONG_BODY + 1)
+    text = "x" * (LONG_BYTES + 1)
     long = client.responses.create(model=NAME, input=[{"type": "reasoning", "summary": [], "content": [
         {"type": "reasoning_text", "text": text}]}, {"role": "user", "content": "a", "id": "long"}])
     short = client.responses.create(model=NAME, input="a")
     away: list[Any] = []
-    to_thread = asyncio.to_thread
+    run = LONG_WORK.run
 
-    async def watched(work: Any, *args: Any, **more: Any) -> Any:
+    async def watched(work: Any) -> Any:
         away.append(getattr(work, "__qualname__", ""))
-        return await to_thread(work, *args, **more)
+        return await run(work)
 
-    monkeypatch.setattr("ridgeline.server.http.body.asyncio.to_thread", watched)
+    monkeypatch.setattr(LONG_WORK, "run", watched)
     reading = "response_chat.<locals>.work"
     client.responses.create(model=NAME, input="b", previous_response_id=short.id)
     assert reading not in away

@@ -1,0 +1,47 @@
+"""How many values a JSON text has, counted before it is decoded. A decoder cannot be interrupted: while it makes millions of
+objects, no other thread of this process runs, and no health check is answered.
+
+Bytes of text are cheap, structure is not: 16 MB are one prompt, or five million empty lists that take a second and a gigabyte.
+The counts are of the text as it stands; whether it is valid JSON is the decoder's to say. Knows bytes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ridgeline.errors import BadRequest
+
+MAX_PARTS = 100_000                  # strings (also keys), lists and objects: 65 ms to decode; 20,000 messages have this many
+MAX_VALUES = 600_000                 # all values: 50 ms for token ids
+PIECE = 2**17                        # bytes that are looked at before another thread may run
+
+_ESCAPED_BACKSLASH, _ESCAPED_QUOTE = rb"\\", rb"\""
+_STRINGS = re.compile(rb'"[^"]*"?')
+_OTHERS = bytes(sorted(set(range(256)) - set(b'"[{,')))  # that do not matter here
+
+
+def check_size(body: bytes) -> None:
+    """BadRequest for a text with more structure than a request may have."""
+    # Every quote, bracket and comma, also those inside of strings: no fewer than there are, and enough for nearly all bodies.
+    parts = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
+    if parts <= MAX_PARTS and parts + body.count(b",") <= MAX_VALUES:
+        return
+    parts = values = 0
+    inside = False                                       # of a string
+    place = 0
+    while place < len(body):
+        piece = body[place : place + PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and place + len(piece) < len(body):
+            piece = piece[:-1]                           # a backslash and what it escapes stay together
+        place += len(piece)
+        plain = piece.replace(_ESCAPED_BACKSLASH, b"").replace(_ESCAPED_QUOTE, b"").translate(None, _OTHERS)
+        quotes = plain.count(b'"')
+        outside = _STRINGS.sub(b"", b'"' + plain if inside else plain) if quotes or not inside else b""
+        inside ^= bool(quotes % 2)
+        found = quotes // 2 + outside.count(b"[") + outside.count(b"{")
+        parts += found
+        values += found + outside.count(b",")
+        if parts > MAX_PARTS:
+            raise BadRequest(f"the body has more than {MAX_PARTS:,} strings, lists and objects; send less in one request")
+        if values > MAX_VALUES:
+            raise BadRequest(f"the body has more than {MAX_VALUES:,} values; send less in one request")
