@@ -62,13 +62,17 @@ class MemoryKeeper:
     """Decides once per second whether to collect garbage and to return freed memory.
 
     A collection stops the process for about a millisecond per 10,000 objects, so a busy server collects only if it has grown.
-    Each try that gives nothing back doubles the time to the next; growth begins anew.
+    Each try that gives nothing back doubles the time to the next; growth, or work that takes much memory, begins anew.
     """
 
     def __init__(
-        self, is_idle: Callable[[], bool], size: Callable[[], int] = resident_bytes, clock: Callable[[], float] = time.monotonic
+        self, is_idle: Callable[[], bool], much_work: Callable[[], int], size: Callable[[], int] = resident_bytes,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`much_work`: how much work that takes much memory was done so far."""
         self._is_idle = is_idle
+        self._much_work = much_work
+        self._done = 0
         self._size = size
         self._clock = clock
         self._smallest = self._last = self._collected_at = size()
@@ -84,9 +88,10 @@ class MemoryKeeper:
                 self.note()
 
     def is_due(self) -> bool:
-        size = self._size()
-        if abs(size - self._last) > LITTLE:
+        size, done = self._size(), self._much_work()
+        if abs(size - self._last) > LITTLE or done != self._done:
             self._wait, self._next = LOOK_SECONDS, min(self._next, self._clock())
+        self._done = done
         self._smallest = min(self._smallest, size)
         self._last = size
         return size > self._smallest + GROWTH and self._clock() >= self._next

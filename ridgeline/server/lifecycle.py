@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from typing import Any
 import uvicorn
 
 from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.client.long_work import LONG_WORK
 from ridgeline.errors import ConfigError
 from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
@@ -48,6 +50,7 @@ GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requ
 OTHER_FILES = 32                     # open besides connections: pipes, sockets to the engine, logs, modules
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
 EXIT_SECONDS = 1.5                   # beyond the drain time and the goodbyes, after which the process ends whatever still runs
+SWITCH_SECONDS = 0.001               # a thread that reads a long request gives way to the event loop after this
 DEAD_SECONDS = 2.0                   # how long /health answers 503 after the engine's death, before the server exits
 
 
@@ -144,7 +147,7 @@ async def serve(
         starting.result()
         service.open()
         collect_rarely()
-        keeper = asyncio.create_task(MemoryKeeper(lambda: not service.slots.taken).watch())
+        keeper = asyncio.create_task(MemoryKeeper(lambda: not service.slots.taken, lambda: LONG_WORK.num_done).watch())
         on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
@@ -192,6 +195,7 @@ def run(
     listener = bind(options)
     options = replace(options, max_connections=raise_file_limit(options.max_connections))
     give_back_large_blocks()
+    sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(llm, options, name, keys or Keys(), tracing=tracing)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ LARGE: dict[str, Callable[[], tuple[str, bytes]]] = {
         f'{{{CHAT},"messages":[{{"role":"user","content":[', '{"type":"text","text":"x"}', "]}]}")),
     "prompts": lambda: ("completions", filled('{"model":"tiny","prompt":[', '"a"', "]}")),
     "prompt of ids": lambda: ("completions", filled('{"model":"tiny","prompt":[', "1", "]}")),
-    "590,000 ids": lambda: ("completions", filled('{"model":"tiny","prompt":[', "1234", "]}", 590_000 * 5)),
+    "390,000 ids": lambda: ("completions", filled('{"model":"tiny","prompt":[', "1234", "]}", 390_000 * 5)),
     "prompt of text": lambda: ("completions", f'{{"model":"tiny","prompt":{TEXT}}}'.encode()),
     "escapes": lambda: (
         "completions", b'{"model":"tiny","prompt":"' + b'\\"\\\\,[' * ((LIMIT - 100) // 6) + b'"}'),
@@ -301,6 +302,7 @@ def unread(server: Server, size: int) -> str:
 
 
 MEMORY: dict[str, Callable[[Server, int], str]] = {
+    "nothing": lambda server, size: nothing(server, size),
     "pipelined": pipelined,
     "upgrades": upgrades,
     "streamed": repeated("metadata"),
@@ -316,9 +318,14 @@ MEMORY: dict[str, Callable[[Server, int], str]] = {
 }
 
 
-def together(server: Server, name: str, count: int) -> str:
+def nothing(server: Server, size: int) -> str:
+    """To compare with: what the machine's other work costs."""
+    time.sleep(10)
+    return "nothing sent"
+
+
+def together(server: Server, request: bytes, count: int) -> str:
     """The same request from `count` clients at once."""
-    request = posted(*LARGE[name]())
     said: list[str] = []
     threads = [threading.Thread(target=lambda: said.append(ask(server, request)[0])) for _ in range(count)]
     for thread in threads:
@@ -329,32 +336,32 @@ def together(server: Server, name: str, count: int) -> str:
 
 
 class OtherStream:
-    """A stream that another client reads meanwhile: the longest time between two of its events."""
+    """A stream that another client reads meanwhile, in a process of its own: the longest time between two of its events."""
 
-    def __init__(self, server: Server) -> None:
-        body = ONE.replace('"max_tokens":1', '"max_tokens":8000,"ignore_eos":true').encode() + b',"stream":true}'
-        self._connection = server.connect()
-        self._connection.sendall(posted("chat/completions", body))
-        self.longest = 0.0
-        self._ended = False
-        self._thread = threading.Thread(target=self._read)
-        self._connection.recv(65536)
-        self._thread.start()
-
-    def _read(self) -> None:
-        last = time.monotonic()
-        try:
-            while not self._ended and self._connection.recv(65536):
-                now = time.monotonic()
-                self.longest, last = max(self.longest, now - last), now
-        except OSError:
-            self.longest = max(self.longest, time.monotonic() - last)
+    def __init__(self, port: int) -> None:
+        command = [sys.executable, __file__, "--stream", str(port)]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._child.stdout is not None
+        self._child.stdout.readline()                    # the stream has begun
 
     def end(self) -> float:
-        self._ended = True
-        self._thread.join()
-        self._connection.close()
-        return self.longest
+        return float(self._child.communicate()[0].split()[-1])
+
+
+def stream_until_told(port: int) -> None:
+    body = ONE.replace('"max_tokens":1', '"max_tokens":8000,"ignore_eos":true').encode() + b',"stream":true}'
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    longest = 0.0
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(posted("chat/completions", body))
+        connection.recv(65536)
+        print("begun", flush=True)
+        last = time.monotonic()
+        while not ended.is_set() and connection.recv(65536):
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+    print(longest)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -363,7 +370,7 @@ class OtherStream:
 def measured(server: Server, name: str, attack: Callable[[], str], with_stream: bool = False) -> dict[str, Any]:
     time.sleep(1)
     before = server.memory
-    stream = OtherStream(server) if with_stream else None
+    stream = OtherStream(server.port) if with_stream else None
     probes, memory = Probes(server.port), Memory(server)
     begin = time.monotonic()
     said = attack()
@@ -436,9 +443,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of attacks, or memory, loop, pool")
     parser.add_argument("--note", default="", help="what else ran on the machine")
     parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--stream", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probe:
         return probe_until_told(options.probe)
+    if options.stream:
+        return stream_until_told(options.stream)
     rows = run_all(options)
     if options.out:
         from ridgeline.bench.lab.record import commit
@@ -463,10 +473,13 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             ask(server, posted("chat/completions", ONE.encode() + b"}"))
             for name, attack in MEMORY.items():
                 if wanted("memory", name):
-                    rows.append(measured(server, name, lambda attack=attack: attack(server, options.megabytes * 10**6)))
+                    rows.append(measured(server, name, partial(attack, server, options.megabytes * 10**6)))
             for name in LARGE:
                 if wanted("loop", name):
-                    rows.append(measured(server, name, lambda name=name: together(server, name, options.at_once), True))
+                    request = posted(*LARGE[name]())
+                    rows.append(measured(server, name, partial(together, server, request, options.at_once), True))
+            if wanted("loop"):
+                rows.append(measured(server, "nothing, with a stream", partial(nothing, server, 0), True))
             if wanted("pool"):
                 rows += [*beside_long_work(server), stopped(server)]
         finally:

@@ -39,21 +39,7 @@ class _Job:
         self.is_taken = False                            # begun by a thread, or given up before that
         self.is_wanted = True
 
-    def run(self) -> None:
-        """In a thread. Nothing here refers to the result, or to the error and its frames, when it returns."""
-        work, self.work = self.work, None
-        assert work is not None
-        made, error = None, None
-        try:
-            made = work()
-        except BaseException as raised:                  # also a library's panic: the thread goes on with the next job
-            error = raised
-        del work
-        with suppress(RuntimeError):                     # the loop has closed
-            self.loop.call_soon_threadsafe(self._tell, made, error)
-        del made, error
-
-    def _tell(self, made: Any, error: BaseException | None) -> None:
+    def tell(self, made: Any, error: BaseException | None) -> None:
         if self.future.done():
             return
         if error is None:
@@ -62,12 +48,22 @@ class _Job:
             self.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
+def _outcome(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What `work` makes or raises. An error refers to its frames and their callers': none of them may keep the job, which
+    refers to the error, or both would wait for a garbage collection."""
+    try:
+        return work(), None
+    except BaseException as error:                       # also a library's panic: the thread goes on with the next job
+        return None, error
+
+
 class LongWork:
     def __init__(
         self, threads: int = THREADS, most_waiting: int = MOST_WAITING, wait_seconds: float = WAIT_SECONDS,
         work_seconds: float = WORK_SECONDS,
     ) -> None:
         self.waiting = 0                                 # jobs that no thread has begun
+        self.num_done = 0
         self._most_waiting = most_waiting
         self._seconds = wait_seconds, work_seconds
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -93,6 +89,8 @@ class LongWork:
             return result
         finally:
             job.is_wanted = False
+            if not job.future.cancel() and not job.future.cancelled():
+                job.future.exception()                   # nothing to tell when its reader was cancelled meanwhile
             if self._take(job):                          # no thread has begun it, and none will
                 job.work = None
             del job                                      # it refers to the error, and the error to this frame
@@ -127,8 +125,14 @@ class LongWork:
             job = self._jobs.get()
             if self._take(job):
                 self._current.job = job
-                job.run()
+                work, job.work = job.work, None
+                assert work is not None
+                made, error = _outcome(work)
                 self._current.job = None
+                with suppress(RuntimeError):             # the loop has closed
+                    job.loop.call_soon_threadsafe(job.tell, made, error)
+                del work, made, error
+                self.num_done += 1
             del job
 
 

@@ -61,6 +61,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: Any = None
     is_error: Any = None
 
+    def __post_init__(self) -> None:
+        """Between two messages of a long conversation other threads may run: the decoder alone would not let them."""
+
     def plain(self, where: str) -> dict[str, Any]:
         """In the chat template's form. `developer` is the newer name of `system`, `function` the older of `tool`."""
         if self.role not in ROLES:

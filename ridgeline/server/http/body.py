@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
@@ -20,6 +22,8 @@ from ridgeline.server.http.json_size import check_size
 
 MAX_MESSAGE = 500                    # characters
 EXACT = 2**53                        # integers up to here are exact as floats
+
+_DECODING = threading.Lock()         # one long body at a time: a decoder keeps Python's lock, and the event loop waits for each
 
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
@@ -45,6 +49,13 @@ def parse_body(kind: type[T], body: bytes) -> T:
     if len(body) > LONG_BYTES:
         check_size(body)
         checkpoint()
+    with _DECODING if len(body) > LONG_BYTES else nullcontext():
+        request = _decoded(kind, body)
+    request.check()
+    return request
+
+
+def _decoded(kind: type[T], body: bytes) -> T:
     try:
         try:
             request: T = _decoder(kind).decode(body)
@@ -58,7 +69,6 @@ def parse_body(kind: type[T], body: bytes) -> T:
         raise refusal(str(error), kind) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
-    request.check()
     return request
 
 

@@ -12,7 +12,7 @@ import re
 from ridgeline.errors import BadRequest
 
 MAX_PARTS = 100_000                  # strings (also keys), lists and objects: 65 ms to decode; 20,000 messages have this many
-MAX_VALUES = 600_000                 # all values: 50 ms for token ids
+MAX_VALUES = 400_000                 # all values: 35 ms for token ids
 PIECE = 2**17                        # bytes that are looked at before another thread may run
 
 _ESCAPED_BACKSLASH, _ESCAPED_QUOTE = rb"\\", rb"\""
@@ -20,11 +20,15 @@ _STRINGS = re.compile(rb'"[^"]*"?')
 _OTHERS = bytes(sorted(set(range(256)) - set(b'"[{,')))  # that do not matter here
 
 
+def _count(body: bytes, what: bytes) -> int:
+    return sum(body.count(what, place, place + PIECE) for place in range(0, len(body), PIECE))
+
+
 def check_size(body: bytes) -> None:
     """BadRequest for a text with more structure than a request may have."""
     # Every quote, bracket and comma, also those inside of strings: no fewer than there are, and enough for nearly all bodies.
-    parts = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
-    if parts <= MAX_PARTS and parts + body.count(b",") <= MAX_VALUES:
+    parts = _count(body, b'"') // 2 + _count(body, b"[") + _count(body, b"{")
+    if parts <= MAX_PARTS and parts + _count(body, b",") <= MAX_VALUES:
         return
     parts = values = 0
     inside = False                                       # of a string
