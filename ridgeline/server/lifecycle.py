@@ -46,6 +46,8 @@ except ImportError:                  # optional: asyncio's own loop does the sam
 logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
+BACKLOG = 2048                       # connections that may wait to be accepted
+ACCEPTED_AT_ONCE = 32                # per turn of the event loop: a flood of them must not hold up open ones
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
 OTHER_FILES = 32                     # open besides connections: pipes, sockets to the engine, logs, modules
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
@@ -64,7 +66,7 @@ def bind(options: ServerOptions) -> socket.socket:
         listener = socket.socket(family, kind, number)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(BACKLOG)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         reason = "is in use; choose another with --port" if taken else f"cannot be used: {error.strerror}"
@@ -87,6 +89,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            backlog=ACCEPTED_AT_ONCE,
             ssl_certfile=service.options.ssl_certfile or None,
             ssl_keyfile=service.options.ssl_keyfile or None,
         )
@@ -102,6 +105,11 @@ class HttpServer(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)                     # asyncio has set it to the number that it accepts at once
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stopping = True

@@ -129,10 +129,10 @@ class LongWork:
                 assert work is not None
                 made, error = _outcome(work)
                 self._current.job = None
+                self.num_done += 1
                 with suppress(RuntimeError):             # the loop has closed
                     job.loop.call_soon_threadsafe(job.tell, made, error)
                 del work, made, error
-                self.num_done += 1
             del job
 
 

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ridgeline.errors import BadRequest, Overloaded
 from ridgeline.server.http.error_bodies import body_for, error_body
-from ridgeline.server.http.pipelining import MAX_IN_LINE, LineFlow, Turns
+from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns
 from ridgeline.server.http.stream import DIRECT
 from ridgeline.server.options import ServerOptions
 
@@ -32,7 +32,7 @@ WRITE_SECONDS = 60.0                 # a client that reads nothing for this long
 WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
 READ_BYTES = 64 * 1024               # read from a connection at once; asyncio's 256 KiB of each would hold up the loop
-PIECE = 512                          # bytes of a head, or of a chunked body, that are parsed at once
+PIECE = 512                          # bytes of a chunked body that are parsed at once: its end is not known before
 FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
 SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
 
@@ -166,18 +166,24 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if cast(LineFlow, self.flow).is_full:
+        flow = cast(LineFlow, self.flow)
+        if flow.is_full:
             self._unread += data                         # at most one read: reading is paused
-        else:
+        elif len(data) <= SMALL_READ or (self._in_body and self._length is not None):
             self._parse(data)
+        else:
+            self._unread = data
+            flow.set_full(True)
+            self.turns.wait(self._parse_unread, self.loop)
 
     def _parse(self, data: bytes) -> None:
         """Request by request, until the line is full: the rest waits as it is, and nothing more is read."""
         place = 0
         while place < len(data) and not self._refused and not self.transport.is_closing():
-            if len(self.pipeline) >= MAX_IN_LINE and not self._in_message:
+            if len(self.pipeline) >= MAX_IN_LINE * (1 + self._in_message):   # preferably between two requests
                 self._unread = data[place:]
                 cast(LineFlow, self.flow).set_full(True)
+                self._cancel_deadline()                  # it is this server that waits
                 return
             end = self._end_of_part(data, place)
             self._unparsed += end - place
@@ -192,25 +198,29 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_within(HEAD_SECONDS)            # bytes before a request, such as empty lines
 
     def _end_of_part(self, data: bytes, place: int) -> int:
-        """Where the part that begins at `place` ends: it has at most the end of one request and a small beginning of others."""
-        if self._in_body and self._length is not None:
-            return min(len(data), place + self._length - self._body_bytes)
-        end = min(len(data), place + PIECE)
-        found = -1 if self._in_body else data.find(b"\r\n\r\n", place, end)
-        return end if found < 0 else found + 4
+        """Where the part that begins at `place` ends: with the head of one request, its body, or some of its chunks."""
+        if self._in_body:
+            return min(len(data), place + (PIECE if self._length is None else self._length - self._body_bytes))
+        found = data.find(b"\r\n\r\n", place)
+        return len(data) if found < 0 else found + 4
 
     def on_response_complete(self) -> None:
         if self.pipeline or self._unread:
-            self.turns.wait(self, self.loop)
+            self.turns.wait(self._next_in_line, self.loop)
         else:
             super().on_response_complete()
 
-    def next_in_line(self) -> None:
+    def _next_in_line(self) -> None:
         super().on_response_complete()
+        self._parse_unread()
+
+    def _parse_unread(self) -> None:
         flow = cast(LineFlow, self.flow)
         if flow.is_full and not self.transport.is_closing():
             unread, self._unread = self._unread, b""
             flow.set_full(False)
+            if self._in_message:
+                self._expect_within(BODY_SECONDS)
             self._parse(unread)
 
     def send_400_response(self, msg: str) -> None:

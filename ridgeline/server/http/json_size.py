@@ -20,32 +20,36 @@ _STRINGS = re.compile(rb'"[^"]*"?')
 _OTHERS = bytes(sorted(set(range(256)) - set(b'"[{,')))  # that do not matter here
 
 
-def _count(body: bytes, what: bytes) -> int:
-    return sum(body.count(what, place, place + PIECE) for place in range(0, len(body), PIECE))
-
-
 def check_size(body: bytes) -> None:
     """BadRequest for a text with more structure than a request may have."""
     # Every quote, bracket and comma, also those inside of strings: no fewer than there are, and enough for nearly all bodies.
     parts = _count(body, b'"') // 2 + _count(body, b"[") + _count(body, b"{")
     if parts <= MAX_PARTS and parts + _count(body, b",") <= MAX_VALUES:
         return
-    parts = values = 0
-    inside = False                                       # of a string
-    place = 0
-    while place < len(body):
+    parts, values = counted(body)
+    if parts > MAX_PARTS:
+        raise BadRequest(f"the body has more than {MAX_PARTS:,} strings, lists and objects; send less in one request")
+    if values > MAX_VALUES:
+        raise BadRequest(f"the body has more than {MAX_VALUES:,} values; send less in one request")
+
+
+def counted(body: bytes) -> tuple[int, int]:
+    """(strings, lists and objects; these and commas) outside of strings. Ends early when there are too many."""
+    parts = values = place = quotes = lists = commas = 0
+    while place < len(body) and parts <= MAX_PARTS and values <= MAX_VALUES:
         piece = body[place : place + PIECE]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and place + len(piece) < len(body):
-            piece = piece[:-1]                           # a backslash and what it escapes stay together
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # a backslash and what it escapes stay together
+            piece = body[place : place + PIECE + 1]
         place += len(piece)
         plain = piece.replace(_ESCAPED_BACKSLASH, b"").replace(_ESCAPED_QUOTE, b"").translate(None, _OTHERS)
-        quotes = plain.count(b'"')
-        outside = _STRINGS.sub(b"", b'"' + plain if inside else plain) if quotes or not inside else b""
-        inside ^= bool(quotes % 2)
-        found = quotes // 2 + outside.count(b"[") + outside.count(b"{")
-        parts += found
-        values += found + outside.count(b",")
-        if parts > MAX_PARTS:
-            raise BadRequest(f"the body has more than {MAX_PARTS:,} strings, lists and objects; send less in one request")
-        if values > MAX_VALUES:
-            raise BadRequest(f"the body has more than {MAX_VALUES:,} values; send less in one request")
+        outside = _STRINGS.sub(b"", b'"' + plain if quotes % 2 else plain)
+        quotes += plain.count(b'"')
+        lists += outside.count(b"[") + outside.count(b"{")
+        commas += outside.count(b",")
+        parts = (quotes + 1) // 2 + lists
+        values = parts + commas
+    return parts, values
+
+
+def _count(body: bytes, what: bytes) -> int:
+    return sum(body.count(what, place, place + PIECE) for place in range(0, len(body), PIECE))

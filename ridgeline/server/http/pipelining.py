@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
 MAX_IN_LINE = 4                      # requests that wait behind the one being answered; more are left in the socket
-TURNS_AT_ONCE = 4                    # requests that leave their lines per turn of the event loop
+TURNS_AT_ONCE = 4                    # connections whose requests leave their lines per turn of the event loop
+SMALL_READ = 4 * 1024                # bytes that are parsed as soon as they come; more, outside of a body, take their turn
 
 
 class LineFlow(FlowControl):
@@ -34,27 +35,22 @@ class LineFlow(FlowControl):
             self.resume_reading()
 
 
-class InLine(Protocol):
-    def next_in_line(self) -> None:
-        """Begin the connection's next request."""
-
-
 class Turns:
-    """Connections whose next request may begin, in the order in which their last answers ended."""
+    """Work on requests that waited, a little per turn of the event loop: a request that just came goes first."""
 
     def __init__(self) -> None:
-        self._waiting: deque[InLine] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def wait(self, connection: InLine, loop: asyncio.AbstractEventLoop) -> None:
+    def wait(self, work: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
         if not self._waiting:
             loop.call_soon(self._begin, loop)
-        self._waiting.append(connection)
+        self._waiting.append(work)
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         for _ in range(min(TURNS_AT_ONCE, len(self._waiting))):
-            self._waiting.popleft().next_in_line()
+            self._waiting.popleft()()
         if self._waiting:
             loop.call_soon(self._begin, loop)
