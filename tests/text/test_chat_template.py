@@ -22,7 +22,14 @@ import transformers
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.text import chat_template
-from ridgeline.text.chat_template import MEMORY_BYTES, ChatTemplate, TemplateProcess, plain_messages
+from ridgeline.text.chat_template import (
+    LONG_INPUT_BYTES,
+    MEMORY_BYTES,
+    ChatTemplate,
+    RendererBusy,
+    TemplateProcess,
+    plain_messages,
+)
 
 PACKAGE = Path(chat_template.__file__).parent.parent
 USER = [{"role": "user", "content": "hello"}]
@@ -575,3 +582,38 @@ def test_no_other_file_makes_an_environment() -> None:
     source = ast.parse(Path(chat_template.__file__).read_text())
     calls = [node.func.id for node in ast.walk(source) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     assert [name for name in calls if name.endswith("Environment")] == ["ImmutableSandboxedEnvironment"]
+
+
+# -- without waiting ---------------------------------------------------------------------------------------------------
+
+
+def test_a_render_that_may_not_wait_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop renders short chats itself: never behind another render, nor while the process starts."""
+    process = TemplateProcess()
+    monkeypatch.setattr(chat_template, "_process", process)
+    chat = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    turns = [{"role": "user", "content": "a"}]
+    try:
+        with pytest.raises(RendererBusy):
+            chat.render(turns, may_wait=False)           # not started yet
+        assert chat.render(turns) == "a" == chat.render(turns, may_wait=False)
+        with process._lock, pytest.raises(RendererBusy):
+            chat.render(turns, may_wait=False)
+        assert chat.render(turns, may_wait=False) == "a"
+    finally:
+        process.close()
+
+
+def test_a_short_chat_does_not_wait_behind_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = TemplateProcess(), TemplateProcess()
+    monkeypatch.setattr(chat_template, "_process", short)
+    monkeypatch.setattr(chat_template, "_long_process", long)
+    chat = ChatTemplate({"default": "{{ messages[0].content | length }}"}, {})
+    try:
+        with short._lock:
+            assert chat.render([{"role": "user", "content": "a" * LONG_INPUT_BYTES}]) == str(LONG_INPUT_BYTES)
+        with long._lock:
+            assert chat.render([{"role": "user", "content": "a"}]) == "1"
+    finally:
+        short.close()
+        long.close()

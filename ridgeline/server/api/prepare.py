@@ -8,6 +8,7 @@ No ASGI. Sending a Job to the engine and its answer to the client is server/endp
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,24 +111,34 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> J
     request_id = f"cmpl-{secrets.token_hex(12)}"
     writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
     prompts: list[Prompt] = list(request.prompts())
+    service.slots.check(len(prompts) * params.n)
     if request.suffix:
-        prompts = [await around_gap(service, each, request.suffix) for each in prompts]
+        prompts = await around_gaps(service, prompts, request.suffix)
     elif request.add_special_tokens is False:
-        prompts = [
-            {"prompt": each, "prompt_token_ids": await service.llm.text_tokens(each, False)} if isinstance(each, str) else each
-            for each in prompts
-        ]
+        prompts = [await without_special(service, each) for each in prompts]
     fit(service, request, params)
     return Job(request, params, prompts, writer, [(b"x-request-id", request_id.encode())])
 
 
-async def around_gap(service: Service, prompt: Prompt, suffix: str) -> Prompt:
-    """A prompt for filling in the middle, between `prompt` and `suffix`."""
-    if not isinstance(prompt, str):
+async def around_gaps(service: Service, prompts: list[Prompt], suffix: str) -> list[Prompt]:
+    """Prompts for filling in the middle, between each of `prompts` and `suffix`."""
+    if not all(isinstance(each, str) for each in prompts):
         raise BadRequest("suffix needs a prompt of text", field="suffix")
     begin, hole, end = middle_marks(service.llm.get_tokenizer())
-    before, behind = await service.llm.text_tokens(prompt, False), await service.llm.text_tokens(suffix, False)
-    return {"prompt": prompt, "prompt_token_ids": [begin, *before, hole, *behind, end]}
+    behind = await service.llm.text_tokens(suffix, False)
+    made: list[Prompt] = []
+    for prompt in map(str, prompts):
+        before = await without_special(service, prompt)
+        made.append({"prompt": prompt, "prompt_token_ids": [begin, *before["prompt_token_ids"], hole, *behind, end]})
+    return made
+
+
+async def without_special(service: Service, prompt: Any) -> Any:
+    """A prompt's text as token ids, without special tokens."""
+    if not isinstance(prompt, str):
+        return prompt
+    await asyncio.sleep(0)                               # let streams go on between many prompts
+    return {"prompt": prompt, "prompt_token_ids": await service.llm.text_tokens(prompt, False)}
 
 
 def fit(service: Service, request: GenerationRequest, params: SamplingParams) -> None:

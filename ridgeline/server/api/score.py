@@ -6,6 +6,7 @@ the likelihood that any decoder gives.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 
 from ridgeline.engine.client.long_work import away
 from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.client.prompt_limits import PromptLimits
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
@@ -67,9 +69,13 @@ async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tupl
     the border counts for the second. The very first token has no likelihood, since no token is before it."""
     made: list[tuple[list[int], int]] = []
     firsts: dict[str, list[int]] = {}
+    assert service.llm.ready is not None
+    limits = PromptLimits(service.llm.ready.max_model_len, 0)
     for place, (first, second) in enumerate(pairs):
+        await asyncio.sleep(0)                           # let streams go on between many pairs
         if first not in firsts:
             firsts[first] = await service.llm.text_tokens(first)
+            limits.check_length(len(firsts[first]))      # before it is tokenised again with each second text
         whole = await service.llm.text_tokens(first + second)
         mine = firsts[first]
         differ = (at for at, (one, other) in enumerate(zip(mine, whole, strict=False)) if one != other)

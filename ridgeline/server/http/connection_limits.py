@@ -12,6 +12,7 @@ import weakref
 from asyncio import TimerHandle
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -45,11 +46,15 @@ class Slots:
         self.taken = 0
         self.predicted_wait: Callable[[], float | None] = lambda: None
 
+    def check(self, count: int) -> None:
+        """BadRequest if there is never room for `count` answers: before work is done for each."""
+        if count > self.limit:
+            raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
+
     @contextmanager
     def taking(self, count: int, already: int = 0) -> Iterator[None]:
         """Room for `count` answers, of which `already` were taken before."""
-        if count > self.limit:
-            raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
+        self.check(count)
         if self.taken + count - already > self.limit:
             message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
             raise Overloaded(message, self.predicted_wait())
@@ -116,6 +121,20 @@ class UntilClose:
         await RequestResponseCycle.send(cycle, message)
 
 
+@dataclass(slots=True)
+class Arriving:
+    """The request that is being received, or was received last."""
+
+    in_message: bool = False         # it has begun to arrive and is incomplete
+    in_body: bool = False
+    is_coded: bool = False           # it has a Transfer-Encoding
+    length: int | None = None        # the body's declared length
+    hosts: int = 0
+    head_bytes: int = 0
+    body_bytes: int = 0
+    chunks: int = 0                  # pieces of the body that the parser found
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. Use `limited_protocol(options)` to bind the options."""
 
@@ -125,17 +144,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._unparsed = 0                               # bytes since the parser's last callback
-        self._head_bytes = 0
-        self._body_bytes = 0
-        self._hosts = 0
-        self._is_coded = False                           # it has a Transfer-Encoding
+        self._arriving = Arriving()
         self._limit: LimitExceeded | None = None
         self._refused = False
         self.url = b""
-        self._in_message = False                         # a request has begun to arrive and is incomplete
-        self._in_body = False
-        self._length: int | None = None                  # the body's declared length
-        self._chunks = 0                                 # pieces of the body that the parser found
         self._unread = b""                               # received, and not parsed while the line is full
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
@@ -169,7 +181,7 @@ class LimitedProtocol(HttpToolsProtocol):
         flow = cast(LineFlow, self.flow)
         if flow.is_full:
             self._unread += data                         # at most one read: reading is paused
-        elif len(data) <= SMALL_READ or (self._in_body and self._length is not None):
+        elif len(data) <= SMALL_READ or (self._arriving.in_body and self._arriving.length is not None):
             self._parse(data)
         else:
             self._unread = data
@@ -180,7 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Request by request, until the line is full: the rest waits as it is, and nothing more is read."""
         place = 0
         while place < len(data) and not self._refused and not self.transport.is_closing():
-            if len(self.pipeline) >= MAX_IN_LINE * (1 + self._in_message):   # preferably between two requests
+            if len(self.pipeline) >= MAX_IN_LINE * (1 + self._arriving.in_message):   # preferably between two requests
                 self._unread = data[place:]
                 cast(LineFlow, self.flow).set_full(True)
                 self._cancel_deadline()                  # it is this server that waits
@@ -199,8 +211,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _end_of_part(self, data: bytes, place: int) -> int:
         """Where the part that begins at `place` ends: with the head of one request, its body, or some of its chunks."""
-        if self._in_body:
-            return min(len(data), place + (PIECE if self._length is None else self._length - self._body_bytes))
+        if self._arriving.in_body:
+            return min(len(data), place + (PIECE if self._arriving.length is None else self._arriving.length - self._arriving.body_bytes))
         found = data.find(b"\r\n\r\n", place)
         return len(data) if found < 0 else found + 4
 
@@ -219,7 +231,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if flow.is_full and not self.transport.is_closing():
             unread, self._unread = self._unread, b""
             flow.set_full(False)
-            if self._in_message:
+            if self._arriving.in_message:
                 self._expect_within(BODY_SECONDS)
             self._parse(unread)
 
@@ -234,10 +246,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._unparsed = self._head_bytes = self._body_bytes = self._hosts = self._chunks = 0
-        self._is_coded = self._in_body = False
-        self._length = None
-        self._in_message = True
+        self._unparsed = 0
+        self._arriving = Arriving()
+        self._arriving.in_message = True
         self._expect_within(HEAD_SECONDS)
 
     def on_url(self, url: bytes) -> None:
@@ -249,34 +260,34 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._unparsed = 0
         size = len(name) + len(value)
-        self._head_bytes += size
+        self._arriving.head_bytes += size
         if size > MAX_HEADER:
             self._stop(431, f"a header is larger than {MAX_HEADER} bytes")
         if len(self.headers) >= MAX_HEADERS:
             self._stop(431, f"there are more than {MAX_HEADERS} headers")
-        if self._head_bytes > MAX_HEAD:
+        if self._arriving.head_bytes > MAX_HEAD:
             self._stop(431, f"the headers are larger than {MAX_HEAD} bytes")
         lower = name.lower()
         if lower == b"content-length" and value.strip().isdigit():
-            self._length = int(value)
-            self._check_body(self._length)               # refuse a body that will be too large before it arrives
+            self._arriving.length = int(value)
+            self._check_body(self._arriving.length)               # refuse a body that will be too large before it arrives
         elif lower == b"host":
-            self._hosts += 1
-            if self._hosts > 1:                          # a proxy in front may have used the other one
+            self._arriving.hosts += 1
+            if self._arriving.hosts > 1:                          # a proxy in front may have used the other one
                 self._stop(400, "the request needs one Host header")
         elif lower == b"transfer-encoding":
-            self._is_coded = True
+            self._arriving.is_coded = True
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._unparsed = 0
         version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1") or (version == "1.0" and self._is_coded):
+        if version not in ("1.0", "1.1") or (version == "1.0" and self._arriving.is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")
         self._expect_within(BODY_SECONDS)
-        self._in_body = True
-        if self._is_coded:
-            self._length = None
+        self._arriving.in_body = True
+        if self._arriving.is_coded:
+            self._arriving.length = None
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
@@ -286,16 +297,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
-        self._body_bytes += len(body)
-        self._check_body(self._body_bytes)
-        self._chunks += 1
-        if self._is_coded and self._chunks > FEW_CHUNKS and self._body_bytes < SMALL_CHUNK * self._chunks:
+        self._arriving.body_bytes += len(body)
+        self._check_body(self._arriving.body_bytes)
+        self._arriving.chunks += 1
+        if self._arriving.is_coded and self._arriving.chunks > FEW_CHUNKS and self._arriving.body_bytes < SMALL_CHUNK * self._arriving.chunks:
             self._stop(400, f"the chunks of the body are too small; send at least {SMALL_CHUNK} bytes in each")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
-        self._in_message = self._in_body = False
+        self._arriving.in_message = self._arriving.in_body = False
         self._cancel_deadline()
         super().on_message_complete()
 
@@ -314,7 +325,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(seconds, self._too_slow, seconds)
 
     def _too_slow(self, seconds: float) -> None:
-        if self._in_message:
+        if self._arriving.in_message:
             self._refuse(408, f"the request was not complete after {seconds:g} s")
         else:
             self.transport.close()

@@ -568,3 +568,15 @@ def test_tool_choice_and_formats(with_tools: ScriptedServer, tool_client: openai
     form: Any = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}
     reply = tool_client.responses.create(model=NAME, input="Hello", text=form)
     assert "place" in repr(with_tools.llm.params[-1].structured_outputs) and reply.output_text == '{"place": "Bern"}'
+
+
+@pytest.mark.parametrize(
+    "metadata", [{str(number): "" for number in range(17)}, {"a" * 65: ""}, {"a": "b" * 513}], ids=["entries", "key", "value"]
+)
+def test_metadata_is_limited_as_by_openai(client: openai.OpenAI, metadata: dict[str, str]) -> None:
+    """It is repeated in every event, and stored."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=NAME, input="a", metadata=metadata)
+    assert caught.value.param == "metadata"
+    most = {f"{number:064}": "b" * 512 for number in range(16)}
+    assert client.responses.create(model=NAME, input="a", metadata=most).metadata == most

@@ -234,7 +234,8 @@ def test_few_requests_wait_in_line_and_all_begin_in_order(request_: bytes, size:
     made = protocol_of(loop)
     transport: Any = made.transport
     pieces = [data[place : place + size] for place in range(0, len(data), size)]
-    most, paths = 0, []
+    most = 0
+    paths: list[str] = []
     while len(paths) < count:
         while pieces and transport.reads:
             made.data_received(pieces.pop(0))
@@ -275,7 +276,8 @@ def test_a_lost_connection_frees_its_line() -> None:
 
 def test_a_few_connections_leave_their_lines_per_turn_of_the_loop() -> None:
     """So a thousand connections with long lines do not hold up a request that just came."""
-    loop, turns, begun = Tasks(), Turns(), []
+    loop, turns = Tasks(), Turns()
+    begun: list[int] = []
     for number in range(3 * TURNS_AT_ONCE):
         turns.wait(partial(begun.append, number), loop)  # type: ignore[arg-type]
     assert len(loop.soon) == 1
