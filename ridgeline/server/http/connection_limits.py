@@ -211,8 +211,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _end_of_part(self, data: bytes, place: int) -> int:
         """Where the part that begins at `place` ends: with the head of one request, its body, or some of its chunks."""
-        if self._arriving.in_body:
-            return min(len(data), place + (PIECE if self._arriving.length is None else self._arriving.length - self._arriving.body_bytes))
+        now = self._arriving
+        if now.in_body:
+            return min(len(data), place + (PIECE if now.length is None else max(1, now.length - now.body_bytes)))
         found = data.find(b"\r\n\r\n", place)
         return len(data) if found < 0 else found + 4
 
@@ -231,7 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if flow.is_full and not self.transport.is_closing():
             unread, self._unread = self._unread, b""
             flow.set_full(False)
-            if self._arriving.in_message:
+            if self._arriving.in_message and self._deadline is None:
                 self._expect_within(BODY_SECONDS)
             self._parse(unread)
 
@@ -297,10 +298,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
-        self._arriving.body_bytes += len(body)
-        self._check_body(self._arriving.body_bytes)
-        self._arriving.chunks += 1
-        if self._arriving.is_coded and self._arriving.chunks > FEW_CHUNKS and self._arriving.body_bytes < SMALL_CHUNK * self._arriving.chunks:
+        now = self._arriving
+        now.body_bytes += len(body)
+        now.chunks += 1
+        self._check_body(now.body_bytes)
+        if now.is_coded and now.chunks > FEW_CHUNKS and now.body_bytes < SMALL_CHUNK * now.chunks:
             self._stop(400, f"the chunks of the body are too small; send at least {SMALL_CHUNK} bytes in each")
         super().on_body(body)
 
