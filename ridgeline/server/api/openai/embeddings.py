@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 import numpy as np
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
@@ -24,7 +25,7 @@ from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import FIT, Integer
 from ridgeline.server.api.openai.vector_bytes import ByteOrder, EmbedType, vector_bytes
-from ridgeline.server.http.body import away_if_long, parse_body
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.stream import Binary
 from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service

@@ -16,6 +16,8 @@ from ridgeline.server.api.vllm.score import tokens_of
 class Words:
     """A token is a word with the blank before it, as byte-pair encodings have them; a blank at the end stands alone."""
 
+    ready = SimpleNamespace(max_model_len=64)
+
     def __init__(self, begins: bool) -> None:
         self.begins = begins
         self.known: dict[str, int] = {}
