@@ -103,14 +103,13 @@ def _written(output: RequestOutput, request: EmbeddingRequest) -> list[float] | 
 
 
 async def embed(service: Service, caller: Caller, body: bytes) -> EmbeddingReply:
-    def work() -> tuple[EmbeddingRequest, SamplingParams]:
+    def work() -> tuple[EmbeddingRequest, SamplingParams, list[Prompt]]:
         request = parse_body(EmbeddingRequest, body)
         service.check_routing(request.model, request.priority)
         assert service.llm.ready is not None
-        return request, request.params(service.llm.ready.max_model_len)
+        return request, request.params(service.llm.ready.max_model_len), list(request.prompts())
 
-    request, params = await away_if_long(len(body), work)
-    prompts: list[Prompt] = list(request.prompts())
+    request, params, prompts = await away_if_long(len(body), work)
     if request.add_special_tokens is False:
         prompts = [await plain_tokens(service, each) for each in prompts]
     reply = EmbeddingReply([], service.name, EmbeddingUsage(0, 0))
