@@ -23,7 +23,7 @@ from typing import Any
 import uvicorn
 
 from ridgeline.engine.client.async_llm import AsyncLLM
-from ridgeline.engine.client.long_work import LONG_WORK
+from ridgeline.engine.client.long_work import num_done
 from ridgeline.errors import ConfigError
 from ridgeline.process import spare_files
 from ridgeline.process.log import get_logger
@@ -159,7 +159,7 @@ async def serve(
         starting.result()
         service.open()
         collect_rarely()
-        keeper = asyncio.create_task(MemoryKeeper(lambda: not service.slots.taken, lambda: LONG_WORK.num_done).watch())
+        keeper = asyncio.create_task(MemoryKeeper(lambda: not service.slots.taken, num_done).watch())
         on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)

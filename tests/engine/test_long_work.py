@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ridgeline.engine.client.long_work import GivenUp, LongWork
+from ridgeline.engine.client.long_work import GivenUp, LongWork, checkpoint
 from ridgeline.engine.client.prompt_limits import LONG_WORK, MOST_VALUES, is_brief, num_chars
 from ridgeline.errors import BadRequest, Overloaded, TimedOut
 
@@ -53,9 +53,29 @@ def test_when_too_much_waits_more_is_refused_and_short_work_goes_on() -> None:
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             await pool.run(gate)
+        assert pool.waiting == 3
         assert await asyncio.to_thread(lambda: "short") == "short"
         gate.opened.set()
         assert await asyncio.gather(*running, *waiting) == ["done"] * 5
+
+    asyncio.run(check())
+
+
+def test_work_is_bounded_by_its_bytes() -> None:
+    """A thousand long prompts may wait, or a few of the longest bodies; the first in line may be of any size."""
+
+    async def check() -> None:
+        pool, gate = LongWork(threads=1, most_waiting=100), Gate()
+        running = asyncio.ensure_future(pool.run(gate, 500))
+        await until_begun(gate)
+        waiting = [asyncio.ensure_future(pool.run(gate, 1)) for _ in range(90)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await pool.run(gate, 11)
+        last = asyncio.ensure_future(pool.run(gate, 10))
+        gate.opened.set()
+        assert await asyncio.gather(running, *waiting, last) == ["done"] * 92
+        assert pool.waiting == 0
 
     asyncio.run(check())
 
@@ -86,7 +106,7 @@ def test_work_that_has_begun_ends_at_its_next_checkpoint_when_its_client_leaves(
         def work() -> None:
             gate()
             try:
-                pool.checkpoint()
+                checkpoint()
             except GivenUp:
                 outcome.append("given up")
                 raise
@@ -98,7 +118,7 @@ def test_work_that_has_begun_ends_at_its_next_checkpoint_when_its_client_leaves(
         await asyncio.gather(left, return_exceptions=True)
         gate.opened.set()
         assert await pool.run(lambda: "next") == "next"
-        pool.checkpoint()                                # of no work: nothing
+        checkpoint()                                # of no work: nothing
         assert outcome == ["given up"]
 
     asyncio.run(check())

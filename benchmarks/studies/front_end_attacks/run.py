@@ -200,6 +200,8 @@ LARGE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "detokenize": lambda: ("/detokenize", filled('{"tokens":[', "1", "]}")),
     "100,000 to detokenize": lambda: ("/detokenize", filled('{"tokens":[', "1000", "]}", 500_000)),
     "tokenize": lambda: ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a b " * 150_000 + b'"}'),
+    "prompt logprobs": lambda: ("completions", filled(
+        '{"model":"tiny","max_tokens":1,"prompt_logprobs":20,"prompt":[', "1000", "]}", 4_000 * 5)),
     "unknown fields": lambda: ("chat/completions", filled(ONE + ",", '"#":1', "}")),
     "unfinished": lambda: ("chat/completions", filled(ONE + ',"metadata":[', "[]", "")),
     "nested": lambda: ("chat/completions", ONE.encode() + b',"metadata":' + b"[" * (LIMIT - 200)),
@@ -449,13 +451,14 @@ def main() -> None:
         return probe_until_told(options.probe)
     if options.stream:
         return stream_until_told(options.stream)
+    from ridgeline.bench.lab.record import commit
+
+    facts = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
+             "commit": commit(), "note": options.note, "load_average_before": os.getloadavg(), "megabytes": options.megabytes,
+             "at_once": options.at_once}
     rows = run_all(options)
     if options.out:
-        from ridgeline.bench.lab.record import commit
-
-        cores = len(os.sched_getaffinity(0))
-        facts = {"machine": platform.machine(), "cores": cores, "python": platform.python_version(), "commit": commit(),
-                 "note": options.note, "load_average": os.getloadavg(), "megabytes": options.megabytes}
+        facts["load_average_after"] = os.getloadavg()
         made_by = "benchmarks/studies/front_end_attacks/run.py"
         options.out.write_text(json.dumps({"made_by": made_by, **facts, "rows": rows}, indent=1) + "\n")
 

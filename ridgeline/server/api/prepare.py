@@ -127,16 +127,15 @@ async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Job:
 
 
 async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Job:
-    def work() -> tuple[CompletionRequest, SamplingParams]:
+    def work() -> tuple[CompletionRequest, SamplingParams, list[Prompt]]:
         request = parse_body(CompletionRequest, body)
-        return request, checked_params(service, request)
+        return request, checked_params(service, request), list(request.prompts())
 
-    request, params = await away_if_long(len(body), work)
+    request, params, prompts = await away_if_long(len(body), work)
     request_id = f"cmpl-{secrets.token_hex(12)}"
     writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
     if service.options.enable_force_include_usage and request.stream_options is None:
         writer.force_usage()
-    prompts: list[Prompt] = list(request.prompts())
     service.slots.check(len(prompts) * params.n)
     if request.suffix:
         prompts = await around_gaps(service, prompts, request.suffix)
