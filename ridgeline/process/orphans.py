@@ -1,7 +1,7 @@
 """Ends a child process soon after its parent is gone, whatever the child is doing.
 
-Loading a model would keep an orphan alive for many seconds, with all its memory. A thread ends it, and leaves it a moment to clean
-up. While it loads, the kernel can end it at once: imports and large reads hold Python's lock, and no thread could act.
+Loading a model would keep an orphan alive for many seconds, with all its memory. A thread ends it, after a moment in which it may
+clean up. While it loads, the kernel can end it at once: imports and large reads hold Python's lock, and no thread could act.
 """
 
 from __future__ import annotations
