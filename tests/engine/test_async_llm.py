@@ -591,7 +591,8 @@ class FaultyCore:
         self.fault = fault
         self.has_work = self.closed = False
         manager = SimpleNamespace(num_free=5, counters=CacheCounters(), pool=BlockPool(6, lambda block: None))
-        self.scheduler = SimpleNamespace(num_running=0, num_waiting=0, counters=SchedulerCounters(), manager=manager)
+        counts = {"num_running": 0, "num_arrived": 0, "num_waiting": 0}
+        self.scheduler = SimpleNamespace(**counts, counters=SchedulerCounters(), manager=manager)
         self.config = SimpleNamespace(device="cpu")
         self.executor = SimpleNamespace()
         self.recorder = StepRecorder(DecoderShape(8, 8, 1, 1, 8, 1, 8), "float32")
