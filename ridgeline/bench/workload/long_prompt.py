@@ -23,7 +23,7 @@ from ridgeline.scheduler.step_time import FEWEST
 
 SERVED, WHOLE = "step_time_model", "whole_budget"
 PHASES = ("before", "during", "after")
-SMALLEST_CHUNK = min(FEWEST.values())            # tokens that a step computes of a prompt at least: how long decodes may have to go on
+SMALLEST_CHUNK = min(FEWEST.values())    # tokens that a step computes of a prompt at least: how long decodes may have to go on
 
 
 @dataclass(frozen=True, slots=True)
