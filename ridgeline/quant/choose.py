@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ridgeline.process.log import get_logger
-from ridgeline.quant.format import FP8_ROW, WeightFormat
+from ridgeline.quant.format import WeightFormat, is_fp8_rows
 from ridgeline.quant.fp8 import Fp8
 from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Scheme
@@ -49,6 +49,6 @@ def schemes(formats: Callable[[str], Chosen], plain: Scheme) -> Callable[[str], 
 
 
 def make(format: WeightFormat, made: bool, plain: Scheme) -> Scheme:
-    if format.grid == "e4m3" and format.scales == FP8_ROW.scales and format.sparse is None:
+    if is_fp8_rows(format):
         return Fp8(plain, made, format)
     return Quantised(format, plain, made)

@@ -93,7 +93,7 @@ def block_scales(recipe: Recipe, scale: Tensor, outputs: int, inputs: int) -> Te
     expected = (-(-outputs // rows), -(-inputs // columns))
     if tuple(scale.shape) != expected:
         raise ModelError(f"scales of shape {list(scale.shape)}, blocks of {rows} x {columns} need {list(expected)}")
-    return scale.repeat_interleave(rows, dim=0)[:outputs]
+    return scale if rows == 1 else scale.repeat_interleave(rows, dim=0)[:outputs]
 
 
 def middle_zeros(recipe: Recipe, zeros: Tensor) -> None:
@@ -209,9 +209,7 @@ def _fp4(recipe: Recipe, tensors: Tensors) -> Canonical:
     outer = 1.0 / outer if recipe.variant == "divides" else outer
     if outer.numel() not in (1, outputs):
         raise ModelError(f"{outer.numel()} second scales for {outputs} outputs; there must be one, or one for each")
-    # e4m3 has no repeat on every device; the bytes have.
-    found = block_scales(recipe, scale.view(torch.uint8).view(torch.float8_e4m3fn), outputs, inputs)
-    return {WEIGHT: weight, SCALE: found, OUTER: outer.expand(outputs).contiguous()}
+    return {WEIGHT: weight, SCALE: block_scales(recipe, scale, outputs, inputs), OUTER: outer.expand(outputs).contiguous()}
 
 
 def _exponents(scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
-from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels
+from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels, is_fp8_rows
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -24,8 +24,8 @@ def quantised_memory(model: ModelConfig, quantization: str, device: str, ranks: 
     if device != "cuda":
         return QuantisedMemory()
     found = list(LinearFormats(model, quantization, device, ranks).shapes())
-    expanded = [shape.outputs * shape.share for shape, format in found if not has_kernels(format)]
-    return QuantisedMemory(any(has_kernels(format) for _, format in found), max(expanded, default=0))
+    expanded = [shape.outputs * shape.share for shape, format in found if not is_fp8_rows(format)]
+    return QuantisedMemory(any(is_fp8_rows(format) for _, format in found), max(expanded, default=0))
 
 
 def check_quantization(
@@ -63,6 +63,6 @@ def _refuse(kept: list[WeightFormat], name: str, quantization: str, dtype: str, 
         what = quantization or name.removesuffix(" checkpoint")
         instead = "leave quantization out" if quantization else "use a checkpoint that is not quantised"
         raise ConfigError(f"deterministic has no kernels for {what} weights; {instead}")
-    if any(has_kernels(format) for format in kept) and dtype != "bfloat16":
+    if any(is_fp8_rows(format) for format in kept) and dtype != "bfloat16":
         what = f"quantization {quantization}" if quantization else f"{name}: fp8"
         raise ConfigError(f"{what} has no kernels for {dtype}; use dtype bfloat16")
