@@ -83,7 +83,9 @@ def block_scales(recipe: Recipe, scale: Tensor, outputs: int, inputs: int) -> Te
     """[outputs] or [outputs, blocks], whatever of these the checkpoint shares between outputs."""
     assert recipe.format.scales is not None
     rows, columns = recipe.format.scales.block
-    if scale.dtype == torch.float8_e8m0fnu:
+    if recipe.format.scales.dtype == "e8m0":
+        scale = _exponents(scale)
+    elif scale.dtype == torch.float8_e8m0fnu:
         scale = scale.float()
     scale = scale.to(scale_dtype(recipe))
     if not columns:
