@@ -86,14 +86,15 @@ def _load_unit(  # type: ignore[no-untyped-def]
     run = group * RUNS + run
     codes = code_ptr + start * 1024 + ((run * 1024 + lane * 4)[:, :, :, None] + word)
     lines = start * (EACH * 32) + (run * (EACH * 32) + lane)
+    there = (before + warp < RUNS) & (group + lane >= 0)
     loaded = ()
     for tile in gl.static_range(8):
         loaded = loaded + (gl.load(codes + tile * 128, eviction_policy="evict_first"),)
     for part in gl.static_range(EACH):
-        loaded = loaded + (_load_line(scale_ptr + lines + part * 32, (before + warp < RUNS) & (group + lane >= 0), RUNS % WARPS != 0),)
+        loaded = loaded + (_load_line(scale_ptr + lines + part * 32, there, RUNS % WARPS != 0),)
     if ZEROS:
         for part in gl.static_range(EACH):
-            loaded = loaded + (_load_line(zero_ptr + lines + part * 32, (before + warp < RUNS) & (group + lane >= 0), RUNS % WARPS != 0),)
+            loaded = loaded + (_load_line(zero_ptr + lines + part * 32, there, RUNS % WARPS != 0),)
     return loaded
 
 
@@ -267,8 +268,9 @@ def packed_gemv(
         x, x if residual is None else residual, x if norm is None else norm, weight.codes, weight.scale,
         weight.scale if weight.zero is None else weight.zero, weight.scale if weight.outer is None else weight.outer,
         x if bias is None else bias, out, new_residual, rows, inputs, outputs, strips, x.stride(0), eps, norm_offset,
-        RUNS=weight.codes.shape[1] * 64 // RUN, ROWS=plan.rows, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None,
-        NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None,
-        OUTER=weight.outer is not None, GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps, maxnreg=plan.registers, **dependent_launch(x.device),
+        RUNS=weight.codes.shape[1] * 64 // RUN, ROWS=plan.rows, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype],
+        SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None,
+        OUTER=weight.outer is not None, GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps,
+        maxnreg=plan.registers, **dependent_launch(x.device),
     )
     return out, new_residual

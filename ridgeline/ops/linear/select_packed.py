@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 
@@ -32,11 +33,55 @@ class PackedGemmPlan:
     stages: int                      # blocks of x in the ring
     splits: int                      # split-K
     step: int                        # strips of 16 outputs in a tile, at most parts * warps * halves
+    programs: int = 1                # CTAs per SM
 
     def shared_bytes(self) -> int:
-        """Shared memory that the ring takes."""
+        """Shared memory that the ring of one CTA takes."""
         return self.tiles * 64 * self.block_rows * 2 * self.stages
 
     def registers(self) -> int:
         """Of each thread, before the loading warp gives most of its own away. Its warp counts as four."""
-        return 65536 // (32 * (self.parts * self.warps + 4)) // 8 * 8
+        return 65536 // (32 * (self.parts * self.warps + 4) * self.programs) // 8 * 8
+
+
+MULTIPROCESSORS = 132                # SMs of an H200, for which the rules were made
+MOST_GEMV_ROWS = 8
+MOST_GEMV_BYTES = 96 * 1024          # of x in the shared memory of a CTA
+MOST_ROWS = 384                      # beyond them expanding the weight and cuBLAS are faster
+# By rows of x in a tile: parts, warps, halves, tiles, stages, where the inputs are split and where they are not.
+_SPLIT = {
+    8: (1, 8, 1, 8, 8), 16: (1, 8, 1, 8, 8), 32: (1, 8, 1, 8, 5), 64: (2, 4, 1, 4, 5), 128: (2, 4, 1, 2, 6),
+}
+_WHOLE = {**_SPLIT, 64: (2, 4, 2, 2, 8), 128: (2, 4, 2, 2, 6)}
+
+
+@functools.cache
+def packed_plan(rows: int, outputs: int, inputs: int) -> PackedGemvPlan | PackedGemmPlan | None:
+    """`outputs` are those stored: gates and partners. None: expand the weight and call cuBLAS."""
+    if not 1 <= rows <= MOST_ROWS:
+        return None
+    strips = -(-outputs // 16)
+    few = strips <= 2 * MULTIPROCESSORS
+    if rows == 1 and inputs * 2 <= MOST_GEMV_BYTES:
+        # Two CTAs with eight warps each where a strip is all that a CTA has, or where it is long.
+        if few or inputs > 4096:
+            return PackedGemvPlan(1, 1, 8, 2)
+        return PackedGemvPlan(1, 2, 4, 2) if strips <= 4 * MULTIPROCESSORS else PackedGemvPlan(1, 1, 4, 4)
+    if rows <= MOST_GEMV_ROWS and not few and inputs * 16 <= MOST_GEMV_BYTES:
+        return PackedGemvPlan(8, 2, 8, 1) if strips <= 4 * MULTIPROCESSORS else PackedGemvPlan(8, 2, 4, 2)
+    return _gemm_plan(rows, strips, -(-inputs // 512))
+
+
+def _gemm_plan(rows: int, strips: int, runs: int) -> PackedGemmPlan:
+    block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
+    row_blocks = -(-rows // block_rows)
+    parts, warps, halves, tiles, stages = _SPLIT[block_rows]
+    programs = -(-strips // (parts * warps * halves)) * row_blocks
+    splits = next((each for each in (8, 4, 2) if programs * each <= MULTIPROCESSORS and runs >= each), 1)
+    if programs > MULTIPROCESSORS:
+        parts, warps, halves, tiles, stages = _WHOLE[block_rows]
+        programs = -(-strips // (parts * warps * halves)) * row_blocks
+    most = parts * warps * halves
+    rounds = -(-programs * splits // MULTIPROCESSORS)
+    step = min(most, max(4, -(-strips * row_blocks * splits // (rounds * MULTIPROCESSORS))))
+    return PackedGemmPlan(block_rows, parts, warps, halves, tiles, stages, splits, step)
