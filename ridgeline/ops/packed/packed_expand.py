@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeline.ops.linear.packed_weight import PackedWeight, expanded
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded
 from ridgeline.ops.registry import tl, triton_kernel
 
 

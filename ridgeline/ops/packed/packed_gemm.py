@@ -31,10 +31,10 @@ from ridgeline.ops.hopper import (
 from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
-from ridgeline.ops.linear.packed_asm import factors, operand_registers, operands, subtrahends
-from ridgeline.ops.linear.packed_gemv import NAMES
-from ridgeline.ops.linear.packed_weight import RUN, PackedWeight
-from ridgeline.ops.linear.select_packed import PackedGemmPlan
+from ridgeline.ops.packed.packed_asm import factors, operand_registers, operands, subtrahends
+from ridgeline.ops.packed.packed_gemv import NAMES
+from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
+from ridgeline.ops.packed.select_packed import PackedGemmPlan
 from ridgeline.ops.registry import gluon_kernel, triton
 
 
@@ -97,7 +97,7 @@ def _load_codes(  # type: ignore[no-untyped-def]
         place = gl.minimum((PART * HALVES + half) * WARPS + warp, room)
         source = code_ptr + start + ((place * (RUNS * 1024) + lane * 4)[:, :, None] + word)
         for tile in gl.static_range(TILES):
-            loaded = loaded + (gl.load(source + tile * 128),)
+            loaded = loaded + (gl.load(source + tile * 128),)  # type: ignore[assignment]
     return loaded
 
 
@@ -117,7 +117,7 @@ def _load_words(  # type: ignore[no-untyped-def]
         there = (place < step) & (place <= room) & (left > 0) & (lane >= 0)
         for part in gl.static_range(EACH):
             source = ptr + start * (EACH * 32) + (place * (RUNS * EACH * 32) + part * 32 + lane)
-            words = words + (gl.load(source, mask=there, other=0),)
+            words = words + (gl.load(source, mask=there, other=0),)  # type: ignore[assignment]
     return words
 
 

@@ -1,7 +1,7 @@
 """The linear with packed 4-bit weights (packed_weight.py), alone and behind a norm, with or without a gate.
 
-Kernels: packed_gemv.py (one row, and up to eight where x fits), packed_gemm.py (up to 384 rows), else the weight is expanded
-(packed_expand.py) and cuBLAS multiplies. select_packed.py chooses. x is never quantised.
+Kernels: packed_gemv.py (one row), packed_gemm.py (up to 768 rows), else the weight is expanded (packed_expand.py) and cuBLAS
+multiplies. select_packed.py chooses. x is never quantised.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from ridgeline.ops.activation import gated_activation, gated_activation_reference
 from ridgeline.ops.hopper import HAS_GLUON, is_hopper
 from ridgeline.ops.launch import shared_memory
-from ridgeline.ops.linear.packed_expand import expand
-from ridgeline.ops.linear.packed_gemm import packed_gemm
-from ridgeline.ops.linear.packed_gemv import packed_gemv
-from ridgeline.ops.linear.packed_weight import PackedWeight, expanded, pack, quantised
-from ridgeline.ops.linear.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
+from ridgeline.ops.packed.packed_expand import expand
+from ridgeline.ops.packed.packed_gemm import packed_gemm
+from ridgeline.ops.packed.packed_gemv import packed_gemv
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
+from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.sizes.packed_costs import (
