@@ -38,8 +38,8 @@ class ModelOptions:
         ("auto", "float32", "bfloat16", "float16", "float64"),
     )
     quantization: str = option(
-        "none", "fp8: quantise the layers' weights to 8 bits while they load (half the memory on a GPU; answers change slightly)",
-        ("none", "fp8"),
+        "none", "quantise the layers' weights while they load (answers change slightly): fp8, fp8-block, int8, int4 or mxfp4; or "
+        "pattern=format pairs such as mlp=int4,attention=fp8. Quantised checkpoints need no option",
     )
     max_model_len: int | None = option(None, "longest context in tokens, prompt and answer together", low=2)
     device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
@@ -159,6 +159,8 @@ class EngineConfig:
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"unknown option {name!r}{hint}")
             elif value is not None:
+                if name == "quantization" and isinstance(value, dict):
+                    value = json.dumps(value)
                 values[name] = checked(*declared[name], _dtype_name(value) if name == "dtype" else value)
         return cls(
             **{

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config, weight_bytes
-from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
 from ridgeline.process import embedded
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
@@ -120,8 +120,10 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     if "fp8 KV" in off:
         raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
     graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
-    if config.model.quantization != "none":
-        _check_quantization(config.model.quantization, model, device, dtype, reasons)
+    check_quantization(
+        model, config.model.quantization, device.kind, dtype, config.parallel.tensor_parallel_size,
+        config.execution.deterministic, reasons,
+    )
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype)
 
@@ -231,6 +233,7 @@ class Memory:
     graph_tokens: int                # of the longest captured prompts; activations in CUDA graphs have memory of their own
     per_token: int                   # a token's activations in one layer, the widest
     kv_option: str                   # the option that gave the size of the KV cache
+    scratch: int = 0                 # the largest weight that a product expands
 
     @classmethod
     def of(
@@ -254,7 +257,8 @@ class Memory:
         # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/linear/gemm_gated.py), but steps
         # just below that do, into other pieces of memory than the largest step has left.
         per_token = (width + 3 * model.intermediate_size) * size
-        if config.model.quantization != "none":          # rows as codes, beside the rows themselves
+        quantised = quantised_memory(model, config.model.quantization, device.kind, ranks)
+        if quantised.codes:                              # rows as codes, beside the rows themselves
             per_token += model.hidden_size + model.intermediate_size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
         return cls(
@@ -269,6 +273,7 @@ class Memory:
             scored=0 if device.kind == "cpu" else min(budget, PROMPT_LOGPROB_ROWS) * logits,
             graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,
+            scratch=quantised.scratch * size,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
         )
 
@@ -288,8 +293,8 @@ class Memory:
         A step's activations are freed before its tokens are sampled, so the larger of the two counts.
         """
         logits = max_num_seqs * self.per_row_logits
-        launched = max(budget * self.per_token, max_num_seqs * self.per_row_copied, self.scored)
-        recorded = max(max_num_seqs, self.graph_tokens) * self.per_token
+        launched = max(budget * self.per_token + self.scratch, max_num_seqs * self.per_row_copied, self.scored)
+        recorded = max(max_num_seqs, self.graph_tokens) * self.per_token + self.scratch
         return logits + launched, logits + recorded if self.graph_tokens else 0
 
     def left(self, max_num_seqs: int, budget: int) -> int:
@@ -350,25 +355,9 @@ def _has_kernels(config: EngineConfig, model: ModelConfig, dtype: str) -> bool:
     return config.model.kernels == "auto" and dtype != "float64" and model.head_dim <= 256
 
 
-def _check_quantization(
-    quantization: str, model: ModelConfig, device: DeviceFacts, dtype: str, reasons: dict[str, str]
-) -> None:
-    if device.kind == "cpu":
-        reasons["quantization"] = f"{quantization} as asked: a CPU expands the weights again, nothing is saved"
-    elif dtype != "bfloat16":
-        raise ConfigError(f"quantization {quantization} has no kernels for {dtype}; use dtype bfloat16")
-    elif model.hidden_size < FEWEST_RING_INPUTS:
-        reasons["quantization"] = (
-            f"{quantization} as asked: linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
-            "and decode may be slower than in bfloat16"
-        )
-
-
 def _check_deterministic(config: EngineConfig, dtype: str) -> None:
     if dtype not in ("bfloat16", "float16"):
         raise ConfigError(f"deterministic has no kernels for {dtype}; use dtype bfloat16 or float16")
-    if config.model.quantization != "none":
-        raise ConfigError(f"deterministic has no kernels for {config.model.quantization} weights; leave quantization out")
     if config.parallel.tensor_parallel_size > 1:
         raise ConfigError("deterministic needs tensor_parallel_size 1: NCCL decides in which order ranks are summed")
 
@@ -391,7 +380,8 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: DeviceFacts, reason
     if device.kind == "cpu":
         reasons["dtype"] = "float32: exact, and fast on every CPU"
         return "float32"
-    dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
+    narrow = model.quantisation is not None and model.quantisation.method != "gguf"      # kernels of codes compute in bfloat16
+    dtype = model.dtype if model.dtype in ("bfloat16", "float16") and not narrow else "bfloat16"
     reasons["dtype"] = f"{dtype}: the checkpoint is {model.dtype}"
     return dtype
 

@@ -63,8 +63,9 @@ TECHNIQUES = (
         requires=("prefix caching",), device="cuda",
     ),
     Technique(
-        "fp8 weights", {"quantization": "fp8"}, {"quantization": "none"}, "bytes", False,
-        "half the bytes of the layers' weights, and prompts multiplied at up to twice the rate", "quant/fp8.py",
+        "quantised weights", {"quantization": "fp8"}, {"quantization": "none"}, "bytes", False,
+        "fp8: half the bytes of the layers' weights, and prompts multiplied at up to twice the rate; 4 bits: a quarter of them",
+        "quant/quantised.py",
     ),
     Technique(
         "fp8 KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,

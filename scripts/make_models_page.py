@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ridgeline.models.checkpoints.gguf_formats import FORMATS as PACKED
+from ridgeline.models.checkpoints.quantisation import READERS
 from ridgeline.models.family import Family
 from ridgeline.models.gguf_types import TENSOR_TYPES
 from ridgeline.models.model_config import FAMILIES
@@ -43,8 +45,10 @@ FORMATS = """\
   `generation_config.json` and a chat template where the model has them. Fetch one with
   `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
 - **A GGUF file** (version 2 or 3): tensor types {types}.
-  Weights are expanded to the compute dtype when they are loaded; on a CPU, Q4_1 and Q8_0 are also kept packed, for steps
-  of up to eight rows. Other types are refused by name.
+  A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; on a CPU all are expanded,
+  and Q4_1 and Q8_0 are also kept packed, for steps of up to eight rows. Other types are refused by name.
+- **A quantised checkpoint** (`quantization_config`: {methods}): see
+  [what loads](techniques/quantised-checkpoints.md).
 - **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.
 - **The embedded model**: SmolLM2-135M-Instruct (Q4_1), fetched by `ridgeline pull`.
 
@@ -54,12 +58,12 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 
 | device | `--dtype auto` |
 |---|---|
-| NVIDIA GPU | bfloat16 or float16 as the checkpoint has it; bfloat16 for any other |
+| NVIDIA GPU | bfloat16 or float16 as the checkpoint has it; bfloat16 for any other, and for quantised checkpoints |
 | CPU | float32, for which the native kernels are written |
 
 ## Not supported
 
-Checkpoints with `quantization_config` (AWQ, GPTQ, FP8 …), mixtures of experts, multi-head latent attention, state-space
+Mixtures of experts, multi-head latent attention, state-space
 models, encoders, LoRA adapters (merge them first), images and audio. `ridgeline plan` can plan some of these; the engine
 does not run them.
 """
@@ -81,7 +85,7 @@ def page() -> str:
         gguf = f"`{family.gguf}`" if family.gguf else "as `llama`"
         rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
-    return HEAD + "".join(rows) + FORMATS.format(types=types)
+    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), methods=", ".join(READERS))
 
 
 def main() -> int:

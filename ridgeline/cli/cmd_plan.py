@@ -142,8 +142,8 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ConfigError(f"--price must be at least 0, got {args.price}")
     dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
-    # On a CPU the engine reads a GGUF file's blocks as they are; on a GPU it expands them.
-    stored = packed_format(args.model) if device.kind == "cpu" else None
+    # A GPU keeps quantised weights packed; a CPU reads only a GGUF file's blocks as they are.
+    stored = packed_format(args.model) if device.kind != "cpu" or args.model.endswith(".gguf") else None
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # refuses what cannot be divided
     return Setup(
         model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or stored or dtype,

@@ -43,9 +43,10 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self.qkv = QKVLinear(
-            spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qkv_bias, place
+            spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qkv_bias,
+            place.inside("qkv"),
         )
-        self.output = RowLinear(self.qkv.rows["q"], spec.hidden_size, spec.output_bias, place)
+        self.output = RowLinear(self.qkv.rows["q"], spec.hidden_size, spec.output_bias, place.inside("output"))
         self.q_norm: RMSNorm | None
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)

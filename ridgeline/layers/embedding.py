@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
-from ridgeline.layers.linear import Linear, Placement, keep_into
-from ridgeline.layers.piece import Piece
+from ridgeline.layers.linear import Linear, Placement
+from ridgeline.quant.piece import Piece
+from ridgeline.quant.scheme import keep_into
 
 
 class VocabEmbedding(nn.Module):

@@ -7,7 +7,7 @@ layers above this file do no rank arithmetic. The linear's scheme decides how a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.sharding import Shard, even_shard, head_shards, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.norm import RMSNorm
-from ridgeline.layers.piece import Piece
+from ridgeline.quant.piece import Piece
 from ridgeline.quant.scheme import Scheme
 
 
@@ -25,9 +25,14 @@ class Placement:
     """What every layer needs to make its parameters."""
 
     comm: Communicator
-    scheme: Scheme
+    schemes: Callable[[str], Scheme]                     # of a linear, by its path in the decoder
     dtype: torch.dtype
     device: torch.device
+    path: str = ""
+
+    def inside(self, name: str) -> Placement:
+        """For what is inside the layer of that name."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
 
 class Linear(nn.Module):
@@ -43,36 +48,35 @@ class Linear(nn.Module):
         """`shared` is another layer's parameter to multiply by; that layer loads it."""
         super().__init__()
         self.stored: dict[str, tuple[Tensor, str]] = {}  # by part: rows as the file packs them, and its name for that
-        self.keeps = place.scheme.keeps_blocks and place.comm.size == 1
+        self.scheme = place.schemes(place.path)
+        self.keeps = self.scheme.keeps_blocks and place.comm.size == 1
         self.rows = rows
         self.columns = columns
-        self.scheme = place.scheme
         self.shares = shared is not None
         if shared is not None:
             self.weight, self.bias = shared, None
             return
         padded = any(shard.filled < shard.size for shard in (*rows.values(), columns))
-        place.scheme.create(
+        self.scheme.create(
             self, sum(shard.size for shard in rows.values()), columns.size, bias, padded, place.dtype, place.device
         )
 
     def pieces(self) -> dict[str, Piece]:
-        """By "weight:part" and "bias:part"; the part is empty where there is only one."""
+        """By "parameter:part"; the part is empty where there is only one."""
         pieces: dict[str, Piece] = {}
         if self.shares:
             return pieces
-        columns, first = self.columns, 0
+        first = 0
         for part, rows in self.rows.items():
-            here, kept = slice(first, first + rows.filled), slice(rows.start, rows.stop)
-            pieces[f"weight:{part}"] = Piece(
-                (rows.total, columns.total), (kept, slice(columns.start, columns.stop)),
-                self.weight.data[here, : columns.filled], (0.0, columns.total**-0.5),
-                keep_into(self.stored, part) if self.keeps else None, self.scheme.store(self, here, columns.filled),
-            )
-            if self.bias is not None:
-                pieces[f"bias:{part}"] = Piece((rows.total,), (kept,), self.bias.data[here], (0.0, 0.02))
+            found = self.scheme.pieces(self, part, rows, first)
+            pieces |= {f"{parameter}:{part}": piece for parameter, piece in found.items()}
             first += rows.size
         return pieces
+
+    @property
+    def size(self) -> int:
+        """Weights of this rank, padding included."""
+        return sum(shard.size for shard in self.rows.values()) * self.columns.size
 
     def finish(self) -> None:
         self.scheme.finish(self)
@@ -85,10 +89,6 @@ class Linear(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(the linear of norm(x + residual), x + residual). Without a residual, x is the whole residual stream."""
         return self.scheme.apply_normed(self, x, residual, norm, batch)
-
-
-def keep_into(stored: dict[str, tuple[Tensor, str]], part: str) -> Callable[[Tensor, str], None]:
-    return lambda rows, packing: stored.update({part: (rows, packing)})
 
 
 class GateUpLinear(Linear):

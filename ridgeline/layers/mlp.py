@@ -13,8 +13,8 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate: int, activation: str, bias: bool, place: Placement) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_up = GateUpLinear(hidden_size, intermediate, bias, place)
-        self.down = RowLinear(self.gate_up.rows["gate"], hidden_size, bias, place)
+        self.gate_up = GateUpLinear(hidden_size, intermediate, bias, place.inside("gate_up"))
+        self.down = RowLinear(self.gate_up.rows["gate"], hidden_size, bias, place.inside("down"))
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, batch: Batch) -> tuple[Tensor, Tensor]:
         """(activation(gate) * up of norm(x + residual), x + residual): everything but the down projection."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ridgeline.layers.piece import Piece
 from ridgeline.ops.rms_norm import rms_norm
+from ridgeline.quant.piece import Piece
 
 
 class RMSNorm(nn.Module):

@@ -8,7 +8,7 @@ their shard, `weights.py` knows checkpoints.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from ridgeline.layers.mlp import GatedMLP
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.rotation_table import rotation_table
 from ridgeline.models.model_config import ModelConfig, layer_groups
+from ridgeline.quant.format import WeightFormat
+from ridgeline.quant.quantised import TENSORS as QUANTISED_TENSORS
+from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Scheme, unquantised_scheme
 
 
@@ -37,10 +40,11 @@ class DecoderLayer(nn.Module):
 
         qk_norms = (norm(config.head_dim), norm(config.head_dim)) if config.qk_norm else None
         self.attention_norm = norm(config.hidden_size)
-        self.attention = Attention(attention, qk_norms, place)
+        self.attention = Attention(attention, qk_norms, place.inside("attention"))
         self.post_attention_norm = norm(config.hidden_size) if config.post_norms else None
         self.mlp_norm = norm(config.hidden_size)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias, place)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias,
+                            place.inside("mlp"))
         self.post_mlp_norm = norm(config.hidden_size) if config.post_norms else None
 
     def forward(
@@ -77,15 +81,14 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, comm: Communicator, dtype: torch.dtype, device: torch.device | str,
-        max_model_len: int, scheme: Scheme | None = None, layer_scheme: Scheme | None = None,
+        max_model_len: int, schemes: Callable[[str], Scheme] | None = None,
     ) -> None:
-        """Parameters are allocated on `device`, to be filled by `load_weights`. `layer_scheme`: of the layers' linears, where
-        it is not the head's."""
+        """Parameters are allocated on `device`, to be filled by `load_weights`. `schemes`: of linears, by path."""
         super().__init__()
         self.config = config
         device = torch.device(device)
-        place = Placement(comm, scheme or unquantised_scheme(device, dtype), dtype, device)
-        inside = place if layer_scheme is None else replace(place, scheme=layer_scheme)
+        plain = unquantised_scheme(device, dtype)
+        place = Placement(comm, schemes or (lambda path: plain), dtype, device)
         rotations = {
             rope: rotation_table(rope.frequencies(max_model_len), rope.scale, max_model_len, dtype, place.device)
             for rope in dict.fromkeys(config.ropes)
@@ -95,11 +98,13 @@ class Decoder(nn.Module):
             DecoderLayer(config, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, window, group, rotations[rope],
-            ), inside)
-            for window, rope, group in zip(config.windows, config.ropes, layer_groups(config), strict=True)
+            ), place.inside(f"layers.{number}"))
+            for number, (window, rope, group) in enumerate(
+                zip(config.windows, config.ropes, layer_groups(config), strict=True)
+            )
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype, place.device)
-        self.head = LMHead(self.embed, config.tied, place)
+        self.head = LMHead(self.embed, config.tied, place.inside("head"))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: list[LayerKV]) -> Tensor:
@@ -140,14 +145,22 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, Linear) and not module.shares:
                 found[f"{name}.weight"] = module.scheme.numbers(module)
-                found.pop(f"{name}.scale", None)
+                for parameter in QUANTISED_TENSORS[1:]:
+                    found.pop(f"{name}.{parameter}", None)
         return found
+
+    def stored_formats(self) -> dict[str, WeightFormat]:
+        """By path, of linears that keep a checkpoint's codes."""
+        return {
+            name: module.scheme.format for name, module in self.named_modules()
+            if isinstance(module, Linear) and isinstance(module.scheme, Quantised) and not module.scheme.made
+        }
 
     def bytes_per_weight(self, rows: int) -> float:
         """Bytes that a step with this many rows reads per weight of the linears and the head."""
         linears = [module for module in self.modules() if isinstance(module, Linear)]
         read = sum(linear.scheme.read_bytes(linear, rows) for linear in linears)
-        return read / sum(linear.weight.numel() for linear in linears)
+        return read / sum(linear.size for linear in linears)
 
     def weight_reads(self, rows: int) -> tuple[int, int]:
         """Bytes that a step with this many rows reads: (linears of all layers, head)."""

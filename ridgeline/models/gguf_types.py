@@ -184,6 +184,45 @@ def _expand_q6_k(blocks: Blocks, out: Floats) -> None:
     _expand_groups(quants.view(np.int8) - 32, _column(blocks["scale"]) * blocks["scales"], None, out)
 
 
+# --- ternary: blocks of 256, each weight -1, 0 or 1 times one scale ---
+
+
+def _digits(packed: Bytes, count: int) -> Bytes:
+    """[n, bytes] as [n, count * bytes]: the first digits of base 3 of all bytes, then the second. A byte is its number of five
+    digits times 256 / 243, rounded up, so that multiplying by 3 brings a digit into the bits above."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
+    shifted = packed[:, None, :] * powers                # modulo 256
+    digits: Bytes = ((shifted.astype(np.uint16) * 3) >> 8).astype(np.uint8)
+    return digits.reshape(len(packed), -1)
+
+
+def _expand_tq1_0(blocks: Blocks, out: Floats) -> None:
+    quants = blocks["quants"]
+    out[:, :160], out[:, 160:240] = _digits(quants[:, :32], 5), _digits(quants[:, 32:], 5)
+    out[:, 240:] = _digits(blocks["last"], 4)
+    out -= 1
+    out *= _column(blocks["scale"])
+
+
+def _expand_tq2_0(blocks: Blocks, out: Floats) -> None:
+    out[...] = _two_bits(blocks["quants"]).reshape(-1, 256)
+    out -= 1
+    out *= _column(blocks["scale"])
+
+
+# --- MXFP4: 32 numbers of four bits and the exponent of their scale ---
+
+# e2m1, doubled; the scale is halved for it.
+_E2M1_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def _expand_mxfp4(blocks: Blocks, out: Floats) -> None:
+    quants = blocks["quants"]
+    out[:, :16] = _E2M1_LEVELS[quants & 15]
+    out[:, 16:] = _E2M1_LEVELS[quants >> 4]
+    out *= np.ldexp(np.float32(0.5), blocks["scale"].astype(np.int32) - 127)[:, None]
+
+
 def _layout(**fields: str) -> np.dtype[Any]:
     return np.dtype(list(fields.items()))
 
@@ -209,12 +248,15 @@ TENSOR_TYPES: dict[int, TensorType] = {
     20: TensorType("IQ4_NL", 32, _layout(scale="<f2", quants="16u1"), _expand_iq4_nl),
     28: TensorType("F64", 1, np.dtype("<f8"), _expand_float),
     30: TensorType("BF16", 1, np.dtype("<u2"), _expand_bf16),
+    34: TensorType("TQ1_0", 256, _layout(quants="48u1", last="4u1", scale="<f2"), _expand_tq1_0),
+    35: TensorType("TQ2_0", 256, _layout(quants="64u1", scale="<f2"), _expand_tq2_0),
+    39: TensorType("MXFP4", 32, _layout(scale="u1", quants="16u1"), _expand_mxfp4),
 }
 TENSOR_TYPE_BY_NAME: dict[str, TensorType] = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 # Known by name only, so that a refusal can say what the file holds.
 OTHER_TYPE_NAMES: dict[int, str] = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M",
     40: "NVFP4", 41: "Q1_0",
 }

@@ -16,6 +16,10 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.gguf_formats import gguf_quantisation
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.checkpoints.quantisation import read_quantisation
+from ridgeline.models.checkpoints.recipe import Quantisation
 from ridgeline.models.config_fields import Fields
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.family import Family
@@ -28,7 +32,6 @@ from ridgeline.models.phi3 import PHI3
 from ridgeline.models.qwen import QWEN2, QWEN3
 from ridgeline.models.rope import Rope
 from ridgeline.process.log import get_logger
-from ridgeline.quant.format import FORMATS
 from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -79,6 +82,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # per layer; None sees everything
     ropes: tuple[Rope, ...]          # per layer
     stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
+    quantisation: Quantisation | None = None             # of the checkpoint's own weights
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -122,7 +126,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
     return hf_model_config(
-        raw, read_json(generation) if generation.is_file() else {}, eos_token=directory_eos_token(path)
+        raw, read_json(generation) if generation.is_file() else {}, eos_token=directory_eos_token(path), directory=path
     )
 
 
@@ -160,10 +164,12 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1,
         )
         blocks = config.stored_block_bytes if tp_size == 1 else 0        # shards have no blocks
     total = numbers * DTYPE_BYTES[dtype]
-    if device == "cuda" and quantization in FORMATS:
-        for count, outputs, inputs in config.matrices[:-1]:              # the head keeps its dtype
-            total += count * (FORMATS[quantization].nbytes(outputs, inputs) - outputs * inputs * DTYPE_BYTES[dtype])
-    return total // tp_size + blocks
+    total //= tp_size
+    if device == "cuda":
+        for shape, format in LinearFormats(config, quantization, device, tp_size).shapes():
+            plain = shape.outputs * shape.share * DTYPE_BYTES[dtype]
+            total += format.nbytes(shape.outputs, shape.share) - plain
+    return total + blocks
 
 
 def layer_groups(config: ModelConfig) -> list[int]:
@@ -188,9 +194,10 @@ def family_of(architecture: object, known: Callable[[Family], Sequence[str]], wh
 
 def hf_model_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], family: Family | None = None, where: str = "config.json",
-    eos_token: int | None = None,
+    eos_token: int | None = None, directory: Path | None = None,
 ) -> ModelConfig:
-    """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one."""
+    """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one;
+    `directory`: where the weights are."""
     declared = _declared_family(raw, where)
     family = family or declared
     if "auto_map" in raw:
@@ -243,20 +250,15 @@ def hf_model_config(
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
+        quantisation=read_quantisation(raw, where, directory),
     )
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
-    """ModelError also for a checkpoint that is quantised: its tensors would not fit."""
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelError(f"{where}: architectures is missing")
     family = family_of(architectures[0], lambda each: each.architectures, where)
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(f"{where}: quantization_config ({method}) is not supported; use the unquantised checkpoint "
-                         "or a GGUF file")
     return family
 
 
@@ -307,7 +309,6 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     if fields.get(key("expert_count"), 0):
         raise ModelError(f"{where}: {key('expert_count')} {fields.get(key('expert_count'))}: mixtures of experts are not "
                          "supported")
-
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
@@ -354,6 +355,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
         stored_block_bytes=_stored_block_bytes(file, family),
+        quantisation=gguf_quantisation(file),
     )
 
 

@@ -11,9 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -21,25 +19,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ridgeline.errors import ModelError
-from ridgeline.layers.piece import Piece
+from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, Stored
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.process.log import get_logger
+from ridgeline.quant.piece import Piece
+
+logger = get_logger("models")
 
 Progress = Callable[[int, int], None]        # bytes done, bytes in all
 
 LOAD_FORMATS = ("auto", "dummy")
-SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# Bytes by dtype. Those of fewer bytes than a float16 are codes, and need a quantization_config to be read.
+SAFETENSORS_DTYPES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
+    "F8_E8M0": 1,
+}
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a checkpoint, as its file's header describes it."""
-
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str
 
 
 class Source(Protocol):
@@ -49,11 +46,6 @@ class Source(Protocol):
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
         """The tensor, on the CPU. A source that must expand it anyway may do so into `into` (float32, its shape)."""
-
-    def __enter__(self) -> Source: ...
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None: ...
 
 
 def load_weights(
@@ -68,8 +60,8 @@ def load_weights(
         if load_format == "dummy":
             _fill_dummy(pieces, seed, progress)
         else:
-            with open_checkpoint(Path(path)) as source:
-                _fill(pieces, source, config, progress)
+            with open_checkpoint(Path(path), config.quantisation is not None) as source:
+                _fill(pieces, source, config, progress, model)
         model.finish()
 
 
@@ -82,10 +74,10 @@ def model_pieces(model: Decoder) -> dict[str, Piece]:
     return pieces
 
 
-def open_checkpoint(path: Path) -> Source:
+def open_checkpoint(path: Path, quantised: bool = False) -> SafetensorsSource | GGUFSource:
     if path.suffix == ".gguf":
         return GGUFSource(path)
-    return SafetensorsSource(path)
+    return SafetensorsSource(path, quantised)
 
 
 # ---- matching a checkpoint with a model ------------------------------------------------------------------------------
@@ -177,14 +169,18 @@ def _listed(names: Iterable[str], shown: int = 4) -> str:
 # ---- filling ---------------------------------------------------------------------------------------------------------
 
 
-def _fill(pieces: dict[str, Piece], source: Source, config: ModelConfig, progress: Progress | None) -> None:
-    gguf = isinstance(source, GGUFSource)
-    matched = _match(pieces, source, Renamer(config, gguf))
+def _fill(
+    pieces: dict[str, Piece], stored: SafetensorsSource | GGUFSource, config: ModelConfig, progress: Progress | None,
+    model: Decoder,
+) -> None:
+    gguf = isinstance(stored, GGUFSource)
+    renamer = Renamer(config, gguf)
+    source = _canonical_source(stored, config, renamer, pieces, model)
+    matched = _match(pieces, source, renamer)
     total = sum(source.tensors[name].nbytes for name in matched)
     done = 0
     for name, targets in matched.items():
-        interleaved = gguf and config.family.gguf_permuted and targets[0].endswith((".qkv.weight:q", ".qkv.weight:k",
-                                                                                    ".qkv.bias:q", ".qkv.bias:k"))
+        interleaved = gguf and config.family.gguf_permuted and _ROTATED.search(targets[0]) is not None
         only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
         tensor = source.read(name, only)
         if interleaved:
@@ -202,13 +198,33 @@ def _fill(pieces: dict[str, Piece], source: Source, config: ModelConfig, progres
                 if rows.data_ptr() != piece.target.data_ptr():
                     piece.target.copy_(rows[piece.kept])
                 _check_finite(piece.target, name, source.tensors[name].file)
-            if piece.keep_packed is not None and isinstance(source, GGUFSource) and source.is_packed(name):
-                packed, packing = source.packed(name)
+            if piece.keep_packed is not None and isinstance(stored, GGUFSource) and stored.is_packed(name):
+                packed, packing = stored.packed(name)
                 packed = deinterleaved(packed, config.head_dim) if interleaved else packed
                 piece.keep_packed(packed[first - piece.shape[0] : first], packing)
         done += source.tensors[name].nbytes
         if progress is not None:
             progress(done, total)
+
+
+_ROTATED = re.compile(r"\.qkv\.\w+:[qk]$")
+
+
+def _canonical_source(
+    stored: SafetensorsSource | GGUFSource, config: ModelConfig, renamer: Renamer, pieces: dict[str, Piece],
+    model: Decoder,
+) -> Source:
+    """Of a quantised checkpoint, the tensors of the formats that the model's linears keep."""
+    quantisation, formats = config.quantisation, model.stored_formats()
+    if quantisation is None or (isinstance(stored, GGUFSource) and not formats):
+        return stored
+    weight = model.embed.weight
+    if not formats:
+        dtype = str(weight.dtype)[6:]
+        logger.info("%s weights are expanded to %s: this device has no kernels for them", quantisation.method, dtype)
+    return QuantisedSource(
+        stored, quantisation, renamer.pieces_of, renamer.prefixes, pieces, formats, weight.dtype, weight.device
+    )
 
 
 def deinterleaved(rows: Tensor, head_dim: int) -> Tensor:
@@ -220,7 +236,13 @@ def deinterleaved(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _check_finite(values: Tensor, name: str, file: str) -> None:
-    if values.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(values)):
+    if values.dtype == torch.float8_e4m3fn:
+        finite = not bool(((values.view(torch.uint8) & 127) == 127).any())
+    else:
+        finite = not values.is_floating_point() or not values.numel() or all(
+            torch.isfinite(bound) for bound in torch.aminmax(values)
+        )
+    if not finite:
         raise ModelError(f"{file}: tensor {name} holds values that are not finite in {str(values.dtype)[6:]}")
 
 
@@ -231,8 +253,11 @@ def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) 
     for name, piece in pieces.items():
         target = piece.target
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        dtype = target.dtype if piece.store is None else torch.bfloat16
-        whole = torch.empty(piece.shape, dtype=dtype, device=target.device).normal_(*piece.dummy, generator=generator)
+        if callable(piece.dummy):
+            whole = piece.dummy(generator, piece.shape)
+        else:
+            dtype = target.dtype if piece.store is None else torch.bfloat16
+            whole = torch.empty(piece.shape, dtype=dtype, device=target.device).normal_(*piece.dummy, generator=generator)
         (target.copy_ if piece.store is None else piece.store)(whole[piece.kept])
         done += target.nbytes
         if progress is not None:
@@ -245,8 +270,9 @@ def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) 
 class SafetensorsSource:
     """A directory with model.safetensors, or with several files and their index. Tensors are views of mapped files."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, quantised: bool = False) -> None:
         self.tensors: dict[str, Stored] = {}
+        self._dtypes = tuple(SAFETENSORS_DTYPES) if quantised else FLOATS
         self._files = ExitStack()
         self._open_files = {}
         for file in _safetensors_files(directory):
@@ -268,11 +294,14 @@ class SafetensorsSource:
             raise ModelError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
         header = handle.get_slice(name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        if dtype not in SAFETENSORS_DTYPES:
-            raise ModelError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(SAFETENSORS_DTYPES)}")
-        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES[dtype] * torch.Size(shape).numel(), file)
+        if dtype not in self._dtypes:
+            raise ModelError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(self._dtypes)}")
+        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES[dtype] * torch.Size(shape).numel(), file, dtype)
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
+        return self.stored(name)
+
+    def stored(self, name: str) -> Tensor:
         return self._open_files[self.tensors[name].file].get_tensor(name)
 
     def __enter__(self) -> SafetensorsSource:
@@ -320,8 +349,12 @@ class GGUFSource:
             return into
         return torch.from_numpy(self._file.read(name))
 
+    def stored(self, name: str) -> Tensor:
+        """Packed rows as they are; other tensors as float32."""
+        return self.packed(name)[0] if self.is_packed(name) else self.read(name, None)
+
     def is_packed(self, name: str) -> bool:
-        return self._file.tensors[name].type.startswith("Q")
+        return self._file.tensors[name].type.startswith(("Q", "TQ", "MXFP4"))
 
     def packed(self, name: str) -> tuple[Tensor, str]:
         """A copy of the rows as they lie in the file, bytes [rows, row bytes], and how they are packed."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ridgeline.quant.format import GRIDS, MADE
 from ridgeline.sizes.hardware import Device
 
 GROUP = 128                          # weights that share a scale, in int4
@@ -33,13 +34,21 @@ class Format:
         return (self.bits + self.scale_bits) / 8
 
 
+def _made(name: str, computes: bool) -> Format:
+    """What the option `quantization` makes: with the true bytes of its scales."""
+    bits = GRIDS[MADE[name].grid][0]
+    return Format(name, bits, 8 * MADE[name].bytes_each() - bits, computes)
+
+
 WEIGHT_FORMATS = {
     each.name: each
     for each in (
         Format("float32", 32), Format("bfloat16", 16), Format("float16", 16),
         Format("fp8", 8),                                # a scale per output: nothing, per element
+        _made("fp8-block", False),
         Format("int8", 8),
         Format("int4", 4, (16 + 4) / GROUP, computes=False),     # a scale and a zero for every group
+        _made("mxfp4", False),
         Format("fp4", 4, 8 / 16),                        # a scale of 8 bits for 16 numbers
     )
 }
@@ -110,9 +119,17 @@ def _fp4(values: np.ndarray) -> np.ndarray:
     return found
 
 
+def _mxfp4(values: np.ndarray) -> np.ndarray:
+    """e2m1, scaled by a power of two: on average the largest of a block fills three quarters of the range."""
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * math.sqrt(2 * math.log(64)) / 4.5
+    found: np.ndarray = np.sign(values) * levels[np.abs(np.abs(values)[:, None] - levels).argmin(1)]
+    return found
+
+
 _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bfloat16": _float_step(7, -126), "float16": _float_step(10, -14), "float32": _float_step(23, -126),
     "fp8": _float_step(3, -12),                          # e4m3, scaled so that the largest of a row fills the range
+    "fp8-block": _float_step(3, -12), "mxfp4": _mxfp4,
     "int8": _integer(8, 4096), "int4": _integer(4, GROUP), "fp4": _fp4,
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError, ModelError
+from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
 from ridgeline.plan.experts import Experts, read_experts
@@ -236,14 +237,27 @@ def find_model(name: str) -> PlannedModel:
 
 
 def packed_format(name: str) -> str | None:
-    """Of a .gguf file, the format that its matrices are nearest to; None where they are wide, or it is no such file."""
+    """Of a .gguf file or a quantised checkpoint, the format that its matrices are nearest to; None where they are wide."""
     path = Path(name)
+    if (path / "config.json").is_file():
+        return _checkpoint_format(path)
     if path.suffix != ".gguf" or not path.is_file():
         return None
     with GGUFFile(path) as file:
         matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
         bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(1, sum(math.prod(tensor.shape) for tensor in matrices))
     return "int4" if bits < 6.5 else "int8" if bits < 12 else None
+
+
+def _checkpoint_format(path: Path) -> str | None:
+    """By the first layer's MLP."""
+    quantisation = read_quantisation(read_json(path / "config.json"), "config.json", path)
+    recipe = None if quantisation is None else quantisation.recipe("model.layers.0.mlp.down_proj")
+    if recipe is None or recipe.format.scales is None:
+        return None
+    blocks = recipe.format.scales.block[0] > 1
+    named = {"e4m3": "fp8-block" if blocks else "fp8", "int8": "int8", "e2m1": "mxfp4"}
+    return named.get(recipe.format.grid, "int4")
 
 
 def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
+from ridgeline.plan.precision import WEIGHT_FORMATS
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
 from ridgeline.plan.public_models import CONFIGS, find_model
 from ridgeline.plan.workload_steps import Lengths
@@ -116,7 +117,7 @@ def _setup(raw: dict[str, Any]) -> Setup:
         device = of_card(device, peaks["read_tb_s"], peaks["tflop_s"])
     return Setup(
         model=find_model(_model_name(workload["model"])), device=device, dtype=workload["dtype"],
-        weights="fp8" if options.get("quantization") == "fp8" else workload["dtype"],
+        weights=options["quantization"] if options.get("quantization") in WEIGHT_FORMATS else workload["dtype"],
         ranks=options.get("tensor_parallel_size", 1),
         kv="fp8" if options.get("kv_cache_dtype", "auto") == "fp8" else "auto",
     )

@@ -40,7 +40,7 @@ def effects(
     hits = replace(traffic, hit_rate=hit_rate)
     speculative = replace(setup, drafts=drafts, acceptance=acceptance, draft_model=draft_model)
     changed: list[tuple[str, str, bool, Setup, Traffic]] = [
-        ("fp8 weights", "fp8 weights", False, replace(setup, weights="fp8"), traffic),
+        ("fp8 weights", "quantised weights", False, replace(setup, weights="fp8"), traffic),
         ("int8 weights", "int8 weights", False, replace(setup, weights="int8"), traffic),
         ("int4 weights", "int4 weights", False, replace(setup, weights="int4"), traffic),
         ("2:4 sparsity", "2:4 sparsity", False, replace(setup, sparse=True), traffic),

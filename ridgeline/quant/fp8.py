@@ -1,4 +1,4 @@
-"""fp8 weights: e4m3 codes with a float32 scale for each output, made while a 16-bit checkpoint loads.
+"""e4m3 weights with a float32 scale for each output: from an fp8 checkpoint, or made while a 16-bit one loads.
 
 On a GPU with fp8 tensor cores a linear keeps the codes, and ops/linear/fp8_linear.py multiplies by them. Elsewhere (a CPU,
 an older GPU, a shape that is no multiple of 16) no kernel gains from them: the weight is expanded once, after loading, so
@@ -7,7 +7,6 @@ that the same numbers are computed at the usual speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,54 +23,22 @@ from ridgeline.ops.linear.fp8_linear import (
     multiplies,
     normed_fp8_linear,
 )
-from ridgeline.ops.linear.fp8_rows import CODES, fp8_rows_reference
-from ridgeline.quant.scheme import Composed, Norm, Scheme
+from ridgeline.quant.format import FP8_ROW, WeightFormat
+from ridgeline.quant.quantised import Quantised
+from ridgeline.quant.scheme import Norm, Scheme
 
-ROWS_AT_ONCE = 2**24                 # elements that are quantised at a time: their float32 copies take some 200 MB
 
-
-class Fp8(Composed):
-    keeps_blocks = False
-
-    def __init__(self, plain: Scheme) -> None:
+class Fp8(Quantised):
+    def __init__(self, plain: Scheme, made: bool = True, format: WeightFormat = FP8_ROW) -> None:
         """`plain` serves the expanded weight where codes gain nothing."""
-        self.plain = plain
-
-    def create(
-        self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        new = torch.zeros if padded else torch.empty
-        linear.weight = nn.Parameter(new(rows, columns, dtype=torch.uint8, device=device).view(CODES), requires_grad=False)
-        linear.scale = nn.Parameter(torch.ones(rows, dtype=torch.float32, device=device), requires_grad=False)
-        linear.bias = nn.Parameter(new(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
-        linear.dtype = dtype
-
-    def store(self, linear: nn.Module, rows: slice, columns: int) -> Callable[[Tensor], None]:
-        """Quantises rows of the checkpoint's weight into their place."""
-
-        def quantise(values: Tensor) -> None:
-            if not values.numel():                       # a rank that holds padding alone
-                return
-            step = max(1, ROWS_AT_ONCE // columns)
-            for first in range(0, len(values), step):
-                part = values[first : first + step].to(linear.weight.device)
-                codes, scale = fp8_rows_reference(part)
-                here = slice(rows.start + first, rows.start + first + len(part))
-                linear.weight.data[here, :columns].copy_(codes)
-                linear.scale.data[here].copy_(scale)
-
-        return quantise
+        super().__init__(format, plain, made)
 
     def finish(self, linear: nn.Module) -> None:
         if multiplies(linear.weight):
             gemm_small.prepare(linear.weight.device)
             gemm_wide.prepare(linear.weight.device)
-            return
-        linear.weight = nn.Parameter(self.numbers(linear).to(linear.dtype), requires_grad=False)
-        del linear.scale
-        linear.scheme = self.plain
-        self.plain.finish(linear)
+        else:
+            self.expand_once(linear)
 
     def numbers(self, linear: nn.Module) -> Tensor:
         return expanded(linear.weight, linear.scale, torch.promote_types(linear.dtype, torch.float32))
@@ -96,13 +63,5 @@ class Fp8(Composed):
             rows = gated_rows(out, gate, following.weight)
         return (gated_activation(out, gate) if rows is None else rows), stream
 
-    def extra_bytes(self, linear: nn.Module) -> int:
-        return 0
-
     def read_bytes(self, linear: nn.Module, rows: int) -> int:
         return linear.weight.nbytes + linear.scale.nbytes
-
-
-def layer_scheme(quantization: str, plain: Scheme) -> Scheme:
-    """The scheme of the layers' linears; the head keeps `plain`."""
-    return Fp8(plain) if quantization == "fp8" else plain

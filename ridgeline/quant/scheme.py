@@ -1,7 +1,7 @@
 """How a linear stores its weight and multiplies by it. Each linear has a scheme object.
 
     create        registers the parameters on the linear: zeros where `padded`, else empty
-    store         how values of the checkpoint get into rows of the parameters; None: they are copied
+    pieces        where the checkpoint's tensors of one part of the linear go: by parameter
     numbers       the weight as numbers, whatever is stored
     finish        after loading: convert to the layout that the kernels read
     apply         the GEMM; `batch` is for schemes that depend on the step's rows
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ridgeline.distributed.sharding import Shard
 from ridgeline.errors import ConfigError
 from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation
@@ -32,6 +33,7 @@ from ridgeline.ops.linear.gguf_blocks import KINDS, block_linear
 from ridgeline.ops.linear.linear_op import linear as product
 from ridgeline.ops.linear.linear_op import normed_linear
 from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
+from ridgeline.quant.piece import Piece
 
 
 class Norm(Protocol):
@@ -54,7 +56,7 @@ class Scheme(Protocol):
         device: torch.device,
     ) -> None: ...
 
-    def store(self, linear: nn.Module, rows: slice, columns: int) -> Callable[[Tensor], None] | None: ...
+    def pieces(self, linear: nn.Module, part: str, rows: Shard, first: int) -> dict[str, Piece]: ...
 
     def numbers(self, linear: nn.Module) -> Tensor: ...
 
@@ -74,6 +76,23 @@ class Scheme(Protocol):
     def extra_bytes(self, linear: nn.Module) -> int: ...
 
     def read_bytes(self, linear: nn.Module, rows: int) -> int: ...
+
+
+def plain_bias(rows: int, bias: bool, padded: bool, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
+    if not bias:
+        return None
+    return nn.Parameter((torch.zeros if padded else torch.empty)(rows, dtype=dtype, device=device), requires_grad=False)
+
+
+def bias_piece(linear: nn.Module, rows: Shard, first: int) -> dict[str, Piece]:
+    if linear.bias is None:
+        return {}
+    target = linear.bias.data[first : first + rows.filled]
+    return {"bias": Piece((rows.total,), (slice(rows.start, rows.stop),), target, (0.0, 0.02))}
+
+
+def keep_into(stored: dict[str, tuple[Tensor, str]], part: str) -> Callable[[Tensor, str], None]:
+    return lambda rows, packing: stored.update({part: (rows, packing)})
 
 
 class Composed(ABC):
@@ -112,10 +131,17 @@ class Unquantised(Composed):
     ) -> None:
         new = torch.zeros if padded else torch.empty
         linear.weight = nn.Parameter(new(rows, columns, dtype=dtype, device=device), requires_grad=False)
-        linear.bias = nn.Parameter(new(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+        linear.bias = plain_bias(rows, bias, padded, dtype, device)
 
-    def store(self, linear: nn.Module, rows: slice, columns: int) -> Callable[[Tensor], None] | None:
-        return None
+    def pieces(self, linear: nn.Module, part: str, rows: Shard, first: int) -> dict[str, Piece]:
+        columns = linear.columns
+        found = bias_piece(linear, rows, first)
+        found["weight"] = Piece(
+            (rows.total, columns.total), (slice(rows.start, rows.stop), slice(columns.start, columns.stop)),
+            linear.weight.data[first : first + rows.filled, : columns.filled], (0.0, columns.total**-0.5),
+            keep_into(linear.stored, part) if linear.keeps else None,
+        )
+        return found
 
     def numbers(self, linear: nn.Module) -> Tensor:
         return linear.weight.data

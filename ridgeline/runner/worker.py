@@ -10,6 +10,7 @@ import torch
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.attention.attention_arguments import PREFIX_QUERIES
@@ -18,7 +19,7 @@ from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.start_phases import phase
-from ridgeline.quant.fp8 import layer_scheme
+from ridgeline.quant.choose import schemes
 from ridgeline.quant.scheme import unquantised_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
 from ridgeline.runner.cuda_graphs import GraphForward
@@ -67,9 +68,9 @@ def make_runner(
     meter = MemoryMeter(device)
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
-        scheme = unquantised_scheme(device, dtype, options.execution.deterministic)
-        inside = layer_scheme(options.model.quantization, scheme)
-        model = Decoder(model_config, comm, dtype, device, config.max_model_len, scheme, inside)
+        plain = unquantised_scheme(device, dtype, options.execution.deterministic)
+        formats = LinearFormats(model_config, options.model.quantization, device.type, comm.size)
+        model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):
         heads = model.layers[0].attention.qkv.num_heads
         shares = config.shared_prefixes and heads // config.groups[0].num_kv_heads <= PREFIX_QUERIES

@@ -83,7 +83,7 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
     ("options", "says"),
     [
         ({"trust_remote_code": True}, "trust_remote_code=True .* runs code from model directories"),
-        ({"quantization": "awq"}, "quantization must be one of none, fp8"),
+        ({"quantization": 8}, "quantization must be of type str"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be one of auto, fp8"),
         ({"revision": "main"}, "revision='main' .* local directory"),
         ({"download_dir": "/tmp"}, "download_dir='/tmp' .* local directory"),

@@ -33,9 +33,9 @@ from ridgeline.techniques import TECHNIQUES, Technique
 MODELS = ("llama", "mistral", "gemma2", "qwen3")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = TECHNIQUES
-# Those that can be active here and promise equal tokens. fp8 KV promises a bound and fp8 weights the tokens of the expanded
+# Those that can be active here and promise equal tokens. fp8 KV promises a bound and quantised weights the tokens of the expanded
 # weights (tests/models/test_fp8.py): they have laws of their own.
-TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in ("fp8 KV", "fp8 weights"))
+TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in ("fp8 KV", "quantised weights"))
 if DEVICE == "cuda" and torch.cuda.device_count() < 2:
     TECHNIQUES = tuple(each for each in TECHNIQUES if each.name != "tensor parallelism")
 OFF: dict[str, Any] = {name: value for technique in ALL for name, value in technique.off.items()}
@@ -135,7 +135,7 @@ ACTIVE: dict[str, Callable[[EngineCore], bool]] = {
     # Layers with a window forget a prefix, so that a model of such layers alone must not share one.
     "shared-prefix attention": lambda core: any(each.steps for each in core.executor.runner.rows.prefixes)
     != all(group.window is not None for group in core.config.groups),
-    "fp8 weights": lambda core: core.config.options.model.quantization == "fp8",
+    "quantised weights": lambda core: core.config.options.model.quantization == "fp8",
     "fp8 KV": lambda core: core.config.kv_dtype == "float8_e4m3fn",
     "tensor parallelism": lambda core: isinstance(core.executor, TensorParallelExecutor),
 }

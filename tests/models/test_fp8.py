@@ -16,7 +16,9 @@ from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.sharding import Shard, whole
 from ridgeline.errors import ConfigError
+from ridgeline.layers.linear import Linear, Placement
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
@@ -59,7 +61,8 @@ def test_coarse_and_fine_codes_hold_what_bf16_numbers_hold() -> None:
 def decoder(path: Path, dtype: torch.dtype = torch.float64) -> Decoder:
     """As on a GPU: codes are kept."""
     config = load_model_config(path)
-    made = Decoder(config, Communicator(), dtype, "cpu", 64, Unquantised(), Kept(Unquantised()))
+    plain = Unquantised()
+    made = Decoder(config, Communicator(), dtype, "cpu", 64, lambda place: plain if place == "head" else Kept(plain))
     load_weights(made, path, config)
     return made
 
@@ -86,7 +89,7 @@ def test_every_output_has_its_own_scale_whatever_it_is_fused_with(tmp_path: Path
 def test_large_weights_are_quantised_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_checkpoint("llama", tmp_path / "model")
     at_once = decoder(path).numbers()
-    monkeypatch.setattr("ridgeline.quant.fp8.ROWS_AT_ONCE", 100)
+    monkeypatch.setattr("ridgeline.quant.quantised.ROWS_AT_ONCE", 100)
     assert all(torch.equal(value, at_once[name]) for name, value in decoder(path).numbers().items())
 
 
@@ -161,10 +164,11 @@ def test_what_does_not_go_with_it_is_refused_before_loading(tmp_path: Path) -> N
 
 
 def test_a_rank_that_holds_padding_alone_stores_nothing() -> None:
-    linear = torch.nn.Module()
-    scheme = Fp8(Unquantised())
-    scheme.create(linear, 16, 8, False, True, torch.bfloat16, torch.device("cpu"))
-    scheme.store(linear, slice(0, 16), 0)(torch.empty(16, 0))
+    place = Placement(Communicator(), lambda path: Fp8(Unquantised()), torch.bfloat16, torch.device("cpu"))
+    linear = Linear({"": whole(16)}, Shard(16, 16, 16, 8), False, place)
+    store = linear.pieces()["weight:"].store
+    assert store is not None
+    store(torch.empty(16, 0))
     assert not linear.weight.float().any() and (linear.scale == 1).all()
 
 

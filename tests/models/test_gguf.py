@@ -44,6 +44,8 @@ def random_packed(type_name: str, shape: tuple[int, ...], seed: int = 0) -> Pack
         if field.dtype.kind == "f" or type_name == "BF16":
             values = rng.normal(size=len(field)) * 2.0 ** rng.integers(-20, 8, len(field))   # float16 subnormals too
             field[:] = values if field.dtype.kind == "f" else values.astype("<f4").view("<u4") >> 16
+    if type_name == "MXFP4":
+        blocks["scale"] %= 250                           # exponents whose numbers are finite
     return Packed(shape, type_name, blocks.tobytes())
 
 

@@ -72,8 +72,8 @@ def test_yarn_stretches_the_context() -> None:
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported; supported: float32, "),
     ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq) is not supported; use the "
-                                                        "unquantised checkpoint or a GGUF file"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported; supported: "
+                                                            "compressed-tensors, awq, gptq"),
 ])
 def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def plain_linear(inputs: int, outputs: int, bias: bool, fewest: int) -> Linear:
-    place = Placement(Communicator(), PackedFloat32(fewest), torch.float32, CPU)
+    place = Placement(Communicator(), lambda path: PackedFloat32(fewest), torch.float32, CPU)
     return Linear({"": whole(outputs)}, whole(inputs), bias, place)
 
 
@@ -81,7 +81,7 @@ def test_linears_with_few_outputs_stay_plain_on_x86() -> None:
 def test_a_product_with_its_neighbours_is_the_same_in_every_scheme(scheme: Scheme, first: bool) -> None:
     if isinstance(scheme, PackedFloat32) and not PackedFloat32.available():
         pytest.skip("this torch has no oneDNN")
-    place = Placement(Communicator(), scheme, torch.float32, CPU)
+    place = Placement(Communicator(), lambda path: scheme, torch.float32, CPU)
     generator = torch.Generator().manual_seed(3)
     norm = RMSNorm(24, 1e-5, 1.0, torch.float32, CPU)
     plain, gated = Linear({"": whole(10)}, whole(24), True, place), GateUpLinear(24, 9, False, place)
@@ -111,7 +111,7 @@ def test_predicted_bytes_are_the_bytes(name: str, machine: str, tmp_path: Path, 
     path = save_checkpoint(name, tmp_path, intermediate_size=1030)       # gate and up together have 2,060 outputs
     config = load_model_config(path)
     assert load(path, torch.float64).weight_bytes == weight_bytes(config, "float64", "cpu")
-    plain = Decoder(config, Communicator(), torch.float32, "cpu", 32, scheme=Unquantised())
+    plain = Decoder(config, Communicator(), torch.float32, "cpu", 32, lambda path: Unquantised())
     load_weights(plain, path, config)
     assert plain.weight_bytes == weight_bytes(config, "float32", "cuda") == 4 * config.num_parameters
     if PackedFloat32.available():

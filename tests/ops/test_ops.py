@@ -24,6 +24,8 @@ from ridgeline.ops import activation, registry, rms_norm, rotary
 from ridgeline.ops.attention import attention_reference, fused_decode, kv_write, paged_attention, qkv_write
 from ridgeline.ops.linear import gguf_blocks, linear_op
 from ridgeline.ops.packed import packed_linear
+from ridgeline.ops.quantised import quantised_linear
+from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
 from ridgeline.ops.sampling import logprobs, sample
 from ridgeline.sizes.op_costs import Case
@@ -31,8 +33,8 @@ from ridgeline.sizes.op_costs import Case
 OPS: list[Op[Any, Any]] = [
     rms_norm.rms_norm, rotary.rotary, activation.gated_activation, kv_write.kv_write,
     paged_attention.paged_attention, logprobs.logprobs, linear_op.linear, linear_op.normed_linear, gguf_blocks.block_linear,
-    qkv_write.rotary_write, sample.apply_mask, fused_decode.decode_attention, packed_linear.packed_linear,
-    packed_linear.normed_packed_linear,
+    qkv_write.rotary_write, sample.apply_mask, fused_decode.decode_attention, quantised_linear.quantised_linear,
+    packed_linear.packed_linear, packed_linear.normed_packed_linear,
 ]
 CUDA = torch.cuda.is_available()
 
@@ -78,6 +80,8 @@ def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -
 
 
 def widened(value: Any) -> Any:
+    if isinstance(value, QuantisedWeight):               # codes and scales are exact as they are
+        return QuantisedWeight(*(each.cpu() if isinstance(each, torch.Tensor) else each for each in value))
     return value.to("cpu", torch.float64) if isinstance(value, torch.Tensor) and value.is_floating_point() else (
         value.cpu() if isinstance(value, torch.Tensor) else value
     )

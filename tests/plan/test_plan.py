@@ -192,6 +192,7 @@ def test_native_and_emulated_formats() -> None:
     assert support(DEVICES["B200"])["fp4"] == "native"
     assert compute_format(DEVICES["H100"], "int4", "bfloat16") == "bfloat16"         # widened on the way
     assert weight_bytes("int4") == pytest.approx(0.5195, abs=1e-4)
+    assert weight_bytes("mxfp4") == 0.53125 and weight_bytes("fp8-block") == 1 + 4 / 128**2      # as the engine stores them
     assert weight_bytes("bfloat16", sparse=True) == 1.125                # two of four values, and two bits for each
     assert kv_bytes("fp8", "bfloat16", 128) == 1 + 4 / 128
     ladder = [signal_to_noise(name) for name in ("float32", "float16", "bfloat16", "int8", "fp8", "int4")]

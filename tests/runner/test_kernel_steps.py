@@ -52,6 +52,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path) -> None:
     ("qwen3-8b", {"max_num_seqs": 100}),
     ("llama-3.1-8b", {"enforce_eager": True, "max_num_seqs": 37}),
     ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}),
+    ("llama-3.1-8b", {"quantization": "mlp=int4,attention=int8", "max_num_seqs": 64}),
     ("llama-3.1-8b", {"deterministic": True}),
     ("llama-3.1-8b", {"max_num_seqs": 700, "max_num_batched_tokens": 2048}),
     ("llama-3.1-8b", {"dtype": "float32", "max_num_seqs": 64}),

@@ -180,7 +180,7 @@ def reached(engine: Engine, before: tuple[int, int], heard: Sequence[Heard]) -> 
         "overlap": config.depth > 0,
         "CUDA graphs": replays > 0,
         "shared-prefix attention": sharing > 0,
-        "fp8 weights": config.options.model.quantization == "fp8",
+        "quantised weights": config.options.model.quantization != "none" or config.model.quantisation is not None,
         "fp8 KV": config.kv_dtype != config.dtype,
         "deterministic mode": config.options.execution.deterministic,
     }

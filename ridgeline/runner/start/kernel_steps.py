@@ -134,10 +134,14 @@ def collect_kernels(
 
 
 def _one_of_each(model: Decoder) -> list[int]:
-    """The first layer, which adds nothing to a stream; of those between one with each window; the last, of few tokens."""
-    windows = model.config.windows
-    first = {window: number for number, window in reversed(list(enumerate(windows))) if number}
-    return sorted({0, len(windows) - 1, *first.values()})
+    """The first layer, which adds nothing to a stream; of those between one with each window and each set of weight formats; the
+    last, of few tokens."""
+    kinds = []
+    for window, layer in zip(model.config.windows, model.layers, strict=True):
+        linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        kinds.append((window, *(id(linear.scheme) for linear in linears)))       # linears of one format share a scheme
+    first = {kind: number for number, kind in reversed(list(enumerate(kinds))) if number}
+    return sorted({0, len(kinds) - 1, *first.values()})
 
 
 def run_step(runner: Runner, num_groups: int, step: KernelStep) -> None:

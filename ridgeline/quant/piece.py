@@ -1,6 +1,6 @@
 """Where one checkpoint tensor goes: the part that this rank keeps, and its place in a parameter.
 
-A layer's `pieces()` returns these; the loader matches them with a checkpoint's names and fills each once.
+A scheme's `pieces` returns these for its parameters; the loader matches them with a checkpoint's names and fills each once.
 """
 
 from __future__ import annotations
@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+# Makes the whole tensor of dummy weights.
+Dummy = Callable[[torch.Generator, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,8 @@ class Piece:
     shape: tuple[int, ...]           # of the whole tensor in the checkpoint
     kept: tuple[slice, ...]          # what this rank keeps of it
     target: Tensor                   # a view of the parameter, of the kept part's shape
-    dummy: tuple[float, float]       # mean and standard deviation of dummy weights that keep activations in range
+    # Dummy weights: mean and standard deviation of numbers that keep activations in range, or a function where they are codes.
+    dummy: tuple[float, float] | Dummy
     # Called with the rows as the file packs them and the packing's name; None where only a part of each row is kept.
     keep_packed: Callable[[Tensor, str], None] | None = None
     # Takes the kept part instead of the target, for parameters that do not hold the checkpoint's numbers.

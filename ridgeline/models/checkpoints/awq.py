@@ -1,0 +1,36 @@
+"""The dialect of AutoAWQ: 4-bit codes packed along the outputs, in the order in which its kernels unpack them."""
+
+from __future__ import annotations
+
+from ridgeline.models.checkpoints.recipe import ANY, HEAD, Quantisation, Recipe, Section, anywhere
+from ridgeline.quant.format import Scales, WeightFormat
+
+
+def read(section: Section) -> Quantisation:
+    section.skip(
+        "quant_method", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "sym", "desc_act",
+        "true_sequential", "tokenizer", "dataset", "meta", "damp_percent", "max_input_length", "model_seqlen",
+    )
+    for name in ("version", "format"):
+        if str(section.get(name) or "gemm").lower() != "gemm":
+            raise section.error(name, section.get(name), "is not supported; supported: gemm")
+    bits = section.get("bits", section.get("w_bit", 4))
+    if bits != 4:
+        raise section.error("bits", bits, "is not supported; supported: 4")
+    group = section.get("group_size", section.get("q_group_size", 128))
+    if not isinstance(group, int) or group < -1 or group == 0:
+        raise section.error("group_size", group, "is not supported; supported: -1 and sizes above 0")
+    zeros = bool(section.get("zero_point", True))
+    skipped = section.names("modules_to_not_convert")
+    section.finish()
+    recipe = awq_recipe(group, zeros)
+    return Quantisation("awq", (*((anywhere(name), None) for name in skipped), (HEAD, None), (ANY, recipe)))
+
+
+def awq_recipe(group: int, zeros: bool) -> Recipe:
+    """Zero points are stored also where all of them are the middle code."""
+    scales = Scales((1, max(0, group)), "float16", "code" if zeros else None)
+    return Recipe(
+        WeightFormat("uint4", scales), "awq", (("codes", (".qweight",)), ("scale", (".scales",)), ("zero", (".qzeros",))),
+        optional=() if zeros else ("zero",), bits=4,
+    )

@@ -1,0 +1,32 @@
+"""fp8 checkpoints with `quant_method` fp8: blocks of 128 x 128 with `weight_scale_inv` (DeepSeek, Qwen), or one scale for each
+tensor; and `fbgemm_fp8`, one scale for each output."""
+
+from __future__ import annotations
+
+from ridgeline.models.checkpoints.recipe import ANY, HEAD, KV_SCALES, Quantisation, Recipe, Section, component
+from ridgeline.quant.format import Activation, Scales, WeightFormat
+
+UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub")
+
+
+def read(section: Section) -> Quantisation:
+    section.skip("quant_method", "kv_cache_scheme", "activation_scale_ub", "dequantize")
+    section.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    section.one_of("scale_fmt", (None, "float", "float32", "ue8m0"), None)
+    per_output = section.raw.get("quant_method") == "fbgemm_fp8"
+    static = section.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+    block = section.of("weight_block_size", (list, tuple))
+    if block is not None and not (len(block) == 2 and all(isinstance(each, int) and each > 0 for each in block)):
+        raise section.error("weight_block_size", block, "must be two sizes, of outputs and inputs")
+    skipped = [*section.names("modules_to_not_convert"), *section.names("ignored_layers")]
+    section.finish()
+    if block is None:
+        format = WeightFormat("e4m3", Scales((1, 0)), Activation("fp8", "token" if per_output else "tensor", static))
+        # A per-tensor scale may be spelled either way; both multiply the codes.
+        endings: tuple[str, ...] = (".weight_scale", ".weight_scale_inv")
+    else:
+        format = WeightFormat("e4m3", Scales((block[0], block[1])), Activation("fp8", "group", static))
+        endings = (".weight_scale_inv", ".weight_scale")
+    recipe = Recipe(format, "codes", (("codes", (".weight",)), ("scale", endings)), unused=UNUSED)
+    rules = (*((component(name), None) for name in skipped), (HEAD, None), (ANY, recipe))
+    return Quantisation("fp8", rules, KV_SCALES)

@@ -1,0 +1,116 @@
+"""The dialect of AutoGPTQ, GPTQModel and auto-round: codes packed along the inputs, zeros packed along the outputs.
+
+Version 1 stores zero points minus one, version 2 stores them as they are. `desc_act` gives every input the number of its group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.awq import awq_recipe
+from ridgeline.models.checkpoints.recipe import ANY, HEAD, Quantisation, Recipe, Section, anywhere, component, regex
+from ridgeline.quant.format import Scales, WeightFormat
+
+_ROLES = (
+    ("codes", (".qweight",)), ("scale", (".scales",)), ("zero", (".qzeros",)), ("groups", (".g_idx",)),
+)
+# Facts about how the codes were found; the tensors mean the same.
+_HISTORY = (
+    "quant_method", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path",
+    "model_file_base_name", "meta", "dataset", "use_cuda_fp16", "exllama_config", "use_exllama", "max_input_length", "backend",
+    "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
+    "tokenizer", "model_seqlen", "disable_exllama", "is_marlin_format", "quantizer", "iters", "low_gpu_mem_usage", "nsamples",
+    "seqlen", "lr", "minmax_lr", "enable_minmax_tuning", "enable_quanted_input", "autoround_version", "act_bits",
+    "supported_types", "amp", "gradient_accumulate_steps", "not_use_best_mse", "scale_dtype", "train_bs", "super_bits",
+    "super_group_size", "to_quant_block_names", "enable_norm_bias_tuning", "fallback", "packing", "packing_format",
+    "pack_dtype", "hyb_act", "mse", "act_group_size", "act_dynamic", "act_sym", "act_data_type", "method", "act_group_aware",
+    "offload_to_disk", "offload_to_disk_path",
+)
+
+
+def read(section: Section) -> Quantisation:
+    section.skip(*_HISTORY)
+    versions = ("gptq", "gptq_v2")
+    version = section.one_of("checkpoint_format", versions, section.one_of("format", versions, "gptq"))
+    return _quantisation(section, "gptq", version)
+
+
+def read_auto_round(section: Section) -> Quantisation:
+    """auto-round writes GPTQ's tensors, or AWQ's."""
+    section.skip(*_HISTORY)
+    if (section.get("data_type") or "int") not in ("int", "int4"):
+        raise section.error("data_type", section.get("data_type"), "is not supported; supported: int")
+    if section.get("act_bits", 16) not in (None, 16, 32):
+        raise section.error("act_bits", section.get("act_bits"), "is not supported; supported: 16")
+    return _quantisation(section, "auto-round", "awq" if "awq" in str(section.get("packing_format")) else "gptq")
+
+
+def _quantisation(section: Section, method: str, version: str) -> Quantisation:
+    recipe = _recipe(
+        section, version, section.of("bits", int, 4), section.of("group_size", int, 128), section.of("sym", bool, True),
+        bool(section.of("desc_act", bool, False)),
+    )
+    rules = _exceptions(section, version)
+    if not section.get("lm_head", False) and not section.get("quant_lm_head", False):
+        rules.append((HEAD, None))
+    rules += [(anywhere(name), None) for name in section.names("modules_to_not_convert")]
+    section.finish()
+    return Quantisation(method, (*rules, (ANY, recipe)))
+
+
+def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None]]:
+    """Modules with settings of their own, and modules that are left out."""
+    rules: list[tuple[str, Recipe | None]] = []
+    dynamic = section.section("dynamic") or Section({}, "")
+    for pattern, overrides in dynamic.raw.items():
+        matching = regex(pattern.removeprefix("+:").removeprefix("-:"), section, "dynamic")
+        if pattern.startswith("-:") or overrides is False:
+            rules.append((matching, None))
+            continue
+        own = _own(overrides, f"{section.where}.dynamic[{pattern}]")
+        rules.append((matching, _overridden(own, section, version)))
+    extra = section.section("extra_config") or Section({}, "")
+    for name, overrides in extra.raw.items():            # auto-round's way of saying the same
+        own = _own(overrides, f"{section.where}.extra_config[{name}]")
+        own.skip("data_type", *_HISTORY)
+        wide = own.of("bits", int, 4) >= 16
+        own.skip(*(("bits", "group_size", "sym") if wide else ()))
+        rules.append((component(name), None if wide else _overridden(own, section, version)))
+    blocks = section.of("modules_in_block_to_quantize", list)
+    if blocks:
+        names = [str(name) for group in blocks for name in (group if isinstance(group, list) else [group])]
+        rules.append((rf"(?!{'|'.join(component(name) for name in names)}$).*", None))
+    return rules
+
+
+def _own(overrides: Any, where: str) -> Section:
+    if not isinstance(overrides, dict):
+        raise ModelError(f"{where} must be an object")
+    return Section(overrides, where)
+
+
+def _overridden(own: Section, base: Section, version: str) -> Recipe:
+    own.skip("damp_percent", "mse", "static_groups", "true_sequential")
+    recipe = _recipe(
+        own, version, own.of("bits", int, base.of("bits", int, 4)), own.of("group_size", int, base.of("group_size", int, 128)),
+        own.of("sym", bool, base.of("sym", bool, True)), bool(own.of("desc_act", bool, base.of("desc_act", bool, False))),
+    )
+    own.finish()
+    return recipe
+
+
+def _recipe(section: Section, version: str, bits: int, group: int, symmetric: bool, ordered: bool) -> Recipe:
+    if bits not in (2, 3, 4, 8):
+        raise section.error("bits", bits, "is not supported; supported: 2, 3, 4, 8")
+    if group < -1 or group == 0:
+        raise section.error("group_size", group, "is not supported; supported: -1 and sizes above 0")
+    if version == "awq":
+        return awq_recipe(group, not symmetric)
+    # A symmetric checkpoint also stores its zero points, all of them the middle code. They are checked and left out.
+    scales = Scales((1, max(0, group)), "float16", None if symmetric else "code")
+    return Recipe(
+        WeightFormat("int8" if bits == 8 else "uint4", scales, reordered=ordered and group > 0), "gptq", _ROLES,
+        optional=("groups",), bits=bits, variant=version,
+    )
+

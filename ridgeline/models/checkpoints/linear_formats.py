@@ -1,0 +1,143 @@
+"""The weight format of every linear of a model: the checkpoint's own, or what the option `quantization` makes. No torch: memory
+is predicted from it, and the worker makes schemes of it.
+
+A fused linear whose parts are stored differently keeps the one format that holds them all, or plain numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ridgeline.distributed.sharding import even_shard, head_shards
+from ridgeline.errors import ConfigError
+from ridgeline.quant.format import WeightFormat, common, made_format, quantization_rules
+
+if TYPE_CHECKING:
+    from ridgeline.models.model_config import ModelConfig
+
+HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear on one rank."""
+
+    path: str                        # in the decoder
+    parts: Mapping[str, int]         # outputs by part
+    inputs: int                      # of the whole matrix …
+    share: int                       # … and of this rank
+
+    @property
+    def outputs(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    format: WeightFormat | None      # None: the model's dtype
+    made: bool = False               # while loading, from plain numbers
+    differs: tuple[str, ...] = ()    # formats of parts that had to be brought to one
+
+
+def linears(config: ModelConfig, ranks: int = 1) -> Iterator[LinearShape]:
+    """Of the layers, and the head where it has a weight of its own."""
+    heads, kv_heads = head_shards(config.num_heads, config.num_kv_heads, 0, ranks)
+    q, kv = heads.size * config.head_dim, kv_heads.size * config.head_dim
+    wide = even_shard(config.intermediate_size, 0, ranks).size
+    hidden = config.hidden_size
+    for layer in range(config.num_layers):
+        yield LinearShape(f"layers.{layer}.attention.qkv", {"q": q, "k": kv, "v": kv}, hidden, hidden)
+        yield LinearShape(f"layers.{layer}.attention.output", {"": hidden}, config.num_heads * config.head_dim, q)
+        yield LinearShape(f"layers.{layer}.mlp.gate_up", {"gate": wide, "up": wide}, hidden, hidden)
+        yield LinearShape(f"layers.{layer}.mlp.down", {"": hidden}, config.intermediate_size, wide)
+    if not config.tied:
+        yield LinearShape(HEAD, {"": even_shard(config.vocab_size, 0, ranks).size}, hidden, hidden)
+
+
+class LinearFormats:
+    """By a linear's path. On a CPU a checkpoint's codes are expanded while they load: its kernels multiply numbers."""
+
+    def __init__(self, config: ModelConfig, quantization: str, device: str, ranks: int = 1) -> None:
+        self.config = config
+        self.rules = quantization_rules(quantization, config.quantisation.method if config.quantisation else "")
+        self.keeps = device == "cuda"
+        self.ranks = ranks
+        self._shapes = {linear.path: linear for linear in linears(config, ranks)}
+        self._chosen: dict[str, Chosen] = {}
+        self._modules = _modules(config)
+
+    def __call__(self, path: str) -> Chosen:
+        if path not in self._chosen:
+            self._chosen[path] = self._choose(path)
+        return self._chosen[path]
+
+    def shapes(self) -> Iterator[tuple[LinearShape, WeightFormat]]:
+        """Every linear that has a format, which is fitted to its parts and shards."""
+        for path, shape in self._shapes.items():
+            format = self(path).format
+            if format is not None:
+                yield shape, format.fitted(shape.parts.values(), shape.inputs, shape.share)
+
+    def _choose(self, path: str) -> Chosen:
+        if path not in self._shapes:                     # a tied head is the embedding
+            return Chosen(None)
+        if self.config.quantisation is not None and not self.rules:
+            return self._stored(path)
+        name = next((name for pattern, name in self.rules.items() if re.search(pattern, path)), "none")
+        if name == "none" or (path == HEAD and not any(re.search(rule, HEAD) for rule in self.rules if rule)):
+            return Chosen(None)                          # the head only where a pattern names it
+        shape = self._shapes[path]
+        return Chosen(made_format(name, shape.inputs, shape.share), made=True)
+
+    def _stored(self, path: str) -> Chosen:
+        quantisation = self.config.quantisation
+        assert quantisation is not None
+        found = []
+        for module in self._modules_of(path):
+            recipe = quantisation.recipe(*_spellings(self.config, module))
+            found.append(None if recipe is None or recipe.format.scales is None else recipe.format)
+        if not self.keeps or all(format is None for format in found):
+            return Chosen(None)
+        if any(format is not None and format.reordered for format in found) and self.ranks > 1:
+            raise ConfigError(
+                "tensor_parallel_size above 1 does not work with this checkpoint: its inputs are sorted by activation "
+                "(desc_act), and every rank would need the inputs of the others; use tensor_parallel_size 1"
+            )
+        format = common(found)
+        names = tuple("none" if each is None else each.name for each in found)
+        return Chosen(format, differs=names if len(set(names)) > 1 else ())
+
+    def _modules_of(self, path: str) -> list[str]:
+        layer = re.search(r"\.(\d+)\.", path)
+        base = path if layer is None else path[: layer.start()] + ".{}." + path[layer.end() :]
+        number = "" if layer is None else layer[1]
+        return [name.format(number) for name in self._modules.get(base, [])]
+
+
+def _modules(config: ModelConfig) -> dict[str, list[str]]:
+    """Our linear -> the checkpoint's modules that hold it, `{}` for the layer: one for each part, or one for all."""
+    gguf = bool(config.quantisation is not None and config.quantisation.method == "gguf")
+    found: dict[str, dict[str, str]] = {}
+    for name, target in (config.family.gguf_names if gguf else config.family.names).items():
+        base, _, parts = target.partition(":")
+        found.setdefault(base, {})[parts] = name
+    known = config.quantisation.by_name if config.quantisation is not None else {}
+    chosen = {}
+    for base, by_parts in found.items():
+        fused = [name for parts, name in by_parts.items() if "+" in parts]
+        separate = [name for parts, name in by_parts.items() if "+" not in parts]
+        if gguf and fused and fused[0].format(0) not in known:
+            fused = []                                   # a file has either names
+        chosen[base] = fused or separate
+    return chosen
+
+
+def _spellings(config: ModelConfig, module: str) -> list[str]:
+    """A module's name as the family has it, and as checkpoints with other modalities have it."""
+    return [module] + [
+        prefix + module.removeprefix(stands_for) for prefix, stands_for in config.family.prefixes.items()
+        if module.startswith(stands_for)
+    ]

@@ -1,0 +1,54 @@
+"""The dialect of NVIDIA's ModelOpt: FP8 with one scale for each tensor (or output), and NVFP4. Its config is in config.json, or
+in hf_quant_config.json beside it."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from ridgeline.models.checkpoints.recipe import ANY, HEAD, KV_SCALES, Quantisation, Recipe, Section, component
+from ridgeline.quant.format import Activation, Scales, WeightFormat
+
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+
+
+def read(section: Section) -> Quantisation:
+    section.skip("quant_method", "producer", "quant_lib", "version")
+    inner = section.section("quantization") or section   # hf_quant_config.json has one level more
+    inner.skip("quant_method", "producer", "has_zero_point", "pre_quant_scale", "config_groups", "quant_lib", "version")
+    algorithm = inner.one_of("quant_algo", ALGORITHMS)
+    if inner.raw.get("pre_quant_scale"):
+        raise inner.error("pre_quant_scale", True, "is not supported")
+    cache = inner.get("kv_cache_quant_algo") or ""
+    inner.skip("kv_cache_scheme")
+    if cache not in ("", "FP8", "none"):
+        raise inner.error("kv_cache_quant_algo", cache, "is not supported; supported: FP8")
+    group = inner.of("group_size", int)
+    skipped = [*inner.names("exclude_modules"), *inner.names("ignore")]
+    inner.finish()
+    section.finish()
+    recipe = _recipe(algorithm, group, inner)
+    globs = tuple((fnmatch.translate(name) if "*" in name else component(name), None) for name in skipped)
+    return Quantisation("modelopt", (*globs, (HEAD, None), (ANY, recipe)), KV_SCALES)
+
+
+def _recipe(algorithm: str, group: int | None, section: Section) -> Recipe:
+    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        activation = Activation("fp8", "tensor", True) if algorithm == "FP8" else Activation("fp8")
+        return Recipe(
+            WeightFormat("e4m3", Scales((1, 0)), activation), "codes",
+            (("codes", (".weight",)), ("scale", (".weight_scale",))), unused=(".input_scale",),
+        )
+    if algorithm == "FP8_PB_WO":
+        return Recipe(
+            WeightFormat("e4m3", Scales((128, 128))), "codes", (("codes", (".weight",)), ("scale", (".weight_scale",))),
+        )
+    if group not in (None, 16):
+        raise section.error("group_size", group, "is not supported in NVFP4; supported: 16")
+    inputs = None if algorithm == "W4A16_NVFP4" else Activation("fp4", "group", True)
+    scales = Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0)))
+    # The second scale multiplies here; compressed-tensors stores its inverse.
+    return Recipe(
+        WeightFormat("e2m1", scales, inputs), "fp4",
+        (("codes", (".weight",)), ("scale", (".weight_scale",)), ("outer", (".weight_scale_2",))),
+        unused=(".input_scale", ".pre_quant_scale"), variant="multiplies",
+    )

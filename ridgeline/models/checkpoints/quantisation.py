@@ -1,0 +1,121 @@
+"""Which dialect a checkpoint speaks: from config.json to its Quantisation. What is not known is refused by name, before a weight
+is read. No torch.
+
+The headers of the weight files say what configs leave open: the dtype of scales, and whether inputs are reordered.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints import awq, compressed_tensors, fp8_checkpoints, gptq, modelopt, small_dialects
+from ridgeline.models.checkpoints.recipe import Quantisation, Recipe, Section
+
+READERS: dict[str, Callable[[Section], Quantisation]] = {
+    "compressed-tensors": compressed_tensors.read,
+    "awq": awq.read,
+    "gptq": gptq.read,
+    "auto-round": gptq.read_auto_round,
+    "fp8": fp8_checkpoints.read,
+    "fbgemm_fp8": fp8_checkpoints.read,
+    "modelopt": modelopt.read,
+    "mxfp4": small_dialects.read_mxfp4,
+    "bitsandbytes": small_dialects.read_bitsandbytes,
+    "bitnet": small_dialects.read_bitnet,
+}
+_OTHER_NAMES = {
+    "compressed_tensors": "compressed-tensors", "auto_round": "auto-round", "intel/auto-round": "auto-round",
+    "gptqmodel": "gptq", "modelopt_fp4": "modelopt", "modelopt_fp8": "modelopt", "nvfp4": "modelopt",
+}
+MODELOPT_FILE = "hf_quant_config.json"
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+MAX_HEADER = 100 << 20
+
+
+def read_quantisation(raw: Mapping[str, Any], where: str, directory: Path | None = None) -> Quantisation | None:
+    """Of a checkpoint whose config.json is `raw`; None: its weights are plain."""
+    text = raw.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    found = raw.get("quantization_config") or inner or raw.get("compression_config")
+    name = f"{where}: quantization_config"
+    if found is None and directory is not None and (directory / MODELOPT_FILE).is_file():
+        try:
+            found = json.loads((directory / MODELOPT_FILE).read_text(encoding="utf-8")) | {"quant_method": "modelopt"}
+        except (OSError, ValueError, TypeError) as error:
+            raise ModelError(f"{directory / MODELOPT_FILE} cannot be read: {error}") from None
+        name = MODELOPT_FILE
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise ModelError(f"{name} must be an object, got {type(found).__name__}")
+    method = _method(found)
+    if method not in READERS:
+        raise ModelError(f"{name}: quant_method {method!r} is not supported; supported: {', '.join(READERS)}")
+    made = READERS[method](Section(found, name))
+    return refined(made, safetensors_headers(directory)) if directory is not None else made
+
+
+def _method(found: Mapping[str, Any]) -> str:
+    method = str(found.get("quant_method") or "").lower()
+    if not method and ("config_groups" in found or "sparsity_config" in found):
+        return "compressed-tensors"
+    if not method and ("load_in_4bit" in found or "load_in_8bit" in found):
+        return "bitsandbytes"
+    return _OTHER_NAMES.get(method, method)
+
+
+# ── what the files say ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def safetensors_headers(directory: Path) -> dict[str, str]:
+    """Tensor name -> dtype, of all weight files. Files that cannot be read are left to the loader, which says what is wrong."""
+    found: dict[str, str] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                size = struct.unpack("<Q", file.read(8))[0]
+                header = json.loads(file.read(size)) if size <= MAX_HEADER else {}
+            found |= {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, struct.error, KeyError, TypeError):
+            continue
+    return found
+
+
+def refined(quantisation: Quantisation, headers: Mapping[str, str]) -> Quantisation:
+    """With the scales' dtypes as stored (the widest, where modules differ), and reordered where groups are numbered."""
+    if not headers:
+        return quantisation
+    changed: dict[Recipe, Recipe] = {}
+    for recipe in {recipe for _, recipe in quantisation.rules if recipe is not None}:
+        changed[recipe] = _refined(recipe, quantisation, headers)
+    rules = tuple((pattern, None if recipe is None else changed[recipe]) for pattern, recipe in quantisation.rules)
+    return replace(quantisation, rules=rules)
+
+
+def _refined(recipe: Recipe, quantisation: Quantisation, headers: Mapping[str, str]) -> Recipe:
+    scales = recipe.format.scales
+    if recipe.unpack not in ("ct_packed", "gptq", "awq") or scales is None:
+        return recipe
+    endings = dict(recipe.tensors)
+    dtypes, reordered = set(), False
+    for name, dtype in headers.items():
+        for role in ("scale", "groups"):
+            ending = next((each for each in endings.get(role, ()) if name.endswith(each)), None)
+            if ending is not None and quantisation.recipe(name.removesuffix(ending)) is recipe:
+                if role == "scale" and dtype in _DTYPES:
+                    dtypes.add(_DTYPES[dtype])
+                reordered |= role == "groups"
+    dtype = scales.dtype
+    if dtypes:
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    if recipe.unpack == "ct_packed":
+        reordered = reordered and bool(scales.block[1])
+    else:
+        reordered = recipe.format.reordered and reordered
+    return replace(recipe, format=replace(recipe.format, scales=replace(scales, dtype=dtype), reordered=reordered))

@@ -1,0 +1,68 @@
+"""What resolve says about quantised weights before anything loads: refusals, reasons, the memory of products. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
+from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels, is_fp8_rows
+
+if TYPE_CHECKING:
+    from ridgeline.models.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedMemory:
+    codes: bool = False              # rows are quantised too: their codes lie beside them
+    scratch: int = 0                 # elements of the largest weight that a product expands
+
+
+def quantised_memory(model: ModelConfig, quantization: str, device: str, ranks: int) -> QuantisedMemory:
+    if device != "cuda":
+        return QuantisedMemory()
+    found = list(LinearFormats(model, quantization, device, ranks).shapes())
+    expanded = [shape.outputs * shape.share for shape, format in found if not is_fp8_rows(format)]
+    return QuantisedMemory(any(is_fp8_rows(format) for _, format in found), max(expanded, default=0))
+
+
+def check_quantization(
+    model: ModelConfig, quantization: str, device: str, dtype: str, ranks: int, deterministic: bool, reasons: dict[str, str]
+) -> None:
+    """ConfigError for what cannot work; a reason for what is slower than it looks."""
+    formats = LinearFormats(model, quantization, device, ranks)
+    stored = model.quantisation
+    if not formats.rules and (stored is None or (stored.method == "gguf" and device == "cpu")):
+        return
+    name = f"{quantization} as asked" if formats.rules else f"{stored.method if stored else ''} checkpoint"
+    if device == "cpu":
+        again = "again, nothing is saved" if formats.rules else f"to {dtype}: memory is that of a {dtype} model"
+        reasons["quantization"] = f"{name}: a CPU expands the weights {again}"
+        return
+    kept = [format for _, format in formats.shapes()]
+    if not kept:
+        return
+    _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
+    slow = sorted({format.name for format in kept if not has_kernels(format)})
+    if slow:
+        reasons["quantization"] = (
+            f"{name}: kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
+            f"steps of more than {MOST_CODE_ROWS} rows expand each weight first: they may be slower than in {dtype}"
+        )
+    elif model.hidden_size < FEWEST_RING_INPUTS:
+        reasons["quantization"] = (
+            f"{name}: linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
+            "and decode may be slower than in bfloat16"
+        )
+
+
+def _refuse(kept: list[WeightFormat], name: str, quantization: str, dtype: str, deterministic: bool) -> None:
+    if deterministic:
+        what = quantization or name.removesuffix(" checkpoint")
+        instead = "leave quantization out" if quantization else "use a checkpoint that is not quantised"
+        raise ConfigError(f"deterministic has no kernels for {what} weights; {instead}")
+    if any(is_fp8_rows(format) for format in kept) and dtype != "bfloat16":
+        what = f"quantization {quantization}" if quantization else f"{name}: fp8"
+        raise ConfigError(f"{what} has no kernels for {dtype}; use dtype bfloat16")

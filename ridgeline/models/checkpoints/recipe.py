@@ -1,0 +1,132 @@
+"""What a quantised checkpoint's config says about each of its modules, as data: the weight format, and how to get there.
+
+A dialect (a file beside this one) turns a `quantization_config` into rules: the first pattern that matches a module's name gives
+its recipe. No torch: memory is predicted from recipes before a tensor is read. `canonical.py` carries them out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ridgeline.errors import ModelError
+from ridgeline.quant.format import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    format: WeightFormat             # what the module's tensors become
+    unpack: str                      # by this function of canonical.py
+    # role -> endings that a tensor of this role may have, the usual one first; they begin behind the module's name.
+    tensors: tuple[tuple[str, tuple[str, ...]], ...]
+    optional: tuple[str, ...] = ()   # roles that a module may lack
+    unused: tuple[str, ...] = ()     # endings that are known and not needed
+    bits: int = 0                    # of a code in the checkpoint
+    variant: str = ""                # of the dialect, for the function
+
+    @property
+    def endings(self) -> dict[str, str]:
+        """ending -> role; unused ones have none"""
+        return {ending: role for role, endings in self.tensors for ending in endings} | dict.fromkeys(self.unused, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """A checkpoint's own quantisation."""
+
+    method: str
+    rules: tuple[tuple[str, Recipe | None], ...]         # (regular expression that must match a whole module name, its recipe)
+    kv_scales: tuple[str, ...] = ()                      # patterns of tensors that hold scales of the KV cache
+    by_name: Mapping[str, Recipe] = field(default_factory=dict, hash=False)      # of files that say it for every tensor
+
+    def recipe(self, *spellings: str) -> Recipe | None:
+        """Of a module; a checkpoint with several modalities may spell its name in several ways."""
+        if spellings[0] in self.by_name:
+            return self.by_name[spellings[0]]
+        for pattern, recipe in self.rules:
+            if any(_compiled(pattern).fullmatch(name) for name in spellings):
+                return recipe
+        return None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+ANY = ".*"
+HEAD = r"(.*\.)?lm_head"
+
+
+class Section:
+    """A part of config.json, read key by key. What was not read is refused by name."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+        self._read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return self.raw.get(name, default)
+
+    def of(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(name, value, "is of the wrong type")
+        return value
+
+    def one_of(self, name: str, known: Iterable[Any], default: Any = None) -> Any:
+        value, known = self.get(name, default), list(known)
+        if value not in known:
+            raise self.error(name, value, f"is not supported; supported: {', '.join(map(str, known))}")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        value = self.of(name, (list, tuple), ()) or ()
+        if not all(isinstance(each, str) for each in value):
+            raise self.error(name, value, "must be a list of names")
+        return list(value)
+
+    def section(self, name: str) -> Section | None:
+        value = self.of(name, dict)
+        return None if value is None else Section(value, f"{self.where}.{name}")
+
+    def skip(self, *names: str) -> None:
+        """Keys that change nothing in what the tensors mean."""
+        self._read.update(names)
+
+    def error(self, name: str, value: Any, why: str) -> ModelError:
+        return ModelError(f"{self.where}.{name} {str(value)[:80]!r} {why}")
+
+    def finish(self) -> None:
+        """Refuses the keys that were not read, unless they are empty or false."""
+        unknown = sorted(str(name) for name, value in self.raw.items() if name not in self._read and value not in
+                         (None, False, {}, [], ""))
+        if unknown:
+            raise ModelError(f"{self.where}.{unknown[0]} is not known, and ignoring it could change the model's answers")
+
+
+def regex(pattern: str, section: Section, key: str) -> str:
+    """A regular expression of a config that must match the beginning of a name, as one that must match all of it."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise section.error(key, pattern, f"is no regular expression: {error}") from None
+    return f"(?:{pattern}).*"
+
+
+def component(name: str) -> str:
+    """A name that stands for a module, for all modules with that last name, and for what is inside them."""
+    return rf"(?:.*\.)?{re.escape(name)}(?:\..*)?"
+
+
+def anywhere(name: str) -> str:
+    return f".*{re.escape(name)}.*"
+
+
+KV_SCALES = (r".*\.(?:self_attn|attn)\.(?:[kvq]_scale|[kv]_proj\.(?:output|[kv])_scale|attn\.[kvq]_scale|kv_scale)",)

@@ -1,0 +1,264 @@
+"""Dialects of quantised checkpoints: their tensors become the canonical ones exactly, and expand to what their own packages say.
+
+tests/golden/quantised.safetensors has matrices that compressed-tensors, bitsandbytes and transformers stored and expanded
+(make_quantised.py beside it). AWQ, GPTQ, ModelOpt and 2:4 are written here by hand, from codes that are known.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantised_models import DIALECTS, words
+from safetensors import safe_open
+from torch import Tensor
+
+from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.canonical import bitstream, canonical, matrix_shape
+from ridgeline.models.checkpoints.quantisation import read_quantisation
+from ridgeline.models.checkpoints.recipe import Recipe
+from ridgeline.ops.quantised.expand import expand
+from ridgeline.quant.format import SCALE, WEIGHT, ZERO, per_row
+from ridgeline.quant.quantised import quantised_weight
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "quantised.safetensors"
+MODULE = "model.layers.0.mlp.up_proj"
+
+
+def golden() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
+    """case -> (its quantization_config, its tensors by ending)"""
+    with safe_open(GOLDEN, framework="pt") as file:
+        found: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
+            name: (json.loads(config), {}) for name, config in file.metadata().items() if name != "made_by"
+        }
+        for key in file.keys():
+            name, _, ending = key.partition("/")
+            found[name][1][ending] = file.get_tensor(key)
+    return found
+
+
+CASES = golden()
+
+
+def recipe_of(config: dict[str, Any], module: str = MODULE) -> Recipe:
+    quantisation = read_quantisation({"quantization_config": config}, "config.json")
+    assert quantisation is not None
+    recipe = quantisation.recipe(module)
+    assert recipe is not None
+    return recipe
+
+
+def by_role(recipe: Recipe, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """From a module's endings to roles; every tensor must have one, or be known as unused."""
+    found = {}
+    for name, tensor in tensors.items():
+        role = recipe.endings[name if name.startswith("_") else f".{name}"]
+        if role:
+            found[role] = tensor
+    return found
+
+
+def numbers(recipe: Recipe, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    roles = by_role(recipe, tensors)
+    outputs, inputs = matrix_shape(recipe, {role: tuple(tensor.shape) for role, tensor in roles.items()}, roles.__getitem__)
+    found = canonical(recipe, roles)
+    written = per_row(recipe.format)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        spec.name: spec.shape(outputs, inputs) for spec in written.tensors()
+    }
+    return expand(quantised_weight(written, inputs, found), dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_expanded_as_its_own_package_expands(name: str) -> None:
+    config, tensors = CASES[name]
+    expected = tensors.pop("expected") if "expected" in tensors else torch.empty(0)
+    found = numbers(recipe_of(config), tensors, expected.dtype)
+    tensors["expected"] = expected
+    if name in ("ct-nvfp4", "bnb-int8"):                 # they divide and multiply in another order: the last bit may differ
+        torch.testing.assert_close(found, expected, rtol=2**-7 if expected.dtype == torch.bfloat16 else 2e-7, atol=0)
+    else:
+        assert torch.equal(found, expected)
+
+
+# -- codes that are known -----------------------------------------------------------------------------------------------
+
+
+def test_a_stream_of_bits_is_read_at_any_width() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for bits in range(1, 9):
+        for count in (1, 31, 32, 40, 77):
+            codes = torch.randint(1 << bits, (3, count), generator=generator, dtype=torch.uint8)
+            assert torch.equal(bitstream(words(codes, bits), bits, count), codes)
+            each = 32 // bits                            # older files begin every word anew
+            padded = torch.nn.functional.pad(codes, (0, -count % each)).unflatten(1, (-1, each))
+            apart = torch.cat([words(padded[:, word], bits) for word in range(padded.shape[1])], dim=1)
+            if apart.shape != words(codes, bits).shape:
+                assert torch.equal(bitstream(apart, bits, count), codes)
+    with pytest.raises(ModelError, match="5 words cannot hold 77 codes of 4 bits"):
+        bitstream(torch.zeros(3, 5, dtype=torch.int32), 4, 77)
+
+
+def test_gptq_zero_points_differ_by_one_between_versions() -> None:
+    """Version 1 stores them minus one, modulo 16: a stored 15 is a zero."""
+    codes, stored = torch.full((8, 8), 9, dtype=torch.uint8), torch.tensor([[0, 6, 7, 8, 14, 15, 3, 1]], dtype=torch.uint8)
+    tensors = {"codes": words(codes, 4).t(), "zero": words(stored, 4), "scale": torch.ones(1, 8, dtype=torch.float16)}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
+    first = canonical(recipe_of(config), tensors)[ZERO].flatten().tolist()
+    second = canonical(recipe_of(config | {"checkpoint_format": "gptq_v2"}), tensors)[ZERO].flatten().tolist()
+    assert second == stored[0].tolist() and first == [1, 7, 8, 9, 15, 0, 4, 2]
+
+
+def test_a_symmetric_checkpoint_with_other_zero_points_is_refused() -> None:
+    tensors = {"codes": torch.zeros(1, 8, dtype=torch.int32), "zero": torch.zeros(1, 1, dtype=torch.int32),
+               "scale": torch.ones(1, 8, dtype=torch.float16)}
+    with pytest.raises(ModelError, match="the config says symmetric, but there are zero points that are not in the middle"):
+        canonical(recipe_of({"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": True}), tensors)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_other_widths_of_gptq(bits: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(1 << bits, (32, 64), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(1 << bits, (2, 32), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(2, 32, generator=generator).half()
+    tensors = {"qweight": words(codes, bits).t(), "qzeros": words(zeros, bits), "scales": scale}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"}
+    spread = [each.t().double().repeat_interleave(32, 1) for each in (zeros, scale)]
+    assert torch.equal(numbers(recipe_of(config), tensors, torch.float64), (codes.double() - spread[0]) * spread[1])
+
+
+def test_the_second_scale_of_nvfp4_multiplies_or_divides() -> None:
+    """The same bytes mean other numbers in compressed-tensors than in ModelOpt."""
+    packed, scale = torch.full((2, 8), 0x22, dtype=torch.uint8), torch.ones(2, 1).to(torch.float8_e4m3fn)
+    second = torch.tensor([4.0])
+    modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    tensors = {"weight": packed, "weight_scale": scale, "weight_scale_2": second}
+    assert numbers(recipe_of(modelopt), tensors).unique().tolist() == [4.0]
+    ct, _ = CASES["ct-nvfp4"]
+    tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": second}
+    assert numbers(recipe_of(ct), tensors).unique().tolist() == [0.25]
+
+
+def test_scales_must_fit_their_blocks() -> None:
+    recipe = recipe_of({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    weight = torch.zeros(256, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    with pytest.raises(ModelError, match=r"scales of shape \[2, 2\], blocks of 128 x 128 need \[2, 3\]"):
+        canonical(recipe, {"codes": weight, "scale": torch.ones(2, 2)})
+    found = canonical(recipe, {"codes": weight, "scale": torch.arange(6.0).view(2, 3)})
+    assert found[SCALE].shape == (256, 3) and found[SCALE][128].tolist() == [3.0, 4.0, 5.0]
+    assert found[WEIGHT].shape == (256, 300)
+
+
+# -- configs ------------------------------------------------------------------------------------------------------------
+
+GROUPS = {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
+CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": GROUPS}
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (CT | {"transform_config": {"R1": {}}}, "quantization_config.transform_config is not known"),
+    (CT | {"format": "marlin-24"}, "format 'marlin-24' is not supported"),
+    (CT | {"config_groups": {"g": GROUPS["g"] | {"output_activations": {"num_bits": 8}}}}, "output_activations"),
+    (CT | {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}}},
+     "num_bits 'float4' is not supported in float-quantized"),
+    (CT | {"ignore": ["re:("]}, "is no regular expression"),
+    (CT | {"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme.num_bits '4' is not supported"),
+    ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported"),
+    ({"quant_method": "awq", "bits": 3}, "bits '3' is not supported"),
+    ({"quant_method": "gptq", "bits": 5}, "bits '5' is not supported"),
+    ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "rotation is not known"),
+    ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type 'fp4'"),
+    ({"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm 'True' is not supported"),
+    ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
+    ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: compressed-tensors, awq"),
+    ("int8", "must be an object"),
+])
+def test_what_is_not_known_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read_quantisation({"quantization_config": config}, "config.json")
+    assert message in str(caught.value) and str(caught.value).startswith("config.json: quantization_config")
+
+
+@pytest.mark.parametrize(("config", "quantised", "plain"), [
+    (CT | {"ignore": ["lm_head", "re:.*layers\\.1\\..*"]}, [MODULE], ["lm_head", "model.layers.1.mlp.up_proj"]),
+    ({"quant_method": "awq", "modules_to_not_convert": ["self_attn"]}, [MODULE], ["model.layers.0.self_attn.q_proj", "lm_head"]),
+    ({"quant_method": "gptq", "lm_head": True}, [MODULE, "lm_head"], []),
+    ({"quant_method": "gptq", "dynamic": {"-:.*up_proj": {}}}, ["model.layers.0.mlp.down_proj"], [MODULE, "lm_head"]),
+    ({"quant_method": "gptq", "modules_in_block_to_quantize": [["mlp.up_proj"]]}, [MODULE], ["model.layers.0.mlp.down_proj"]),
+    ({"quant_method": "auto-round", "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 16}}},
+     ["model.layers.10.mlp.up_proj"], [MODULE]),
+    ({"quant_method": "fp8", "modules_to_not_convert": ["up_proj"]}, ["model.layers.0.mlp.down_proj"], [MODULE, "lm_head"]),
+    ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*.mlp*"]}, ["model.layers.0.self_attn.k_proj"],
+     [MODULE]),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, [MODULE], ["lm_head"]),
+])
+def test_which_modules_are_quantised(config: dict[str, Any], quantised: list[str], plain: list[str]) -> None:
+    found = read_quantisation({"quantization_config": config}, "config.json")
+    assert found is not None
+    assert all(found.recipe(name) is not None for name in quantised) and all(found.recipe(name) is None for name in plain)
+
+
+def test_overrides_change_the_format_of_one_module() -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down_proj": {"bits": 8, "group_size": 32}}}
+    found = read_quantisation({"quantization_config": config}, "config.json")
+    assert found is not None
+    names = [recipe.format.name for recipe in map(found.recipe, (MODULE, "model.layers.0.mlp.down_proj")) if recipe is not None]
+    assert names == ["uint4-128", "int8-32"]
+
+
+def test_names_before_patterns_before_classes() -> None:
+    def group(target: str, bits: int) -> dict[str, Any]:
+        weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32}
+        return {"targets": [target], "weights": weights, "format": "pack-quantized"}
+
+    config = CT | {"format": "mixed-precision", "config_groups": {
+        "a": group("Linear", 4), "b": group("re:.*mlp.*", 8), "c": group(MODULE, 2),
+    }}
+    found = read_quantisation({"quantization_config": config}, "config.json")
+    assert found is not None
+    bits = [recipe.bits for recipe in map(found.recipe, ("q_proj", "x.mlp.y", MODULE)) if recipe is not None]
+    assert bits == [4, 8, 2]
+
+
+def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({
+        "producer": {"name": "modelopt", "version": "0.29"},
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    }))
+    found = read_quantisation({}, "config.json", tmp_path)
+    assert found is not None and found.method == "modelopt" and found.recipe(MODULE) is not None
+    assert read_quantisation({}, "config.json", tmp_path / "elsewhere") is None
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 300), st.floats(), st.text(max_size=6), st.lists(st.text(max_size=4), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=2),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(DIALECTS)), st.data())
+def test_a_config_with_any_value_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    """Never another error: the message must name the field."""
+    config = json.loads(json.dumps(DIALECTS[name][0]))
+    place = config
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)) if place else st.just("new"))
+        if not isinstance(place.get(key), dict) or data.draw(st.booleans()):
+            place[key] = data.draw(VALUES)
+            break
+        place = place[key]
+    try:
+        read_quantisation({"quantization_config": config}, "config.json")
+    except ModelError as error:
+        assert str(error).startswith("config.json: quantization_config")

@@ -1,0 +1,213 @@
+"""Quantised checkpoints through the loader: every dialect gives the model of the numbers that its tensors mean, kept packed or
+expanded, whole or in shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_models import DIALECTS, gptq, save_quantised
+from safetensors.torch import load_file, save_file
+from tiny_models import random_tokens, teacher_forced_logits
+from torch import Tensor
+
+from ridgeline.config import EngineConfig
+from ridgeline.distributed.comm import Communicator
+from ridgeline.errors import ConfigError, ModelError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.weights import load_weights
+from ridgeline.quant.choose import schemes
+from ridgeline.quant.quantised import Quantised
+from ridgeline.quant.scheme import Scheme, Unquantised
+from ridgeline.resolve import DeviceFacts, resolve
+
+TOKENS = random_tokens(24)
+
+
+def decoder(path: Path, packed: bool, dtype: torch.dtype = torch.float64, comm: Communicator | None = None) -> Decoder:
+    """On the CPU; `packed`: codes are kept, as on a GPU."""
+    comm = comm or Communicator()
+    config = load_model_config(path)
+    formats = LinearFormats(config, "none", "cuda" if packed else "cpu", comm.size)
+    plain = Unquantised()
+
+    def scheme(place: str) -> Scheme:
+        chosen = formats(place).format
+        return plain if chosen is None else Quantised(chosen, plain, keeps=True)
+
+    made = Decoder(config, comm, dtype, "cpu", 64, scheme)
+    load_weights(made, path, config)
+    return made
+
+
+def logits(model: Decoder) -> Tensor:
+    return teacher_forced_logits(model, TOKENS, 20)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_is_the_model_of_its_numbers(dialect: str, tmp_path: Path) -> None:
+    quantised, plain = save_quantised(dialect, tmp_path)
+    expected, expanded, packed = decoder(plain, False), decoder(quantised, False), decoder(quantised, True)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(expanded.state_dict()[name], value), name
+    for name, value in packed.numbers().items():
+        assert torch.equal(value, expected.numbers()[name]), name
+    torch.testing.assert_close(logits(packed), logits(expected), rtol=0, atol=1e-12)
+    kept = [module for module in packed.modules() if isinstance(getattr(module, "scheme", None), Quantised)]
+    assert len(kept) == (0 if dialect == "2:4" else 8)   # four linears in each of two layers
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_predicted_bytes_are_the_bytes(dialect: str, tmp_path: Path) -> None:
+    quantised, _ = save_quantised(dialect, tmp_path)
+    packed = decoder(quantised, True, torch.float32)
+    assert packed.weight_bytes == weight_bytes(load_model_config(quantised), "float32", "cuda")
+
+
+# -- shards and fused parts ---------------------------------------------------------------------------------------------
+
+
+class Rank(Communicator):
+    """One rank of several, as far as loading is concerned."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dialect", [
+    "fp8-uneven-block", "fp8-block", "ct-w4a16-asymmetric", "awq", "ct-nvfp4", "ct-mxfp4", "ct-w8a8", "bitnet",
+])
+def test_a_shard_may_end_inside_a_block(dialect: str, size: int, tmp_path: Path) -> None:
+    """96 inputs of `down` in shards of 24 cut groups of 32; blocks of 48 outputs end inside q, k and v."""
+    sizes = {"intermediate_size": 96}
+    quantised, plain = save_quantised(dialect, tmp_path, **sizes)
+    for rank in range(size):
+        expected = decoder(plain, False, comm=Rank(rank, size)).numbers()
+        for packed in (False, True):
+            found = decoder(quantised, packed, comm=Rank(rank, size)).numbers()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_blocks_stay_blocks_where_no_part_cuts_them(tmp_path: Path) -> None:
+    """16 divides q, k and v; 48 does not, and the scales are written out for every output."""
+    for dialect, block, shape in (("fp8-block", (16, 16), (8, 4)), ("fp8-uneven-block", (1, 40), (128, 2))):
+        quantised, _ = save_quantised(dialect, tmp_path / dialect)
+        qkv = decoder(quantised, True).layers[0].attention.qkv
+        assert qkv.format.scales.block == block and tuple(qkv.scale.shape) == shape
+
+
+@pytest.mark.parametrize("dialect", ["ct-fp8-tensor", "fp8-uneven-block", "awq", "gptq-desc-act", "ct-nvfp4", "mxfp4"])
+def test_matrices_that_a_checkpoint_has_fused(dialect: str, tmp_path: Path) -> None:
+    """Phi-3 stores q, k and v as one matrix: one scale for all of them, and one order."""
+    quantised, plain = save_quantised(dialect, tmp_path, "phi3")
+    expected, packed = decoder(plain, False), decoder(quantised, True)
+    assert all(torch.equal(value, expected.numbers()[name]) for name, value in packed.numbers().items())
+    assert isinstance(packed.layers[0].attention.qkv.scheme, Quantised)
+
+
+def test_parts_that_differ_are_kept_as_numbers_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised, plain = save_quantised("ct-w4a16", tmp_path, only=lambda name: not name.endswith("k_proj"))
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:.*k_proj$")
+    (quantised / "config.json").write_text(json.dumps(config))
+    formats = LinearFormats(load_model_config(quantised), "none", "cuda")
+    with caplog.at_level("INFO"):
+        plain_scheme = schemes(formats, Unquantised())("layers.1.attention.qkv")
+    assert isinstance(plain_scheme, Unquantised)
+    assert "its parts are stored as uint4-32, none, uint4-32 and kept together as the model's dtype" in caplog.text
+    packed, expected = decoder(quantised, True), decoder(plain, False)
+    assert all(torch.equal(value, expected.numbers()[name]) for name, value in packed.numbers().items())
+    assert isinstance(packed.layers[0].mlp.down.scheme, Quantised)
+
+
+def test_different_orders_of_fused_parts_are_expanded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ordered = gptq(True, 1, True)
+    quantised, plain = save_quantised(
+        "gptq-desc-act", tmp_path, writer=lambda name, weight: ordered(name.replace("k_proj", "other"), weight)
+    )
+    with caplog.at_level("WARNING"):
+        packed = decoder(quantised, True)
+    assert "read their inputs in different orders" in caplog.text
+    assert isinstance(packed.layers[0].attention.qkv.scheme, Unquantised)
+    assert all(torch.equal(value, decoder(plain, False).numbers()[name]) for name, value in packed.numbers().items())
+
+
+def test_activation_order_is_refused_with_ranks(tmp_path: Path) -> None:
+    quantised, _ = save_quantised("gptq-desc-act", tmp_path)
+    config = EngineConfig.of(model=str(quantised), tensor_parallel_size=2, dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size above 1 does not work .* \(desc_act\)"):
+        resolve(config, DeviceFacts("cuda", 2**34, ("bfloat16",)))
+
+
+# -- known failures of others -------------------------------------------------------------------------------------------
+
+
+def test_scales_of_the_kv_cache_are_known_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are neither unknown tensors nor silently 1: the KV cache scales every token and head, and the log says so."""
+    quantised, plain = save_quantised("ct-fp8-channel", tmp_path)
+    tensors = load_file(quantised / "model.safetensors")
+    for layer in range(2):
+        for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale"):
+            tensors[f"model.layers.{layer}.{name}"] = torch.tensor([0.03])
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("INFO"):
+        found = decoder(quantised, True).numbers()
+    assert "6 scales of the KV cache in the checkpoint are not used" in caplog.text
+    assert torch.equal(found["layers.1.mlp.down.weight"], decoder(plain, False).numbers()["layers.1.mlp.down.weight"])
+
+
+def test_a_module_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
+    quantised, _ = save_quantised("awq", tmp_path)
+    tensors = load_file(quantised / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.scales"]
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"there is no tensor model\.layers\.1\.mlp\.down_proj\.scales, which awq needs"):
+        decoder(quantised, True)
+
+
+def test_biases_of_zeros_that_a_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    quantised, plain = save_quantised("gptq", tmp_path)
+    tensors = load_file(quantised / "model.safetensors")
+    bias = "model.layers.0.mlp.up_proj.bias"
+    save_file(tensors | {bias: torch.zeros(128)}, quantised / "model.safetensors", {"format": "pt"})
+    found = decoder(quantised, True).numbers()
+    assert all(torch.equal(value, found[name]) for name, value in decoder(plain, False).numbers().items())
+    save_file(tensors | {bias: torch.ones(128)}, quantised / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not know: model\.layers\.0\.mlp\.up_proj\.bias"):
+        decoder(quantised, True)
+
+
+def test_a_code_that_is_not_a_number_is_named(tmp_path: Path) -> None:
+    quantised, _ = save_quantised("ct-fp8-channel", tmp_path)
+    tensors = load_file(quantised / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[3, 5] = 0x7F
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"up_proj\.weight holds values that are not finite"):
+        decoder(quantised, True)
+
+
+def test_a_layer_that_the_config_leaves_out_is_read_as_it_is(tmp_path: Path) -> None:
+    """`dynamic` of GPTQ: no codes in the first layer."""
+    quantised, plain = save_quantised("gptq", tmp_path, only=lambda name: ".layers.0." not in name)
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {r"-:model\.layers\.0\..*": {}}
+    (quantised / "config.json").write_text(json.dumps(config))
+    packed = decoder(quantised, True)
+    assert all(torch.equal(value, decoder(plain, False).numbers()[name]) for name, value in packed.numbers().items())
+    assert [isinstance(layer.mlp.down.scheme, Quantised) for layer in packed.layers] == [False, True]
+
+
+def test_dummy_weights_have_the_size_of_usual_ones(tmp_path: Path) -> None:
+    for dialect in ("ct-fp8-block", "awq", "ct-nvfp4", "mxfp4", "ct-w8a8", "bitnet", "gptq-desc-act"):
+        quantised, _ = save_quantised(dialect, tmp_path / dialect)
+        config = load_model_config(quantised)
+        formats = LinearFormats(config, "none", "cuda")
+        model = Decoder(config, Communicator(), torch.float32, "cpu", 64, schemes(formats, Unquantised()))
+        load_weights(model, quantised, config, "dummy")
+        spread = model.numbers()["layers.0.mlp.gate_up.weight"].std() * 64**0.5
+        assert 0.5 < spread < 2, (dialect, spread)
