@@ -186,7 +186,7 @@ def in_process(arguments: list[str], limit: float) -> Any:
 
 
 def checks(limit: float, wanted: list[str]) -> dict[str, Any]:
-    tasks = [(number, rows, "op") for rows in (1, 5, 16, 50, 200, 500) for number in range(len(CHECKS))]
+    tasks = [(number, rows, "op") for rows in (1, 5, 16, 30, 50, 200, 900) for number in range(len(CHECKS))]
     tasks += [(number, 1, "gemv") for number in range(len(CHECKS))]
     tasks += [(number, rows, "gemm") for rows in (7, 16, 50, 200) for number in range(len(CHECKS))]
     tasks = [task for task in tasks if not wanted or f"{task[2]} {task[1]}" in wanted]
