@@ -1,0 +1,85 @@
+"""The scheme of 4-bit weights on a Hopper GPU: after loading, codes and scales are laid out as the kernels of ops/packed want.
+
+Formats that the layout does not hold exactly (scales of more than 16 bits, zeros between two codes, groups it does not know) stay
+with `Quantised`, and so do all formats on other devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.ops.activation import gated_activation
+from ridgeline.ops.hopper import is_hopper
+from ridgeline.ops.linear import gemm_small
+from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, packs
+from ridgeline.quant.four_bits import FourBits, four_bits
+from ridgeline.quant.quantised import Quantised
+from ridgeline.quant.scheme import Norm
+
+
+class Packed(Quantised):
+    def finish(self, linear: nn.Module) -> None:
+        linear.packed = None
+        super().finish(linear)
+        device = linear.weight.device
+        if linear.scheme is not self or (device.type == "cuda" and not is_hopper(device)):
+            return
+        four = four_bits(linear.quantised)
+        gated = set(linear.rows) == {"gate", "up"} and (four is None or four.order is None)
+        if four is None or not _holds(four, gated):
+            return
+        linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
+        self._forget(linear)
+        for name, tensor in _tensors(linear.packed, four.order).items():
+            setattr(linear, name, nn.Parameter(tensor, requires_grad=False))
+        gemm_small.prepare(device)
+
+    def numbers(self, linear: nn.Module) -> Tensor:
+        packed = getattr(linear, "packed", None)
+        if packed is None:
+            return super().numbers(linear)
+        found = expanded(packed, torch.promote_types(linear.dtype, torch.float32))
+        order = getattr(linear, "order", None)
+        return found if order is None else torch.empty_like(found).index_copy_(1, order.long(), found)
+
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
+        if linear.packed is None:
+            return super().apply(linear, x, batch)
+        order = getattr(linear, "order", None)
+        return packed_linear(x if order is None else x.index_select(1, order), linear.packed, linear.bias)
+
+    def apply_normed(
+        self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
+        following: nn.Module | None = None,
+    ) -> tuple[Any, Tensor]:
+        packed = linear.packed
+        if packed is None or getattr(linear, "order", None) is not None:
+            return super().apply_normed(linear, x, residual, norm, batch, gate, following)
+        out, stream = normed_packed_linear(
+            x, residual, norm.weight, norm.eps, packed, linear.bias, norm_offset=norm.offset, gate=gate if packed.gated else None
+        )
+        return (out if gate is None or packed.gated else gated_activation(out, gate)), stream
+
+
+def _holds(four: FourBits, gated: bool) -> bool:
+    """Whether the layout keeps these numbers as they are."""
+    outputs, inputs = four.codes.shape[0], 2 * four.codes.shape[1]
+    if inputs % four.scale.shape[1] or not packs(outputs, inputs, inputs // four.scale.shape[1], gated):
+        return False
+    exact = any(_exact(four.scale, dtype) for dtype in (torch.bfloat16, torch.float16))
+    zero = None if four.zero is None else four.zero.float()
+    return exact and (zero is None or (four.kind == "uint4" and torch.equal(zero, zero.round()) and _exact(zero, torch.float16)))
+
+
+def _exact(values: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(values.to(dtype).to(values.dtype), values)
+
+
+def _tensors(packed: PackedWeight, order: Tensor | None) -> dict[str, Tensor]:
+    """By the names of a format's parameters, so that memory and reads are counted as before."""
+    found = {"weight": packed.codes, "scale": packed.scale, "zero": packed.zero, "outer": packed.outer, "order": order}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
