@@ -205,7 +205,15 @@ def is_fp8_rows(format: WeightFormat) -> bool:
 
 def has_kernels(format: WeightFormat) -> bool:
     """Whether a GPU has kernels made for this format. Otherwise ops/quantised serves it, as every format."""
-    return is_fp8_rows(format)
+    scales = format.scales
+    packs = format.grid in ("uint4", "e2m1") and scales is not None and scales.zero != "offset" and _packs(scales)
+    return is_fp8_rows(format) or packs
+
+
+def _packs(scales: Scales) -> bool:
+    """quant/packed.py: groups and scales that its layout keeps exactly."""
+    rows, inputs = scales.block
+    return rows == 1 and (inputs in (16, 32, 64, 128) or inputs % 128 == 0) and scales.dtype in ("bfloat16", "float16", "e8m0")
 
 
 def quantization_rules(option: str, method: str = "") -> Mapping[str, str]:

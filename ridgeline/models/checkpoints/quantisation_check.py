@@ -45,17 +45,30 @@ def check_quantization(
     if not kept:
         return
     _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
+    said = _speed(kept, model.hidden_size, dtype)
+    if said:
+        reasons["quantization"] = f"{name}: {said}"
+
+
+def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
+    """Where these formats are slower than they look."""
     slow = sorted({format.name for format in kept if not has_kernels(format)})
     if slow:
-        reasons["quantization"] = (
-            f"{name}: kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
+        return (
+            f"kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
             f"steps of more than {MOST_CODE_ROWS} rows expand each weight first: they may be slower than in {dtype}"
         )
-    elif model.hidden_size < FEWEST_RING_INPUTS:
-        reasons["quantization"] = (
-            f"{name}: linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
+    if not any(is_fp8_rows(format) for format in kept):
+        return (
+            f"kept in 4 bits; decode is faster than in {dtype} up to about 64 rows, and from about 100 rows on, and in "
+            "prompts, it is slower: use fp8 where batches are large"
+        )
+    if hidden_size < FEWEST_RING_INPUTS:
+        return (
+            f"linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
             "and decode may be slower than in bfloat16"
         )
+    return ""
 
 
 def _refuse(kept: list[WeightFormat], name: str, quantization: str, dtype: str, deterministic: bool) -> None:
