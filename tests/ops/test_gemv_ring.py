@@ -33,15 +33,11 @@ OUTPUTS = 4096
 
 def chosen(monkeypatch: pytest.MonkeyPatch, inputs: int, gated: bool, shared: int) -> object:
     """As on a GPU with that much shared memory."""
-    import triton
-
     monkeypatch.setattr(gemv_ring, "HAS_GLUON", True)
-    monkeypatch.setattr(gemv_ring, "triton", triton)
     monkeypatch.setattr(gemv_ring, "shared_memory", lambda device: shared)
     return gemv_ring.ring_for.__wrapped__(OUTPUTS, inputs, gated, torch.device("cuda"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_ring_is_for_devices_it_fits(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
     for inputs in (3072, 4096, 5120, 8192, 14336, 16384):

@@ -310,7 +310,8 @@ def _against_floors(
         "bytes": own["bytes"], "flops": own["flops"],
         "tb_s": own["bytes"] / seconds / 1e12, "tflop_s": own["flops"] / seconds / 1e12,
     }
-    if (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
+    plain = config.options.model.quantization in ("", "none")
+    if plain and (model, config.kv_dtype, config.dtype) == H200_FLOORS_FOR and preset.name in H200_FLOORS:
         found["floor"]["h200_bf16"] = H200_FLOORS[preset.name]
         found["share_of_floor"]["h200_bf16"] = shares(medians, H200_FLOORS[preset.name])
     return found
