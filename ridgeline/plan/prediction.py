@@ -50,6 +50,10 @@ NARROW_READ = 0.78
 # e4m3 weights, against bf16 ones: the share of the reading speed that gate and up keep at 4 rows, beyond a call's own time, and
 # the share of twice the matrix rate that layers keep at 8,192 rows, quantisation included (benchmarks/studies/fp8_linears).
 FP8_READ, FP8_COMPUTE = 0.97, 0.73
+# 4-bit weights (benchmarks/studies/int4_linears): the share of the bf16 matrix rate that layers keep at 256 rows, the most rows
+# that are multiplied like that, and the bytes that are moved for each weight where more rows expand it first, at the share of the
+# bandwidth that this reaches.
+FOUR_BIT_COMPUTE, FOUR_BIT_ROWS, FOUR_BIT_EXPANDED, FOUR_BIT_EXPANDS = 0.64, 768, 2.516, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +190,14 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
     layer = constants.layer_one_s + (constants.layer_many_s - constants.layer_one_s) * grown
-    products = _both(steps.product_bytes / reads, steps.product_flops / (rates * paced[:, None]), p)
+    four_bits = WEIGHT_FORMATS[setup.weights].bits == 4 and device.kind == "cuda" and format == setup.dtype
+    many = steps.tokens > FOUR_BIT_ROWS
+    kept = np.where(many, 1.0, FOUR_BIT_COMPUTE) if four_bits else 1.0
+    products = _both(steps.product_bytes / reads, steps.product_flops / (rates * (paced * kept)[:, None]), p)
     products += steps.product_calls * kernel[:, None]
+    if four_bits:
+        weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
+        products[:, :-1] += weights * many[:, None] * FOUR_BIT_EXPANDED / (device.bandwidth * FOUR_BIT_EXPANDS)
     narrow_kv = setup.kv != "auto" and device.kind == "cuda"
     reads_kv, computes_kv = (constants.narrow_kv_read, constants.narrow_kv_compute) if narrow_kv else (1.0, 1.0)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
