@@ -75,25 +75,29 @@ def bind(options: ServerOptions) -> socket.socket:
     return listener
 
 
+def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(options),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_certfile=options.ssl_certfile or None,
+        ssl_keyfile=options.ssl_keyfile or None,
+    )
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn with a graceful shutdown: let running requests finish for a while, then fail them and end the engine."""
 
     def __init__(self, service: Service) -> None:
         guarded = HostGuard(make_app(service), service.options, len(service.keys) > 0)
-        config = uvicorn.Config(
-            RootPath(Gate(guarded, service.options, service.keys), service.options.root_path),
-            http=limited_protocol(service.options),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            ssl_certfile=service.options.ssl_certfile or None,
-            ssl_keyfile=service.options.ssl_keyfile or None,
-        )
-        super().__init__(config)
+        app = RootPath(Gate(guarded, service.options, service.keys), service.options.root_path)
+        super().__init__(http_config(app, service.options))
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
