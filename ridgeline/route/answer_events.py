@@ -18,7 +18,7 @@ _encode = msgspec.json.Encoder().encode
 MOST_EVENT = 16 * 2**20              # bytes: an event that never ends
 MOST_TEXT = 4 * 2**20                # characters of an answer that are kept to continue it
 _DONE = b"[DONE]"
-_GONE = frozenset({"engine_not_available", "try_again", 503})
+_GONE = ("engine_not_available", "try_again", 503)
 FIELDS = ("content", "reasoning_content", "reasoning", "text")
 
 
@@ -65,13 +65,15 @@ def usage_of(content: Any) -> Usage | None:
 class AnswerEvents:
     """`hide_usage`: the client did not ask for the last event with the usage; the router did."""
 
-    def __init__(self, hide_usage: bool, resumable: bool) -> None:
+    def __init__(self, hide_usage: bool = False, resumable: bool = False, one_choice: bool = True) -> None:
         self.usage: Usage | None = None
         self.done = False
         self.began = False                               # some text has come from this replica
         self.shown = False                               # the client has something of the answer, not only its beginning
         self.resumable = resumable                       # the same request gives the same answer, and the text is all of it
+        self.finished = False                            # the client has the answer's end; usage and [DONE] may be missing
         self._hide_usage = hide_usage
+        self._one_choice = one_choice
         self._sent: dict[str, list[str]] = {}            # text that the client has, by field
         self._length = 0
         self._skip: dict[str, str] = {}                  # what of it the new replica has not repeated yet
@@ -136,11 +138,12 @@ class AnswerEvents:
             new = {name: self._unseen(name, text) for name, text in new.items()}
             if ends and any(self._skip.values()):
                 raise Differs                            # it ended earlier than the first one
-            if not ends and not any(new.values()) and not part.get("tool_calls"):
+            if (not ends or self.finished) and not any(new.values()) and not part.get("tool_calls"):
                 return b""
             part.update(new)
             part.pop("role", None)
         self.shown = self.shown or ends or any(new.values()) or bool(part.get("tool_calls"))
+        self.finished = self.finished or (ends and self._one_choice)
         for name, text in new.items():
             self._keep(name, text)
         return self._renamed(content, event)

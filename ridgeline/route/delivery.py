@@ -7,10 +7,12 @@ stream ends with an error event.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
+from ridgeline.errors import TryAgain
 from ridgeline.process.log import get_logger
 from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, ReplicaGaveUp, usage_of
 from ridgeline.route.fleet import Fleet
@@ -42,7 +44,7 @@ class Delivery:
         self._request = request
         self._client_headers = headers
         self._send = send
-        self._events = AnswerEvents(request.hide_usage, request.is_exact)
+        self._events = self._new_events()
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
 
     async def run(self) -> None:
@@ -52,20 +54,32 @@ class Delivery:
             number = fleet.choose(self._request.prompt, tried)
             if number is None:
                 break
-            if tried:
-                fleet.counts["resumed_streams" if self._events.shown else "retries"] += 1
+            if tried and not self.started:
+                fleet.counts["retries"] += 1
             tried.add(number)
+            was_started = self.started
             if await self._try(number):
+                fleet.counts["resumed_streams"] += was_started
                 return
-            if self._events.shown and not self._events.resumable:
+            if not self.started:
+                self._events = self._new_events()
+            elif self._events.finished and self._request.hide_usage:
+                return await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            elif self._events.shown and not self._events.resumable:
                 break
-            self._events.restart()
-        await self._give_up()
+            else:
+                self._events.restart()
+        await self._give_up(tried)
 
-    async def _give_up(self) -> None:
+    def _new_events(self) -> AnswerEvents:
+        return AnswerEvents(self._request.hide_usage, self._request.is_exact, self._request.one_choice)
+
+    async def _give_up(self, tried: Collection[int]) -> None:
         self._fleet.counts["broken_streams" if self.started else "refused"] += 1
         if self.started:
             await self.end_with_error(_BROKEN, "service_unavailable_error", "replica_failed")
+        elif self._refusal is None and tried:
+            raise TryAgain(f"{len(tried)} replicas failed in this request; try again later", 1.0)
         elif self._refusal is None:
             raise self._fleet.nothing_usable()
         else:
@@ -129,26 +143,27 @@ class Delivery:
     async def _stream(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
         cutter, events, counted = EventCutter(), self._events, self._request.is_counted
         async for piece in answer.pieces():
-            whole = cutter.cut(piece)
+            parts: list[bytes] = []
             try:
-                parts = [events.take(event) if counted else event for event in whole]
-            finally:
-                if not ticket.first and (events.began or (whole and not counted)):
-                    self._first(replica, ticket)
-            if body := b"".join(parts):
-                events.shown = events.shown or not counted
-                await self._start(answer)
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+                for event in cutter.cut(piece):
+                    parts.append(events.take(event) if counted else event)
+            finally:                                     # also what came before an event that fails: it counts as sent
+                if events.began or (parts and not counted):
+                    self._began(replica, ticket)
+                if body := b"".join(parts):
+                    events.shown = events.shown or not counted
+                    await self._start(answer)
+                    await self._send({"type": "http.response.body", "body": body, "more_body": True})
         replica.succeeded()
         replica.load.finish(ticket, self._fleet.now(), events.usage, events.text)
         self._fleet.answered(replica, events.usage)
         await self._start(answer)
         await self._send({"type": "http.response.body", "body": b""})
 
-    def _first(self, replica: Replica, ticket: Ticket) -> None:
-        replica.load.first_token(ticket, self._fleet.now())
-        self._fleet.first_token.observe(ticket.first - ticket.sent)
-        self._fleet.predicted_first_token.observe(ticket.predicted.first_token)
+    def _began(self, replica: Replica, ticket: Ticket) -> None:
+        if replica.load.first_token(ticket, self._fleet.now()):
+            self._fleet.first_token.observe(ticket.first - ticket.sent)
+            self._fleet.predicted_first_token.observe(ticket.predicted.first_token)
 
     # -- to the client -------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class ForwardedRequest:
     is_counted: bool = False
     hide_usage: bool = False                     # the router asked for the usage, not the client
     is_exact: bool = False                       # sent again, it gives the same answer
+    one_choice: bool = True
     has_deadline: bool = False                   # a replica may refuse it for its own deadline
 
 
@@ -62,7 +63,7 @@ def forwarded(scope: Scope, body: bytes, has_keys: bool) -> ForwardedRequest:
     prompt = prompt_of(request, str(added.get("cache_salt", request.get("cache_salt") or "")))
     return ForwardedRequest(
         "POST", path, headers, keys, _with(body, request, added), number, prompt, counted, hide,
-        counted and is_exact(request), deadline,
+        counted and is_exact(request), has_one_choice(request), deadline,
     )
 
 
@@ -70,8 +71,13 @@ def is_exact(request: dict[str, Any]) -> bool:
     """Greedy or seeded, one answer, and nothing but its text."""
     temperature, seed = request.get("temperature"), request.get("seed")
     certain = (isinstance(temperature, int | float) and temperature == 0) or isinstance(seed, int)
-    return certain and (request.get("n") or 1) == 1 and not request.get("logprobs") and not request.get("return_token_ids") \
-        and not isinstance(request.get("prompt"), list)
+    return certain and has_one_choice(request) and not request.get("logprobs") and not request.get("return_token_ids")
+
+
+def has_one_choice(request: dict[str, Any]) -> bool:
+    prompt = request.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return (request.get("n") or 1) == 1 and not several
 
 
 def _additions(request: dict[str, Any], salt: str, counted: bool) -> tuple[dict[str, Any], bool]:

@@ -11,6 +11,7 @@ from ridgeline.route.learned_times import mean_pace
 from ridgeline.route.prompt_text import Prompt
 from ridgeline.route.replica_load import ReplicaLoad, Ticket
 
+CLOSE = 1.02                         # predictions that differ by less are equal: learned times are not exact
 POLICIES = ("predicted", "round-robin", "least-pending")
 
 
@@ -32,7 +33,10 @@ class Choice:
         if self.policy == "least-pending":
             return min(by_turn, key=lambda number: self.loads[number].pending)
         otherwise = mean_pace(load.times for load in self.loads)
-        return min(by_turn, key=lambda number: self.loads[number].predict(prompt, now, otherwise).total)
+        predicted = {number: self.loads[number].predict(prompt, now, otherwise) for number in by_turn}
+        best = min(each.total for each in predicted.values())
+        close = [number for number in by_turn if predicted[number].total <= CLOSE * best]
+        return max(close, key=lambda number: predicted[number].cached)
 
     def send(self, number: int, prompt: Prompt, now: float) -> Ticket:
         return self.loads[number].send(prompt, now, mean_pace(load.times for load in self.loads))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 CHUNK = 128                          # bytes, about two KV blocks of 16 tokens
+MOST_CHAIN = 8192                    # chunks of one prompt that are hashed: 1 MB; what follows counts as not cached
 MOST_NODES = 200_000                 # per replica: 25 MB of prompts, in about 30 MB of memory
 FEWEST_NODES = 256                   # a correction never shrinks the limit below this
 GROWTH = 8                           # each confirmed hit raises a shrunken limit by this part of its nodes
@@ -25,7 +26,7 @@ Chain = Sequence[int]                # the hashes of a prompt's chunks, each of 
 def chain_of(text: bytes, root: int = 0, size: int = CHUNK) -> list[int]:
     """Only whole chunks: a part of one would not be found again when the conversation grows."""
     chain, last = [], root
-    for start in range(0, len(text) - size + 1, size):
+    for start in range(0, min(len(text) - size + 1, MOST_CHAIN * size), size):
         last = hash((last, text[start : start + size]))
         chain.append(last)
     return chain

@@ -72,7 +72,7 @@ class Ticket:
     hit: Hit
     number: int                      # of its prompt, in the replica's tree
     sent: float
-    first: float = 0.0               # when its first token came; 0: not yet
+    first: float = 0.0               # when its first token came
     service: float = 0.0             # seconds from when the replica was free for it to its first token
     rows: float = 1.0                # requests that ran with it, at its first token
     prefills: float = 0.0            # the replica's `prefills` at its first token
@@ -123,15 +123,17 @@ class ReplicaLoad:
         self.waiting[id(ticket)] = ticket
         return ticket
 
-    def first_token(self, ticket: Ticket, now: float) -> None:
+    def first_token(self, ticket: Ticket, now: float) -> bool:
+        """Whether it is the first one."""
         if self.waiting.pop(id(ticket), None) is None:
-            return
+            return False
         ticket.first, ticket.service = now, now - max(ticket.sent, self.last_first)
         self.last_first = now
         self.prefills += ticket.service
         ticket.prefills = self.prefills
         self.running[id(ticket)] = ticket
         ticket.rows = self.pending
+        return True
 
     def finish(self, ticket: Ticket, now: float, usage: Usage | None = None, answer: str = "") -> None:
         """The answer is complete. Without a usage the replica's counts are guessed from the text."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.errors import RidgelineError, TimedOut, TryAgain
+from ridgeline.errors import TimedOut, TryAgain
 from ridgeline.route.delivery import Delivery
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import forwarded
@@ -58,7 +58,7 @@ class RouteApp:
             await send_json(send, status, msgspec.json.encode(content))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fleet = self._fleet
+        fleet, delivery = self._fleet, None
         try:
             if fleet.stopping:
                 raise TryAgain("this router is stopping; try again elsewhere", 1.0)
@@ -68,7 +68,9 @@ class RouteApp:
                 await while_connected(receive, self._within(scope, delivery))
         except ClientGone:
             pass
-        except RidgelineError as error:
+        except Exception as error:
+            if delivery is not None and delivery.started:
+                raise                                    # the connection ends, so that the client does not take it for whole
             status, body, headers = describe(error)
             await send_json(send, status, body_for(scope["path"], scope["headers"], status, body), headers)
 
