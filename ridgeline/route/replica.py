@@ -70,8 +70,8 @@ class Replica:
         try:
             async with asyncio.timeout(seconds), self.upstream.ask("GET", "/health") as answer:
                 await answer.body(2**20)
-                if answer.status == 503:                 # it says itself that it takes no requests
-                    self.failed = max(self.failed, self._most_failures - 1)
+                if answer.status == 503:                 # it loads or stops, and says so: down at once, and no back-off
+                    self.failed = self._most_failures - 1
                 if answer.status >= 500:
                     raise ReplicaFailure(f"/health answers {answer.status}")
         except TimeoutError:
