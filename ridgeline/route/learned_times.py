@@ -17,8 +17,9 @@ FLAT = 1e-3                          # relative variance of x below which a slop
 
 @dataclass(slots=True)
 class Line:
-    """y = intercept + slope · x, neither below 0."""
+    """y = intercept + slope · x, neither below 0. Without a visible slope, y is proportional to x or constant."""
 
+    is_proportional: bool
     weight: float = 0.0
     x: float = 0.0                   # decayed sums
     y: float = 0.0
@@ -36,11 +37,9 @@ class Line:
         """(intercept, slope)."""
         x, y = self.x / self.weight, self.y / self.weight
         variance = self.xx / self.weight - x * x
-        if variance <= FLAT * x * x:                     # all alike: proportional is the safe guess
-            return (0.0, y / x) if x else (y, 0.0)
-        slope = (self.xy / self.weight - x * y) / variance
+        slope = (self.xy / self.weight - x * y) / variance if variance > FLAT * x * x else -1.0
         if slope < 0:
-            return y, 0.0
+            return (0.0, self.xy / self.xx) if self.is_proportional and self.xx else (y, 0.0)
         if y < slope * x:
             return 0.0, self.xy / self.xx
         return y - slope * x, slope
@@ -66,8 +65,10 @@ class LearnedTimes:
     """Of one replica."""
 
     def __init__(self) -> None:
-        self.prefill = Line()
-        self.decode = Line()
+        self.prefill = Line(is_proportional=True)
+        # A step mostly reads weights. If it counted as proportional to its rows, a replica that has only run one request at a
+        # time would look too slow for two, and never show otherwise.
+        self.decode = Line(is_proportional=False)
 
     def pace(self, otherwise: Pace) -> Pace:
         fixed, token = self.prefill.fitted() if self.prefill.weight else (otherwise.prefill_fixed, otherwise.prefill_token)

@@ -30,7 +30,7 @@ def taught(load: ReplicaLoad, pace: Pace) -> None:
 
 
 def test_a_line_is_learned_and_follows_a_change() -> None:
-    line = Line()
+    line = Line(is_proportional=True)
     for number in range(100):
         line.observe(10 * (number % 9), 0.01 + 2e-4 * 10 * (number % 9))
     assert line.fitted() == pytest.approx((0.01, 2e-4))
@@ -41,10 +41,21 @@ def test_a_line_is_learned_and_follows_a_change() -> None:
 
 @pytest.mark.parametrize("points", [[(5, 1.0)], [(5, 1.0), (5, 1.0)], [(1, 3.0), (9, 1.0)], [(0, 2.0)], [(10, 0.0), (20, 5.0)]])
 def test_a_line_never_predicts_less_than_nothing(points: list[tuple[float, float]]) -> None:
-    line = Line()
-    for x, y in points:
-        line.observe(x, y)
-    assert min(line.fitted()) >= 0
+    for proportional in (True, False):
+        line = Line(proportional)
+        for x, y in points:
+            line.observe(x, y)
+        assert min(line.fitted()) >= 0
+
+
+def test_a_replica_that_ran_one_request_at_a_time_may_get_a_second() -> None:
+    """No slope is visible then: prompts cost by the token, and a second row is taken to be free."""
+    load = fleet("predicted", 1).loads[0]
+    for _ in range(5):
+        load.times.decode.observe(1, 0.006)
+        load.times.prefill.observe(1000, 0.03)
+    pace = load.times.pace(Pace())
+    assert pace.step(2) == pytest.approx(0.006) and pace.prefill(2000) == pytest.approx(0.06)
 
 
 def test_the_equation() -> None:
