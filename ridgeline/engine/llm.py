@@ -165,6 +165,9 @@ class LLM:
                 for request_id in states:                # leave nothing behind that would run with the next call
                     self.core.abort(request_id)
                 raise
+        for _, state in made:
+            if state.output.prompt_logprobs is not None:
+                state.output.prompt_logprobs = list(state.output.prompt_logprobs)    # a server makes them when they are read
         return [state.output for _, state in made]
 
     def _drain(

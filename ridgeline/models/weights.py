@@ -51,9 +51,10 @@ class Source(Protocol):
 
 def load_weights(
     model: Decoder, path: str | Path, config: ModelConfig, load_format: str = "auto", progress: Progress | None = None,
-    seed: int = 0,
+    seed: int = 0, finish: bool = True,
 ) -> None:
-    """Fill every parameter of `model` from the checkpoint at `path`, or with seeded noise ("dummy")."""
+    """Fill every parameter of `model` from the checkpoint at `path`, or with seeded noise ("dummy"). Without `finish`, the caller
+    calls the model's own."""
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
     pieces = model_pieces(model)
@@ -63,7 +64,8 @@ def load_weights(
         else:
             with open_checkpoint(Path(path), config.quantisation is not None) as source:
                 _fill(pieces, source, config, progress, model)
-        model.finish()
+        if finish:
+            model.finish()
 
 
 def model_pieces(model: Decoder) -> dict[str, Piece]:

@@ -1,7 +1,7 @@
 """Ends a child process soon after its parent is gone, whatever the child is doing.
 
-Loading a model would keep an orphan alive for many seconds, with all its memory. While it loads, the kernel ends it at once:
-imports and reads of large files hold Python's lock, and no thread could act. Afterwards a thread leaves it a moment to clean up.
+Loading a model would keep an orphan alive for many seconds, with all its memory. A thread ends it, after a moment in which it may
+clean up. While it loads, the kernel can end it at once: imports and large reads hold Python's lock, and no thread could act.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ _PR_SET_PDEATHSIG = 1                # of Linux's prctl: the signal that this pr
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], None] = lambda: None) -> None:
-    """From now on this process ends when its parent is not `parent` any more; until `may_clean_up` without `clean_up`."""
-    _signal_at_parents_death(signal.SIGKILL)
+    """From now on this process ends when its parent is not `parent` any more."""
     threading.Thread(target=_watch, args=(parent, clean_up), name="parent", daemon=True).start()
+
+
+def end_at_once() -> None:
+    """Until `may_clean_up`, have the kernel end this process with the thread that started it. Only where that thread lives as
+    long as the parent."""
+    _signal_at_parents_death(signal.SIGKILL)
 
 
 def may_clean_up() -> None:

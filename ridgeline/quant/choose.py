@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ridgeline.process.log import get_logger
-from ridgeline.quant.format import FP8_ROW, WeightFormat
+from ridgeline.quant.format import WeightFormat, is_fp8_rows
+from ridgeline.quant.four_bits import GRIDS
 from ridgeline.quant.fp8 import Fp8
+from ridgeline.quant.packed import Packed
 from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Scheme
 
@@ -49,6 +51,9 @@ def schemes(formats: Callable[[str], Chosen], plain: Scheme) -> Callable[[str], 
 
 
 def make(format: WeightFormat, made: bool, plain: Scheme) -> Scheme:
-    if format.grid == "e4m3" and format.scales == FP8_ROW.scales and format.sparse is None:
+    if is_fp8_rows(format):
         return Fp8(plain, made, format)
+    if format.grid in GRIDS:
+        logger.info("4-bit weights: steps of more than about 100 tokens take longer than with 16-bit weights, unlike with fp8")
+        return Packed(format, plain, made)
     return Quantised(format, plain, made)

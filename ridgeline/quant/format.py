@@ -198,9 +198,22 @@ def made_format(name: str, inputs: int, share: int) -> WeightFormat | None:
 MOST_CODE_ROWS = 64                  # that ops/quantised multiplies by codes; for more rows it expands the weight
 
 
+def is_fp8_rows(format: WeightFormat) -> bool:
+    """The format of ops/linear/fp8_linear.py, whose kernels quantise rows, too."""
+    return format.grid == "e4m3" and format.scales == FP8_ROW.scales and format.sparse is None
+
+
 def has_kernels(format: WeightFormat) -> bool:
     """Whether a GPU has kernels made for this format. Otherwise ops/quantised serves it, as every format."""
-    return format.grid == "e4m3" and format.scales is not None and format.scales.block == (1, 0)
+    scales = format.scales
+    packs = format.grid in ("uint4", "e2m1") and scales is not None and scales.zero != "offset" and _packs(scales)
+    return is_fp8_rows(format) or packs
+
+
+def _packs(scales: Scales) -> bool:
+    """quant/packed.py: groups and scales that its layout keeps exactly."""
+    rows, inputs = scales.block
+    return rows == 1 and (inputs in (16, 32, 64, 128) or inputs % 128 == 0) and scales.dtype in ("bfloat16", "float16", "e8m0")
 
 
 def quantization_rules(option: str, method: str = "") -> Mapping[str, str]:

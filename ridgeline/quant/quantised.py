@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import Shard
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
-from ridgeline.ops.quantised.quantised_linear import quantised_linear
+from ridgeline.ops.quantised.quantised_linear import prepare, quantised_linear
 from ridgeline.process.log import get_logger
 from ridgeline.quant.format import (
     BYTES,
@@ -183,6 +183,7 @@ class Quantised(Composed):
         keeps = linear.weight.device.type == "cuda" if self.keeps is None else self.keeps
         if keeps and not apart:
             linear.quantised = self._weight(linear)
+            prepare(linear.quantised)
         else:
             self.expand_once(linear)
 

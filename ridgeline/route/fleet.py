@@ -19,9 +19,11 @@ from ridgeline.route.replica_load import Habits, ReplicaLoad, Usage
 from ridgeline.route.route_options import RouteOptions
 from ridgeline.route.upstream import Upstream
 from ridgeline.server.http.connection_limits import Slots
+from ridgeline.server.http.stream import HeldBodies
 from ridgeline.server.observe.prometheus import Families, Labels, written
 from ridgeline.version import __version__
 
+MOST_BODIES = 512 * 2**20            # bytes of all long bodies: each is kept until its answer is complete
 KEY_VARIABLE = "RIDGELINE_ROUTE_KEY"         # for all replicas; with _1, _2, … for one
 
 
@@ -40,6 +42,7 @@ class Fleet:
         self.slots = Slots()
         self.slots.limit = options.max_queued_requests
         self.slots.predicted_wait = lambda: self.choice.shortest_wait(self.now(), self.usable())
+        self.bodies = HeldBodies(MOST_BODIES)
         self.stopping = False
         self.counts: Counter[str] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)

@@ -12,6 +12,7 @@ from ridgeline.errors import BadRequest
 from ridgeline.route.prompt_text import Prompt, prompt_of
 from ridgeline.server.http.gate import TTFT_HEADER, caller_of, request_id
 from ridgeline.server.http.hosts import Scope
+from ridgeline.server.http.json_size import check_size
 
 COUNTED_PATHS = ("/v1/chat/completions", "/v1/completions")      # whose streams the router understands
 # Others of a client's headers stay here: cookies, forwarding headers, and the key, which is the router's.
@@ -52,6 +53,7 @@ def forwarded(scope: Scope, body: bytes, has_keys: bool) -> ForwardedRequest:
     path = scope["path"]
     if scope["method"] == "GET":
         return ForwardedRequest("GET", path, headers, keys, b"", number, Prompt(b"", 0, []))
+    check_size(body)
     try:
         request = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

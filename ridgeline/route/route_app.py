@@ -16,11 +16,12 @@ from ridgeline.errors import TimedOut, TryAgain
 from ridgeline.route.delivery import Delivery
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import forwarded
+from ridgeline.server.endpoints import check_media_type
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, caller_of
 from ridgeline.server.http.hosts import Scope
-from ridgeline.server.http.stream import ClientGone, Receive, Send, read_body, send_json, while_connected
+from ridgeline.server.http.stream import Body, ClientGone, Receive, Send, send_json, while_connected
 from ridgeline.server.observe.prometheus import TEXT
 from ridgeline.version import __version__
 
@@ -58,12 +59,15 @@ class RouteApp:
             await send_json(send, status, msgspec.json.encode(content))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fleet, delivery = self._fleet, None
+        fleet, delivery, body = self._fleet, None, Body(self._fleet.bodies)
         try:
             if fleet.stopping:
                 raise TryAgain("this router is stopping; try again elsewhere", 1.0)
             with fleet.slots.taking(1):
-                request = forwarded(scope, await read_body(receive), self._has_keys)
+                if scope["method"] == "POST":
+                    check_media_type(scope)              # a foreign page's form must not reach a replica
+                await body.read(receive)
+                request = forwarded(scope, body.data, self._has_keys)
                 delivery = Delivery(fleet, request, scope["headers"], send)
                 await while_connected(receive, self._within(scope, delivery))
         except ClientGone:
@@ -71,8 +75,10 @@ class RouteApp:
         except Exception as error:
             if delivery is not None and delivery.started:
                 raise                                    # the connection ends, so that the client does not take it for whole
-            status, body, headers = describe(error)
-            await send_json(send, status, body_for(scope["path"], scope["headers"], status, body), headers)
+            status, says, headers = describe(error)
+            await send_json(send, status, body_for(scope["path"], scope["headers"], status, says), headers)
+        finally:
+            body.release()                               # not before: it may be sent to another replica
 
     async def _within(self, scope: Scope, delivery: Delivery) -> None:
         """The whole delivery, inside its deadline."""

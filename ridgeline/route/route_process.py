@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 
-import uvicorn
-
 from ridgeline.process.log import get_logger
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.replica import keep_checking
@@ -21,6 +19,7 @@ from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.lifecycle import (
+    ListeningServer,
     NoFiles,
     address_of,
     bind,
@@ -35,7 +34,7 @@ from ridgeline.server.lifecycle import (
 logger = get_logger("route")
 
 
-class RouteServer(uvicorn.Server):
+class RouteServer(ListeningServer):
     """uvicorn with a graceful shutdown: no new requests, and time for the open ones."""
 
     def __init__(self, fleet: Fleet, keys: Keys) -> None:

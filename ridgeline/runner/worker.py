@@ -123,18 +123,18 @@ def _kernels_and_weights(
         nonlocal told
         told = done, total
 
-    def load(news: Progress | None) -> None:
+    def load(news: Progress | None, finish: bool) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        model_options = config.options.model
-        load_weights(model, config.model_path, config.model, model_options.load_format, news, model_options.seed)
+        given = config.options.model
+        load_weights(model, config.model_path, config.model, given.load_format, news, given.seed, finish)
 
     if device.type != "cuda":
         with phase("weights"):
-            load(progress)
+            load(progress, finish=True)
         return
     with ThreadPoolExecutor(1, "weights") as thread:
-        loading = thread.submit(load, tell)
+        loading = thread.submit(load, tell, finish=False)
         with phase("kernels"):
             collect_kernels(ahead, config, model, rows, sampler, comm)
         with phase("weights"):
@@ -144,6 +144,8 @@ def _kernels_and_weights(
             loading.result()
             if progress is not None:
                 progress(*told)
+            with torch.inference_mode():
+                model.finish()                           # not in the thread: it changes what the collection uses
             torch.cuda.synchronize()                     # kernels may prefetch weights before they wait for anything (PDL)
             torch.cuda.empty_cache()                     # of what loading took: later tensors would be put into it
 

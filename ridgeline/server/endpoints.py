@@ -9,27 +9,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ridgeline.engine.client.answer_stream import AnswerStream, Batch
+from ridgeline.engine.client.long_work import away_if_long
+from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.server.api.dialects import CHAT, Dialect
 from ridgeline.server.api.prepare import Job
-from ridgeline.server.http.body import away_if_long
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
     DIRECT,
     Binary,
+    Body,
     ClientGone,
     EventStream,
     Receive,
     Send,
-    read_body,
     send_bytes,
     send_json,
     while_connected,
@@ -39,6 +41,7 @@ from ridgeline.server.server_errors import WrongMediaType
 from ridgeline.server.service import Service
 
 EVENTS_AT_ONCE = 4                   # written before the next check whether the client keeps up
+BYTES_PER_VALUE = 64                 # of JSON, for each log-probability in an answer
 
 
 class Endpoint(ABC):
@@ -51,22 +54,25 @@ class Endpoint(ABC):
         self._prompt_field = prompt_field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = Body(self._service.bodies)
         try:
             self._service.require_ready()
             with self._service.slots.taking(1):          # before a byte of the body is read
                 check_media_type(scope, self._dialect.any_media_type)
-                body = await read_body(receive)
+                await body.read(receive)
                 prometheus.note_arrival(scope)
                 self._service.tracing.note(scope)
                 await while_connected(receive, self._answer(scope, body, send))
         except ClientGone:
             pass
         except Exception as error:
-            status, body, headers = describe(error, self._prompt_field, self._dialect.names)
-            await send_json(send, status, self._dialect.error(status, body), headers)
+            status, said, headers = describe(error, self._prompt_field, self._dialect.names)
+            await send_json(send, status, self._dialect.error(status, said), headers)
+        finally:
+            body.release()
 
     @abstractmethod
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None: ...
+    async def _answer(self, scope: Scope, body: Body, send: Send) -> None: ...
 
 
 class Question(Endpoint):
@@ -79,8 +85,9 @@ class Question(Endpoint):
         super().__init__(service, dialect, prompt_field)
         self._make = answer
 
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        answer = await self._make(self._service, caller_of(scope), body)
+    async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
+        answer = await self._make(self._service, caller_of(scope), body.data)
+        body.release()
         if isinstance(answer, Binary):
             await send_bytes(send, answer)
         else:
@@ -98,13 +105,14 @@ class Generation(Endpoint):
         super().__init__(service, dialect, prompt_field)
         self._prepare = prepare
 
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
         with self._service.tracing.request():
             await self._generate(scope, body, send)
 
-    async def _generate(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _generate(self, scope: Scope, body: Body, send: Send) -> None:
         caller = caller_of(scope)
-        job = await self._prepare(self._service, caller, body)
+        job = await self._prepare(self._service, caller, body.data)
+        body.release()
         if isinstance(job, bytes):
             await send_json(send, 200, job)
             return
@@ -120,10 +128,11 @@ class Generation(Endpoint):
                     events = EventStream(send, job.headers, dialect.framed, scope.get(DIRECT), dialect.stream_kind)
                     await self._send_events(stream, job, events)
                 else:
-                    body = job.writer.body(await stream.complete())
+                    outputs = await stream.complete()
+                    whole = await away_if_long(BYTES_PER_VALUE * num_values(outputs), lambda: job.writer.body(outputs))
                     if prometheus.wants_timings(job.request.return_timings):
-                        body = prometheus.with_timings(body, self._service.llm, stream.outputs)
-                    await send_json(send, 200, body, job.headers)
+                        whole = prometheus.with_timings(whole, self._service.llm, outputs)
+                    await send_json(send, 200, whole, job.headers)
             finally:
                 self._end(job, stream)
 
@@ -166,9 +175,12 @@ class Generation(Endpoint):
         stream.deliver_to(deliver)
         try:
             async for batch in stream:
-                # A slow client's tokens wait as deltas, which are short; a few at a time become events.
+                # A slow client's tokens wait as deltas, which are short; a few at a time become events. The first also has
+                # what is known of the prompt's tokens.
                 for place in range(0, len(batch), EVENTS_AT_ONCE):
-                    if new := written(batch[place : place + EVENTS_AT_ONCE]):
+                    few = batch[place : place + EVENTS_AT_ONCE]
+                    size = 0 if events.started else BYTES_PER_VALUE * num_values(stream.outputs)
+                    if new := await away_if_long(size, partial(written, few)):
                         await events.write(new)
             await events.write(job.writer.last_events(stream.outputs))
         except Exception as error:
@@ -179,6 +191,17 @@ class Generation(Endpoint):
         await events.end()
 
 
+def num_values(outputs: list[RequestOutput]) -> int:
+    """About how many numbers and texts the answer will have for its tokens' log-probabilities."""
+    values = 0
+    for output in outputs:
+        if output.prompt_logprobs is not None and len(output.prompt_logprobs) > 1:
+            values += len(output.prompt_logprobs) * len(output.prompt_logprobs[1] or ())
+        for answer in output.outputs:
+            values += len(answer.token_ids) * (1 + len(answer.logprobs[0]) if answer.logprobs else 0)
+    return values
+
+
 class Invocations(Endpoint):
     """SageMaker's one path for all requests: the body's fields decide which endpoint answers."""
 
@@ -187,14 +210,14 @@ class Invocations(Endpoint):
         super().__init__(service)
         self._endpoints = endpoints
 
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
         def names() -> Collection[str]:
             try:
-                return msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+                return msgspec.json.decode(body.data, type=dict[str, msgspec.Raw]).keys()
             except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
                 raise BadRequest(f"the body is not a JSON object: {error}") from None
 
-        given = await away_if_long(len(body), names)
+        given = await away_if_long(len(body.data), names)
         chosen = next((endpoint for name, endpoint in self._endpoints.items() if name in given), None)
         if chosen is None:
             raise BadRequest(f"the body needs one of {', '.join(self._endpoints)}, which says what kind of request it is")

@@ -7,14 +7,13 @@ Knows no endpoints.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
-import gc
 import logging
 import resource
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,15 +23,18 @@ from typing import Any
 import uvicorn
 
 from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.client.long_work import num_done
 from ridgeline.errors import ConfigError
 from ridgeline.process import spare_files
 from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
+from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.connection_limits import LINGERING, limited_protocol
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.http.root_path import RootPath
+from ridgeline.server.last_exit import LastExit
 from ridgeline.server.observe import admin
 from ridgeline.server.observe.tracing import start_tracing
 from ridgeline.server.options import ServerOptions
@@ -46,13 +48,14 @@ except ImportError:                  # optional: asyncio's own loop does the sam
 logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
+BACKLOG = 2048                       # connections that may wait to be accepted
+ACCEPTED_AT_ONCE = 32                # per turn of the event loop: a flood of them must not hold up open ones
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
 # Open besides connections: 26 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
 OTHER_FILES = 28 + spare_files.COUNT + LINGERING
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
-LARGE_BLOCK = 512 * 1024             # bytes
-_M_MMAP_THRESHOLD = -3               # of malloc.h
-COLLECT_AFTER = 50_000               # net allocations before a collection of the youngest generation
+EXIT_SECONDS = 1.5                   # beyond the drain time and the goodbyes, after which the process ends whatever still runs
+SWITCH_SECONDS = 0.001               # a thread that reads a long request gives way to the event loop after this
 DEAD_SECONDS = 2.0                   # how long /health answers 503 after the engine's death, before the server exits
 
 
@@ -66,7 +69,7 @@ def bind(options: ServerOptions) -> socket.socket:
         listener = socket.socket(family, kind, number)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(BACKLOG)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         reason = "is in use; choose another with --port" if taken else f"cannot be used: {error.strerror}"
@@ -86,12 +89,20 @@ def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        backlog=ACCEPTED_AT_ONCE,
         ssl_certfile=options.ssl_certfile or None,
         ssl_keyfile=options.ssl_keyfile or None,
     )
 
 
-class HttpServer(uvicorn.Server):
+class ListeningServer(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)                     # asyncio has set it to the number that it accepts at once
+
+
+class HttpServer(ListeningServer):
     """uvicorn with a graceful shutdown: let running requests finish for a while, then fail them and end the engine."""
 
     def __init__(self, service: Service) -> None:
@@ -99,9 +110,13 @@ class HttpServer(uvicorn.Server):
         app = RootPath(Gate(guarded, service.options, service.keys), service.options.root_path)
         super().__init__(http_config(app, service.options))
         self._service = service
+        self.last_exit: LastExit | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.stopping = True                    # first of all: load balancers see it in /health and look elsewhere
+        if self.last_exit is not None:
+            drain = 0 if self.should_exit else self._service.options.drain_timeout
+            self.last_exit.within(drain + GOODBYE_SECONDS + EXIT_SECONDS)
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
@@ -134,6 +149,8 @@ async def serve(
 ) -> None:
     """Serve on `listener` until a signal stops it; 503 until the engine is ready. Raises the reason if it cannot go on."""
     llm, server = service.llm, HttpServer(service)
+    keeper: asyncio.Task[None] | None = None
+    server.last_exit = LastExit()
     asyncio.get_running_loop().set_exception_handler(NoFiles())
     for number in (signal.SIGINT, signal.SIGTERM):
         # Until the process ends. uvicorn sets the same handler while it serves, restores the old one afterwards, and raises
@@ -148,6 +165,7 @@ async def serve(
         starting.result()
         service.open()
         collect_rarely()
+        keeper = asyncio.create_task(MemoryKeeper(lambda: not service.slots.taken, num_done).watch())
         on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,16 +177,10 @@ async def serve(
     finally:
         server.should_exit = True
         starting.cancel()
+        if keeper is not None:
+            keeper.cancel()
         await asyncio.wait({http, starting})
         await llm.shutdown()
-
-
-def collect_rarely() -> None:
-    """The server's own objects are never garbage, and open streams live long. Python's default, a collection every 700 objects,
-    takes a third of the time that a token costs in this process."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 20, 50)
 
 
 def address_of(listener: socket.socket, scheme: str) -> str:
@@ -202,20 +214,13 @@ def run(
     options = replace(options, max_connections=raise_file_limit(options.max_connections))
     spare_files.keep()
     give_back_large_blocks()
+    sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(llm, options, name, keys or Keys(), tracing=tracing)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
             runner.run(admin.beside(llm, options.admin_socket, serve(service, listener, on_loading, on_ready)))
     finally:
         tracing.close()
-
-
-def give_back_large_blocks() -> None:
-    """Keep glibc's mmap threshold fixed. By default it grows to the largest block freed, and blocks below it stay with the
-    process; with a fixed one, a body of 16 MB is returned to the system."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)        # only glibc has it, and needs it
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def raise_file_limit(connections: int) -> int:

@@ -17,6 +17,7 @@ from ridgeline.server.api.generation import GenerationRequest
 from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.http.stream import HeldBodies
 from ridgeline.server.observe.tracing import NoTracing
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import STOPPED, ModelNotFound, Unavailable
@@ -41,6 +42,7 @@ class Service:
     name: str                        # of the model
     keys: Keys = field(default_factory=Keys)
     slots: Slots = field(default_factory=Slots)
+    bodies: HeldBodies = field(default_factory=HeldBodies)
     tracing: NoTracing = field(default_factory=NoTracing)
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -178,3 +181,21 @@ def test_direct_writes_are_chunks_of_the_same_body() -> None:
         cycle = Cycle()
         setattr(cycle, name, value)
         assert not DirectWrites(cycle).is_free           # type: ignore[arg-type]
+
+
+def test_a_closed_stream_is_freed_without_the_garbage_collector() -> None:
+    """A sink refers to its stream, and to all of the request that it writes the answer of."""
+
+    async def check() -> weakref.ref[AnswerStream]:
+        stream = opened()
+        stream.deliver_to(lambda batch: bool(stream.outputs and batch))
+        stream.end_at(time.monotonic() + 600)
+        stream.close()
+        return weakref.ref(stream)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(check())() is None
+    finally:
+        gc.enable()

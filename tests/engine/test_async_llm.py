@@ -437,7 +437,7 @@ def test_long_texts_are_tokenised_away_from_the_event_loop(
     ],
 )
 def test_what_counts_as_work_for_a_thread(prompts: list[Any], params: dict[str, Any], is_long: bool) -> None:
-    assert prompt_limits.is_long(prompts, SamplingParams(**params)) is is_long
+    assert (prompt_limits.amount_of_work(prompts, SamplingParams(**params)) >= prompt_limits.LONG_WORK) is is_long
 
 
 @pytest.mark.reliability("B-02")
@@ -591,7 +591,8 @@ class FaultyCore:
         self.fault = fault
         self.has_work = self.closed = False
         manager = SimpleNamespace(num_free=5, counters=CacheCounters(), pool=BlockPool(6, lambda block: None))
-        self.scheduler = SimpleNamespace(num_running=0, num_waiting=0, counters=SchedulerCounters(), manager=manager)
+        counts = {"num_running": 0, "num_arrived": 0, "num_waiting": 0}
+        self.scheduler = SimpleNamespace(**counts, counters=SchedulerCounters(), manager=manager)
         self.config = SimpleNamespace(device="cpu")
         self.executor = SimpleNamespace()
         self.recorder = StepRecorder(DecoderShape(8, 8, 1, 1, 8, 1, 8), "float32")

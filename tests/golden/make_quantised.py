@@ -107,6 +107,8 @@ def compressed_cases() -> None:
         compressed(f"ct-w{bits}a16", "pack-quantized", {**integers, "num_bits": bits, "strategy": "group", "group_size": 64})
     fp4 = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
     compressed("ct-nvfp4", "nvfp4-pack-quantized", {**fp4, "strategy": "tensor_group", "group_size": 16})
+    compressed("ct-mxfp8", "mxfp8-quantized",
+               {**tensor8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"})
     compressed("ct-mxfp4", "mxfp4-pack-quantized",
                {**fp4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"})
 

@@ -74,7 +74,7 @@ def numbers(recipe: Recipe, tensors: dict[str, Tensor], dtype: torch.dtype = tor
     return expand(quantised_weight(written, inputs, found), dtype)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_expanded_as_its_own_package_expands(name: str) -> None:
     config, tensors = CASES[name]
     expected = tensors.pop("expected") if "expected" in tensors else torch.empty(0)

@@ -144,7 +144,8 @@ def test_reasons_and_refusals(tmp_path: Path) -> None:
     awq, _ = save_quantised("awq", tmp_path / "awq")
     fp8, _ = save_quantised("ct-fp8-channel", tmp_path / "fp8")
     assert "awq checkpoint: a CPU expands the weights to float32" in resolved(awq, "cpu").reasons["quantization"]
-    assert "awq checkpoint: kept packed as uint4-32, which saves memory; the kernels" in resolved(awq).reasons["quantization"]
+    nf4, _ = save_quantised("bnb-nf4", tmp_path / "nf4")
+    assert "bitsandbytes checkpoint: kept packed as nf4-64, which saves memory; the" in resolved(nf4).reasons["quantization"]
     assert resolved(awq, quantization="awq").memory == resolved(awq).memory
     assert resolved(fp8).dtype == "bfloat16"
     with pytest.raises(ConfigError, match=r"quantization 'gptq' is not known; .*the checkpoint's own is awq"):

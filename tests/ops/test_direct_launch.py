@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import inspect
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-
-from triton.runtime.jit import JITFunction  # noqa: E402
-
-from ridgeline.ops import direct_launch  # noqa: E402
-from ridgeline.ops.direct_launch import collected_once, direct, kept_descriptor, set_direct  # noqa: E402
-
-tl = triton.language
+from ridgeline.ops import direct_launch
+from ridgeline.ops.direct_launch import collected_once, direct, kept_descriptor, set_direct
 
 
-def _kernel(x_ptr, y_ptr, count, size, eps, BLOCK: tl.constexpr, FLAG: tl.constexpr = False):  # type: ignore[no-untyped-def]
+def _kernel(x_ptr, y_ptr, count, size, eps, BLOCK: constexpr, FLAG: constexpr = False):  # type: ignore[no-untyped-def] # noqa: F821
     pass
 
 
-def _tiles(tiles, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tiles(tiles, out_ptr, BLOCK: constexpr):  # type: ignore[no-untyped-def] # noqa: F821
     pass
+
+
+class JITFunction:
+    """What is used of Triton's: its parameters, and how it launches."""
+
+    def __init__(self, function: Any, do_not_specialize: list[str]) -> None:
+        self.params = [
+            SimpleNamespace(
+                name=name, is_constexpr="constexpr" in str(each.annotation), do_not_specialize=name in do_not_specialize,
+                has_default=each.default is not each.empty, default=each.default,
+            )
+            for name, each in inspect.signature(function).parameters.items()
+        ]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def create_binder(self) -> None: ...
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise NotImplementedError
 
 
 class Launches:
@@ -141,13 +158,14 @@ class Descriptor:
 
 def test_descriptors_are_encoded_once_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
 
     def encode(described: Any, meta: Any) -> list[Any]:
         encoded.append(described.base.data_ptr())
         return [f"map {len(encoded)} {meta}", *described.shape, *described.strides]
 
-    monkeypatch.setattr(driver, "make_tensordesc_arg", encode, raising=False)
+    for name in ("triton", "triton.backends", "triton.backends.nvidia"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", SimpleNamespace(make_tensordesc_arg=encode))
     launches = Launches(monkeypatch, _tiles)
     launcher, tensordesc_meta = launches.kernel.run(grid=(), warmup=True).run.launch, ["meta"]
     launches.slow.clear()

@@ -103,7 +103,8 @@ import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", '''
 import os, sys, time
 from pathlib import Path
-from ridgeline.process.orphans import end_with_parent, may_clean_up
+from ridgeline.process.orphans import end_at_once, end_with_parent, may_clean_up
+end_at_once()
 end_with_parent(os.getppid(), lambda: Path(sys.argv[1]).unlink())
 if sys.argv[2] == "loaded":
     may_clean_up()

@@ -345,6 +345,7 @@ def test_pages_and_paths() -> None:
         assert (await router.ask(CHAT, "/v1/responses")).status == 404
         assert (await router.ask(None, "/v1/chat/completions")).status == 405
         assert (await router.ask(None, "/dashboard")).status == 404
+        assert (await router.ask(CHAT, content_type="text/plain")).status == 415
         assert len(replica.seen) == 1
 
     routed(test, FakeReplica())

@@ -23,7 +23,14 @@ import transformers
 from ridgeline.errors import BadRequest, Overloaded, TryAgain, Unsupported
 from ridgeline.process import framed_child
 from ridgeline.text import chat_template
-from ridgeline.text.chat_template import MEMORY_BYTES, ChatTemplate, RendererBusy, TemplateProcess, plain_messages
+from ridgeline.text.chat_template import (
+    LONG_INPUT_BYTES,
+    MEMORY_BYTES,
+    ChatTemplate,
+    RendererBusy,
+    TemplateProcess,
+    plain_messages,
+)
 
 PACKAGE = Path(chat_template.__file__).parent.parent
 USER = [{"role": "user", "content": "hello"}]
@@ -650,3 +657,36 @@ def test_no_file_for_a_pipe_is_not_the_clients_fault(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(framed_child, "start_child", start)
     with pytest.raises(TryAgain, match="Too many open files"):
         TemplateProcess().render("x", {})
+# -- without waiting ---------------------------------------------------------------------------------------------------
+
+
+def test_a_render_that_may_not_wait_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop renders short chats itself: never behind another render, nor while the process starts."""
+    process = TemplateProcess()
+    monkeypatch.setattr(chat_template, "_process", process)
+    chat = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    turns = [{"role": "user", "content": "a"}]
+    try:
+        with pytest.raises(RendererBusy):
+            chat.render(turns, may_wait=False)           # not started yet
+        assert chat.render(turns) == "a" == chat.render(turns, may_wait=False)
+        with process._lock, pytest.raises(RendererBusy):
+            chat.render(turns, may_wait=False)
+        assert chat.render(turns, may_wait=False) == "a"
+    finally:
+        process.close()
+
+
+def test_a_short_chat_does_not_wait_behind_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = TemplateProcess(), TemplateProcess()
+    monkeypatch.setattr(chat_template, "_process", short)
+    monkeypatch.setattr(chat_template, "_long_process", long)
+    chat = ChatTemplate({"default": "{{ messages[0].content | length }}"}, {})
+    try:
+        with short._lock:
+            assert chat.render([{"role": "user", "content": "a" * LONG_INPUT_BYTES}]) == str(LONG_INPUT_BYTES)
+        with long._lock:
+            assert chat.render([{"role": "user", "content": "a"}]) == "1"
+    finally:
+        short.close()
+        long.close()

@@ -1,4 +1,4 @@
-"""4-bit linears on one GPU: errors against float64, microseconds by rows and plan, and the linears of whole layers in a CUDA graph.
+"""4-bit linears on one GPU: errors against float64, microseconds by rows and plan, and the linears of whole layers in a graph.
 
     python benchmarks/studies/int4_linears/run.py --out result.json
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,13 +27,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.record import commit
 from ridgeline.ops.linear.fp8_linear import fp8_linear, gated_rows, multiplied, normed_fp8_linear
 from ridgeline.ops.linear.fp8_rows import fp8_rows_reference
 from ridgeline.ops.linear.linear_op import linear, normed_linear
-from ridgeline.ops.linear.packed_gemm import packed_gemm
-from ridgeline.ops.linear.packed_gemv import packed_gemv
-from ridgeline.ops.linear.packed_weight import PackedWeight, expanded, pack, quantised
-from ridgeline.ops.linear.select_packed import PackedGemmPlan, PackedGemvPlan
+from ridgeline.ops.packed import packed_linear as packed_op
+from ridgeline.ops.packed.packed_expand import expand
+from ridgeline.ops.packed.packed_gemm import packed_gemm
+from ridgeline.ops.packed.packed_gemv import packed_gemv
+from ridgeline.ops.packed.packed_linear import packed_linear, packed_linear_gpu
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
+from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 
 MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -42,16 +46,31 @@ LAYERS = 6
 SHARED = 232_448 - 1024
 BANDWIDTH = 4.38e12
 PREDICTED = {
-    "gemv, 1 row": "qkv 4.6, o 3.7, gate_up 15.5, down 8.6 us (bytes alone 3.0, 2.0, 13.8, 6.9); the chain 1.25 ms of 32 layers, "
-    "2.7 times as fast as bf16's 3.37",
+    "gemv, 1 row": "qkv 4.6, o 3.7, gate_up 15.5, down 8.6 us (bytes alone 3.0, 2.0, 13.8, 6.9); the chain 1.25 ms of 32 "
+    "layers, 2.7 times as fast as bf16's 3.37",
     "gemv, 8 rows": "gate_up 16.5 us: x's operands are read from shared memory by all lanes",
     "gemm, 16 rows": "qkv 6, o 5, gate_up 19, down 10.5 us; chain 1.65 ms, 2.2 times bf16's 3.6",
     "gemm, 64 rows": "qkv 8, o 7, gate_up 30, down 16 us; chain 2.5 ms, 1.6 times bf16's 4.04",
     "gemm, 128 rows": "qkv 13, o 10, gate_up 52, down 27 us; chain 3.8 ms, 1.14 times bf16's 4.33",
     "gemm, 256 rows": "gate_up 100, down 52, qkv 24, o 18 us against bf16 92, 50, 22, 18: chain 0.93",
-    "second version, codes in registers": "gemv: qkv 6, o 5, gate_up 17.5, down 10 us. gemm: 16 rows gate_up 20, down 12; 64 rows "
-    "gate_up 32; 128 rows gate_up 55, down 32 us (the first version, rings in shared memory: 9.0, 7.1, 22.9, 15.5; 39, 22; 67, 43)",
+    "second version, codes in registers": "gemv: qkv 6, o 5, gate_up 17.5, down 10 us. gemm: 16 rows gate_up 20, down 12; 64 "
+    "rows gate_up 32; 128 rows gate_up 55, down 32 us (the first version, with rings: 9.0, 7.1, 22.9, 15.5; 39, 22; 67, 43)",
+    "third version": "gemv: the sums of a strip added by hand instead of by gl.sum, which the second version's times by number "
+    "of warps say takes 0.2 us for each warp: gate_up 16.5, qkv 5.6, o 5, down 11 us. gemm: loops that fit into the instruction "
+    "cache, and a sixth fewer instructions: 16 rows gate_up 24, 64 rows 38, 128 rows 55, 256 rows 105 us",
+    "fourth version": "two or three CTAs on an SM for few rows of gemm, so that one unpacks while another waits: 16 rows gate_up "
+    "31.5 -> 26, down 16.7 -> 14 us",
     "expand": "a layer's 218 M weights: 112 MB read, 436 MB written, 130 us, and cuBLAS after it",
+}
+# What lost, from earlier runs of this study on the same kind of card: microseconds of the best plan, qkv, o, gate_up, down.
+EARLIER = {
+    "bf16, the same runs": {"1": [13.6, 10.2, 54.8, 28.8], "16": [15.2, 12.0, 57.6, 30.8], "128": [17.5, 14.5, 66.5, 37.3]},
+    "codes through a ring in shared memory (cp.async), sums of a strip by gl.sum": {
+        "1": [9.0, 7.1, 22.9, 15.5], "16": [14.8, 10.5, 39.2, 22.3], "128": [28.3, 23.2, 66.9, 43.3]},
+    "codes in registers, sums of a strip by gl.sum, gemm's run of 512 inputs unrolled": {
+        "1": [8.0, 6.6, 21.7, 15.0], "16": [10.8, 7.9, 32.8, 19.1], "128": [24.8, 21.3, 61.2, 40.4]},
+    "codes in registers, sums added by hand, gemm's loop of 128 to 512 inputs": {
+        "1": [6.5, 5.4, 18.7, 12.0], "16": [11.3, 8.2, 31.5, 16.7], "128": [26.4, 22.2, 57.3, 43.6]},
 }
 Row = dict[str, float]
 
@@ -60,36 +79,34 @@ Row = dict[str, float]
 
 
 def gemv_plans(outputs: int, inputs: int, rows: int) -> dict[str, PackedGemvPlan]:
-    """Warps, CTAs per SM, and registers that leave room for them."""
-    made = {}
-    for warps, programs, registers in ((4, 4, None), (4, 5, 96), (4, 6, 80), (8, 2, None), (8, 3, 80), (16, 1, None)):
-        plan = PackedGemvPlan(1 if rows == 1 else 8, warps, programs, registers)
-        if programs * (plan.shared_bytes(inputs) + 3072) <= SHARED:
-            made[f"{warps} warps, {programs} CTAs"] = plan
-    return made
+    """One row: groups of warps, warps of each, CTAs per SM."""
+    shapes = ((1, 4, 4), (2, 4, 2), (1, 8, 2), (4, 4, 1), (2, 8, 1)) if rows == 1 else ()
+    return {f"{groups} x {warps} warps, {programs} CTAs": PackedGemvPlan(groups, warps, programs)
+            for groups, warps, programs in shapes}
 
 
-SHAPES = {                           # by rows: parts, warps, halves, tiles, stages
-    8: [(1, 16, 1, 4, 8), (1, 8, 1, 8, 8)], 16: [(1, 16, 1, 4, 8), (1, 8, 1, 8, 8), (1, 8, 1, 4, 8)],
-    32: [(1, 16, 1, 4, 8), (1, 8, 1, 8, 5)], 64: [(1, 8, 1, 4, 5), (2, 4, 1, 4, 5), (2, 4, 2, 2, 8)],
-    128: [(2, 4, 1, 2, 6), (2, 4, 2, 2, 6), (2, 4, 2, 1, 10)],
+SHAPES = {                           # by rows: parts, warps, halves, tiles, stages, CTAs per SM
+    8: [(1, 8, 1, 8, 8, 1), (1, 8, 1, 4, 8, 2), (1, 4, 1, 4, 6, 3)],
+    16: [(1, 8, 1, 8, 8, 1), (1, 8, 1, 4, 8, 2), (1, 4, 1, 4, 6, 3)],
+    32: [(1, 8, 1, 8, 5, 1), (1, 8, 1, 4, 5, 2)],
+    64: [(2, 4, 1, 4, 5, 1), (2, 4, 2, 2, 8, 1), (1, 8, 1, 2, 5, 2)],
+    128: [(2, 4, 1, 2, 6, 1), (2, 4, 2, 2, 6, 1)],
 }
 
 
 def gemm_plans(outputs: int, inputs: int, rows: int) -> dict[str, PackedGemmPlan]:
+    """As many splits as can run at once."""
     made = {}
     block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
     row_blocks, strips, runs = -(-rows // block_rows), -(-outputs // 16), -(-inputs // 512)
-    for parts, warps, halves, blocks, stages in SHAPES[block_rows]:
-        most = parts * warps * halves
+    for parts, warps, halves, blocks, stages, programs in SHAPES[block_rows]:
+        most, slots = parts * warps * halves, 132 * programs
         tiles = -(-strips // most)
-        rounds = -(-tiles * row_blocks // 132)
-        splits = next((each for each in (8, 4, 2) if tiles * row_blocks * each <= 132 and runs >= each), 1)
-        step = -(-strips * row_blocks * splits // (rounds * 132)) if rounds > 1 or splits > 1 else most
-        step = min(most, max(4, step))
-        made[f"{parts} x {warps} warps, {halves} halves, {64 * blocks} inputs, {splits} splits, step {step}"] = PackedGemmPlan(
-            block_rows, parts, warps, halves, blocks, stages, splits, step
-        )
+        splits = next((each for each in (8, 4, 2) if tiles * row_blocks * each <= slots and runs >= each), 1)
+        rounds = -(-tiles * row_blocks * splits // slots)
+        step = min(most, max(3, -(-strips * row_blocks * splits // (rounds * slots))))
+        label = f"{parts} x {warps} warps, {halves} halves, {64 * blocks} inputs, {programs} CTAs, {splits} splits, step {step}"
+        made[label] = PackedGemmPlan(block_rows, parts, warps, halves, blocks, stages, splits, step, programs)
     return made
 
 
@@ -121,7 +138,8 @@ def check(number: int, rows: int, engine: str) -> Row:
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     torch.manual_seed(number)
     weight = random_packed(
-        outputs, inputs, group, case.get("kind", "uint4"), case.get("zero", False), gate is not None, case.get("outer", False), dtype
+        outputs, inputs, group, case.get("kind", "uint4"), case.get("zero", False), gate is not None, case.get("outer", False),
+        dtype,
     )
     x = torch.randn(rows, inputs, device="cuda").to(dtype)
     bias = torch.randn(outputs, device="cuda").to(dtype) if case.get("bias") else None
@@ -136,6 +154,9 @@ def check(number: int, rows: int, engine: str) -> Row:
         left, right = exact.chunk(2, 1)
         exact = (F.silu(left) if gate == "silu" else F.gelu(left, approximate="tanh")) * right
     found = {}
+    if engine == "op":
+        out = packed_linear_gpu(x, weight, bias) if gate is None else _gated_op(x, weight, bias, gate)
+        return {"op": float((out.double() - exact).norm() / exact.norm())}
     plans: dict[str, Any] = (gemv_plans if engine == "gemv" else gemm_plans)(outputs, inputs, rows)
     for name, plan in list(plans.items())[:: max(1, len(plans) - 1)]:
         for _ in range(2):                               # the second call finds the counters of the first
@@ -146,6 +167,11 @@ def check(number: int, rows: int, engine: str) -> Row:
                 out = packed_gemm(x, weight, bias, plan, gate=gate)
         found[name] = float((out.double() - exact).norm() / exact.norm())
     return found
+
+
+def _gated_op(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: str) -> Tensor:
+    """Through the op: its part behind the norm."""
+    return packed_op.multiplied(x, weight, bias, gate)
 
 
 def in_process(arguments: list[str], limit: float) -> Any:
@@ -160,7 +186,8 @@ def in_process(arguments: list[str], limit: float) -> Any:
 
 
 def checks(limit: float, wanted: list[str]) -> dict[str, Any]:
-    tasks = [(number, rows, "gemv") for rows in (1, 5) for number in range(len(CHECKS))]
+    tasks = [(number, rows, "op") for rows in (1, 5, 16, 30, 50, 200, 900) for number in range(len(CHECKS))]
+    tasks += [(number, 1, "gemv") for number in range(len(CHECKS))]
     tasks += [(number, rows, "gemm") for rows in (7, 16, 50, 200) for number in range(len(CHECKS))]
     tasks = [task for task in tasks if not wanted or f"{task[2]} {task[1]}" in wanted]
     with ThreadPoolExecutor(14) as pool:
@@ -227,7 +254,10 @@ def one_matrix(weights: Weights, name: str, rows: int) -> Row:
         for label, plan in gemv_plans(outputs, inputs, rows).items():
             row[f"gemv {label}"] = timed(
                 lambda i, plan=plan: packed_gemv(x, packed[i % LAYERS], None, plan, gate=gate_of(name)), LAYERS)
-    if rows >= 8:
+    if rows >= 128:
+        row["expand"] = timed(lambda i: expand(packed[i % LAYERS], torch.bfloat16), LAYERS)
+        row["expand and cuBLAS"] = timed(lambda i: F.linear(x, expand(packed[i % LAYERS], torch.bfloat16)), LAYERS)
+    if rows >= 2:
         for label, wide in gemm_plans(outputs, inputs, rows).items():
             row[f"gemm {label}"] = timed(
                 lambda i, wide=wide: packed_gemm(x, packed[i % LAYERS], None, wide, gate=gate_of(name)), LAYERS)
@@ -235,13 +265,84 @@ def one_matrix(weights: Weights, name: str, rows: int) -> Row:
 
 
 def matrices(rows: int) -> dict[str, Row]:
-    weights = Weights()
-    return {f"{name} {rows}": one_matrix(weights, name, rows) for name in MATRICES}
+    weights = Weights(fp8=True)
+    found = {f"{name} {rows}": one_matrix(weights, name, rows) for name in MATRICES}
+    return found | {f"chain {rows}": chain(weights, rows, found)}
+
+
+def best(row: Row, name: str, rows: int) -> PackedGemvPlan | PackedGemmPlan:
+    label = min((value, label) for label, value in row.items() if label.startswith(("gemv", "gemm")))[1]
+    plans: dict[str, Any] = (gemv_plans if label.startswith("gemv") else gemm_plans)(*MATRICES[name], rows)
+    return plans[label[5:]]
+
+
+def chain(weights: Weights, rows: int, found: dict[str, Row]) -> Row:
+    """Milliseconds of 32 layers' linears, each with the best plan of its own."""
+    x, attended = (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    plans = {name: best(found[f"{name} {rows}"], name, rows) for name in MATRICES}
+
+    def packed(x: Tensor, i: int, name: str, **norm: Any) -> tuple[Tensor, Tensor]:
+        plan, weight = plans[name], weights.packed[name][i % LAYERS]
+        if isinstance(plan, PackedGemvPlan):
+            return packed_gemv(x, weight, None, plan, gate=gate_of(name), **norm)
+        return packed_gemm(x, weight, None, plan, gate=gate_of(name)), x
+
+    def normed(x: Tensor, residual: Tensor, i: int, name: str) -> tuple[Tensor, Tensor]:
+        if rows == 1:
+            return packed(x, i, name, norm=weights.norm, eps=1e-5, residual=residual)
+        out, stream = rms_norm(x, weights.norm, 1e-5, residual=residual)
+        return packed(out, i, name)[0], stream
+
+    def layer(i: int) -> Tensor:
+        _, stream = normed(x, attended, i, "qkv")
+        out, _ = packed(attended, i, "o")
+        out, stream = normed(out, stream, i, "gate_up")
+        return packed(out, i, "down")[0]
+
+    def by_rule(i: int) -> Tensor:
+        each = {name: tensors[i % LAYERS] for name, tensors in weights.packed.items()}
+        _, stream = packed_op.normed_packed_linear(x, attended, weights.norm, 1e-5, each["qkv"])
+        out = packed_linear(attended, each["o"])
+        out, stream = packed_op.normed_packed_linear(out, stream, weights.norm, 1e-5, each["gate_up"], gate="silu")
+        return packed_linear(out, each["down"])
+
+    row = {"bf16": timed(lambda i: plain_layer(weights, i, x, attended), LAYERS) * 32e-3,
+           "fp8": timed(lambda i: fp8_layer(weights, i, x, attended), LAYERS) * 32e-3,
+           "int4, best plans": timed(layer, LAYERS) * 32e-3, "int4, the op": timed(by_rule, LAYERS) * 32e-3}
+    if rows == 1:
+        for kind, group in (("e2m1", 32), ("e2m1", 16)):
+            weights.packed = {name: [pack(*quantised(each, group, kind), kind=kind, gated=name == "gate_up") for each in tensors]
+                              for name, tensors in weights.plain.items()}
+            row[f"{kind}, groups of {group}, the op"] = timed(by_rule, LAYERS) * 32e-3
+    return row | {"ratio": row["bf16"] / min(row["int4, best plans"], row["int4, the op"])}
+
+
+def plain_layer(weights: Weights, i: int, x: Tensor, attended: Tensor) -> Tensor:
+    each = {name: tensors[i % LAYERS] for name, tensors in weights.plain.items()}
+    _, stream = normed_linear(x, attended, weights.norm, 1e-5, each["qkv"])
+    out = linear(attended, each["o"])
+    out, stream = normed_linear(out, stream, weights.norm, 1e-5, each["gate_up"], gate="silu")
+    return linear(out, each["down"])
+
+
+def fp8_layer(weights: Weights, i: int, x: Tensor, attended: Tensor) -> Tensor:
+    each = {name: pairs[i % LAYERS] for name, pairs in weights.fp8.items()}
+    _, stream = normed_fp8_linear(x, attended, weights.norm, 1e-5, *each["qkv"])
+    out = fp8_linear(attended, *each["o"])
+    out, stream = normed_fp8_linear(out, stream, weights.norm, 1e-5, *each["gate_up"])
+    rows = gated_rows(out, "silu", each["down"][0])
+    assert rows is not None
+    return multiplied(rows, *each["down"])
 
 
 def summary(row: Row) -> str:
-    best = sorted((value, label) for label, value in row.items() if label.startswith(("gemv", "gemm")))
-    return f"bf16 {row['bf16']:.1f} floor {row['bytes_floor']:.1f} " + "; ".join(f"{value:.1f} {label}" for value, label in best[:4])
+    if "ratio" in row:
+        return str({label: round(value, 3) for label, value in row.items()})
+    first = sorted((value, label) for label, value in row.items() if label.startswith(("gemv", "gemm")))
+    more = "".join(f"{label} {row[label]:.1f} " for label in ("expand", "expand and cuBLAS") if label in row)
+    return f"bf16 {row['bf16']:.1f} floor {row['bytes_floor']:.1f} {more}" + "; ".join(
+        f"{value:.1f} {label}" for value, label in first[:3]
+    )
 
 
 def compile_one(name: str, rows: int) -> None:
@@ -251,7 +352,7 @@ def compile_one(name: str, rows: int) -> None:
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     for plan in gemv_plans(outputs, inputs, rows).values() if rows <= 8 else ():
         packed_gemv(x, weight, None, plan, gate=gate_of(name))
-    for wide in gemm_plans(outputs, inputs, rows).values() if rows >= 8 else ():
+    for wide in gemm_plans(outputs, inputs, rows).values() if rows >= 2 else ():
         packed_gemm(x, weight, None, wide, gate=gate_of(name))
     torch.cuda.synchronize()
 
@@ -260,7 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=str(Path(__file__).with_name("result.json")))
     parser.add_argument("--parts", nargs="*", default=["checks", "matrices", "chain"])
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 64, 128, 256])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--checks", nargs="*", default=[])
     parser.add_argument("--check", nargs=3)
     parser.add_argument("--compile", nargs=2)
@@ -278,7 +379,11 @@ def main() -> None:
         print(json.dumps(matrices(args.time)))
         return
     began = time.time()
-    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "predicted": PREDICTED}
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu_facts(), "commit": commit(),
+        "versions": {"torch": torch.__version__, "triton": __import__("triton").__version__}, "predicted": PREDICTED,
+        "earlier": EARLIER,
+    }
 
     def write() -> None:
         result["seconds"] = time.time() - began

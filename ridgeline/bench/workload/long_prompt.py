@@ -19,10 +19,11 @@ from typing import Any
 from ridgeline.bench.lab.device_log import torch_gpus
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.workload.bench_engine import Engine
+from ridgeline.scheduler.step_time import FEWEST
 
 SERVED, WHOLE = "step_time_model", "whole_budget"
 PHASES = ("before", "during", "after")
-SMALLEST_CHUNK = 256                 # tokens that a step computes of a prompt at least: how long decodes may have to go on
+SMALLEST_CHUNK = min(FEWEST.values())    # tokens that a step computes of a prompt at least: how long decodes may have to go on
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ SUITE: dict[str, Group] = {
     "llama-3.1-8b-fp8-all": Group(
         "llama-3.1-8b", ("latency_b1", "batch128", "throughput", "decode_16x8k"), {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     ),
+    "llama-3.1-8b-int4": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"quantization": "int4"}),
     "llama-3.1-70b-fp8": Group("llama-3.1-70b", ("latency_b1", "prefill_8k"), {"quantization": "fp8"}),
     "llama-3.1-8b-deterministic": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"deterministic": True}),
     "llama-3.2-1b": Group("llama-3.2-1b", ("latency_b1", "batch128", "throughput", "prefix")),

@@ -21,7 +21,7 @@ _NOISE = 2**24                       # numbers that are repeated: noise for ever
 def write_weights(directory: Path) -> int:
     """Adds safetensors files in bfloat16 and their index to a directory with a config.json; returns their bytes."""
     config = load_model_config(directory)
-    model = Decoder(config, Communicator(), torch.bfloat16, torch.device("meta"), 16, Unquantised())
+    model = Decoder(config, Communicator(), torch.bfloat16, torch.device("meta"), 16, lambda path: Unquantised())
     renamer = Renamer(config, gguf=False)
     noise = torch.empty(_NOISE, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
     places: dict[str, str] = {}

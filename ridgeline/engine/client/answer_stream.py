@@ -76,6 +76,7 @@ class AnswerStream:
 
     def close(self) -> None:
         """Abort the unfinished requests. Does nothing after the end."""
+        self._sink = None                                # it refers to this stream: no cycle for the garbage collector
         unfinished, self._unfinished = self._unfinished, set()
         self.end()
         for wire_id in unfinished:
@@ -121,6 +122,7 @@ class AnswerStream:
     def end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         self._ended.set()
         self._news.set()
 

@@ -20,10 +20,11 @@ from typing import Any
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.answer_stream import AnswerStream, only_new, so_far
 from ridgeline.engine.client.engine_commands import EngineCommands
+from ridgeline.engine.client.long_work import LONG_BYTES, away
 from ridgeline.engine.client.open_requests import OpenRequests
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Processor, Prompt, RequestState
-from ridgeline.engine.client.prompt_limits import LONG_WORK, PromptLimits, is_brief, is_long
+from ridgeline.engine.client.prompt_limits import LONG_WORK, PromptLimits, amount_of_work, is_brief, num_chars
 from ridgeline.engine.client.request_context import LOCAL, Caller
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults
 from ridgeline.engine.client.supervisor import Listener, Supervisor
@@ -49,7 +50,7 @@ from ridgeline.models.model_config import load_model_config
 from ridgeline.resolve import model_path
 from ridgeline.roofline.live import LiveView
 from ridgeline.sampling_params import RequestOutputKind, SamplingParams
-from ridgeline.text.chat_template import start_renderer
+from ridgeline.text.chat_template import RendererBusy, start_renderer
 from ridgeline.text.tokenizer import Tokenizer
 
 
@@ -206,7 +207,8 @@ class AsyncLLM:
             return [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]
 
         await self._check_grammar(params, caller)
-        made = await asyncio.to_thread(make) if is_long(prompts, params) else make()
+        amount = amount_of_work(prompts, params)
+        made = await away(amount, make) if amount >= LONG_WORK else make()
         return self._submit(made, request_id, arrived, caller)
 
     async def _check_grammar(self, params: SamplingParams, caller: Caller) -> None:
@@ -245,21 +247,27 @@ class AsyncLLM:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        num_bytes: int | None = None,
         **template: Any,
     ) -> list[int]:
         """A conversation as prompt token ids, by the model's chat template. Most templates write the special tokens themselves;
-        `add_special_tokens` is for those that do not."""
+        `add_special_tokens` is for those that do not. `num_bytes`: about how long it is, if that is known."""
         await self.start()
         tokenizer = self.get_tokenizer()
 
-        def render() -> list[int]:
+        def render(may_wait: bool = True) -> list[int]:
             return tokenizer.apply_chat_template(
                 messages, tokenize=True, add_generation_prompt=add_generation_prompt, add_special_tokens=add_special_tokens,
-                check=self._limits.check_text, **template,
+                check=self._limits.check_text, may_wait=may_wait, **template,
             )
 
         # A thread costs several switches, of 5 ms each when this one is busy; rendering a short chat takes a tenth of that.
-        return render() if not template.get("tools") and is_brief(messages) else await asyncio.to_thread(render)
+        if (num_bytes is None or num_bytes <= LONG_BYTES) and is_brief(messages, template):
+            try:
+                return render(may_wait=False)
+            except RendererBusy:
+                return await asyncio.to_thread(render)
+        return await away(num_chars([messages, template]) if num_bytes is None else num_bytes, render)
 
     async def text_tokens(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """A text as token ids. BadRequest if it is too long for a prompt."""
@@ -268,7 +276,7 @@ class AsyncLLM:
         self._limits.check_text(text)
         if len(text) < LONG_WORK:
             return tokenizer.encode(text, add_special_tokens, parse_special)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, parse_special)
+        return await away(len(text), lambda: tokenizer.encode(text, add_special_tokens, parse_special))
 
     async def abort(self, request_id: str) -> None:
         """End one prompt's answers where they are, with the finish reason "abort"; other prompts of its stream go on.

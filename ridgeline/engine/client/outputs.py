@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -18,6 +19,40 @@ class Logprob:
 
 
 LogprobsAt = dict[int, Logprob]      # the token at one position, and the most likely tokens there
+
+
+class PromptLogprobs(Sequence[LogprobsAt | None]):
+    """The log-probabilities of a prompt's tokens; the first has none. Each position is made when it is read: a long prompt has
+    hundreds of thousands, and they arrive in the event loop."""
+
+    __slots__ = ("_made", "_num")
+
+    def __init__(self, num: int, made: Callable[[int], LogprobsAt]) -> None:
+        self._num = num                                  # positions after the first
+        self._made = made
+
+    def __len__(self) -> int:
+        return 1 + self._num
+
+    @overload
+    def __getitem__(self, place: int) -> LogprobsAt | None: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[LogprobsAt | None]: ...
+
+    def __getitem__(self, place: int | slice) -> LogprobsAt | list[LogprobsAt | None] | None:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        place = range(len(self))[place]                  # IndexError, and negative places
+        return self._made(place - 1) if place else None
+
+    def __iter__(self) -> Iterator[LogprobsAt | None]:
+        return (self[place] for place in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True)
@@ -47,7 +82,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: list[LogprobsAt | None] | None = None
+    prompt_logprobs: Sequence[LogprobsAt | None] | None = None
     num_cached_tokens: int = 0
     hidden: np.ndarray | None = None                             # the prompt as a vector, with SamplingParams.pooling
     metrics: RequestTimes | None = None                          # set by AsyncLLM only; LLM measures nothing per request

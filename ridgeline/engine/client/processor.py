@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -14,7 +15,14 @@ import numpy as np
 
 from ridgeline.config import ModelOptions
 from ridgeline.engine.client.grammar_check import GrammarChecker
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, Logprob, LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import (
+    AnswerDelta,
+    CompletionOutput,
+    Logprob,
+    LogprobsAt,
+    PromptLogprobs,
+    RequestOutput,
+)
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError, Unsupported
 from ridgeline.messages import Logprobs, Request, TokenDelta
@@ -223,7 +231,8 @@ class RequestState:
         if delta.hidden is not None:
             self.output.hidden = delta.hidden
         if delta.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [None, *self._readable(delta.prompt_logprobs)]
+            known = delta.prompt_logprobs
+            self.output.prompt_logprobs = PromptLogprobs(len(known.token_ids), partial(_readable_at, self._tokenizer, known))
         token_ids, text, finish, reason = delta.token_ids, "", delta.finish_reason, delta.stop_reason
         offsets: list[int] = []
         stop_here = False
@@ -260,18 +269,18 @@ class RequestState:
         self.output.finished = all(each.finished() for each in self.output.outputs)
 
     def _readable(self, logprobs: Logprobs, listed: bool = False) -> list[LogprobsAt]:
-        """`listed`: the tokens beside the sampled one are those that the request lists; they have no rank."""
-        positions = []
-        for place, token in enumerate(logprobs.token_ids.tolist()):
-            at = {
-                int(top): Logprob(float(value), None if listed else rank, self._word(int(top)))
-                for rank, (top, value) in enumerate(
-                    zip(logprobs.top_ids[place], logprobs.top_logprobs[place], strict=True), 1
-                )
-            }
-            at[token] = Logprob(float(logprobs.logprobs[place]), int(logprobs.ranks[place]), self._word(token))
-            positions.append(at)
-        return positions
+        return [_readable_at(self._tokenizer, logprobs, place, listed) for place in range(len(logprobs.token_ids))]
 
-    def _word(self, token: int) -> str | None:
-        return self._tokenizer.token_text(token) if self._tokenizer is not None else None
+
+def _readable_at(tokenizer: Tokenizer | None, logprobs: Logprobs, place: int, listed: bool = False) -> LogprobsAt:
+    """`listed`: the tokens beside the sampled one are those that the request lists; they have no rank."""
+    def word(token: int) -> str | None:
+        return tokenizer.token_text(token) if tokenizer is not None else None
+
+    token = int(logprobs.token_ids[place])
+    at = {
+        int(top): Logprob(float(value), None if listed else rank, word(int(top)))
+        for rank, (top, value) in enumerate(zip(logprobs.top_ids[place], logprobs.top_logprobs[place], strict=True), 1)
+    }
+    at[token] = Logprob(float(logprobs.logprobs[place]), int(logprobs.ranks[place]), word(token))
+    return at

@@ -14,6 +14,7 @@ from ridgeline.errors import PROMPT, PromptTooLong
 from ridgeline.sampling_params import SamplingParams
 
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
+MOST_VALUES = 200                    # texts, keys, lists and objects of a chat that is rendered on the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,52 @@ class PromptLimits:
         return f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
 
 
-def is_brief(messages: list[dict[str, Any]]) -> bool:
-    """Whether a conversation is too short to be worth a thread: few messages with little text."""
-    values = [value for message in messages[:17] for value in message.values() if value is not None]
-    return len(messages) <= 16 and all(isinstance(each, str) for each in values) and sum(map(len, values)) < LONG_WORK
+def is_brief(*given: Any) -> bool:
+    """Whether a conversation and all that its template gets (tools, variables) are too little to be worth a thread. Looks at no
+    more than that."""
+    left, values = LONG_WORK, MOST_VALUES
+    stack = list(given)
+    while stack:
+        value = stack.pop()
+        values -= 1
+        if isinstance(value, str):
+            left -= len(value)
+        elif isinstance(value, Mapping):
+            values -= len(value)                         # its keys
+            left -= sum(map(len, value)) if values > 0 else 0
+            stack += value.values() if values > 0 else ()
+        elif isinstance(value, list | tuple):
+            if len(value) < values:
+                stack += value
+            else:
+                values = 0
+        if left <= 0 or values <= 0:
+            return False
+    return True
 
 
-def is_long(prompts: Sequence[Prompt], params: SamplingParams) -> bool:
-    """Whether to make these requests away from the event loop."""
+def num_chars(given: Any) -> int:
+    """About how many characters a conversation has as JSON, in linear time."""
+    total, stack = 0, [given]
+    while stack:
+        value = stack.pop()
+        total += 4
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, Mapping):
+            stack += value
+            stack += value.values()
+        elif isinstance(value, list | tuple):
+            stack += value
+    return total
+
+
+def amount_of_work(prompts: Sequence[Prompt], params: SamplingParams) -> int:
+    """Of making these requests, in characters to tokenise: at LONG_WORK and above, not on the event loop."""
     given = sum(len(each) for each in map(_given, prompts) if isinstance(each, Sized))
     # Each prompt tokenises the bad words and prepares the stop strings; each answer searches for them.
     beside = sum(map(len, [*params.bad_words, *params.stop])) + params.n * (1 + len(params.stop))
-    return given + len(prompts) * beside >= LONG_WORK
+    return given + len(prompts) * beside
 
 
 def _given(prompt: Prompt) -> Any:

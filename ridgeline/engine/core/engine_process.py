@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ridgeline.process import head_start
-from ridgeline.process.orphans import end_with_parent
+from ridgeline.process.orphans import end_at_once, end_with_parent
 from ridgeline.process.standard_streams import open_missing
 
 
@@ -23,6 +23,7 @@ def main(settings: str) -> int:
     open_missing()
     faulthandler.enable()
     given = json.loads(settings)
+    end_at_once()
     end_with_parent(given["parent"], lambda: shutil.rmtree(given["folder"], ignore_errors=True))
     unusable = ""
     try:

@@ -83,7 +83,9 @@ def block_scales(recipe: Recipe, scale: Tensor, outputs: int, inputs: int) -> Te
     """[outputs] or [outputs, blocks], whatever of these the checkpoint shares between outputs."""
     assert recipe.format.scales is not None
     rows, columns = recipe.format.scales.block
-    if scale.dtype == torch.float8_e8m0fnu:
+    if recipe.format.scales.dtype == "e8m0":
+        scale = _exponents(scale)
+    elif scale.dtype == torch.float8_e8m0fnu:
         scale = scale.float()
     scale = scale.to(scale_dtype(recipe))
     if not columns:
@@ -93,7 +95,7 @@ def block_scales(recipe: Recipe, scale: Tensor, outputs: int, inputs: int) -> Te
     expected = (-(-outputs // rows), -(-inputs // columns))
     if tuple(scale.shape) != expected:
         raise ModelError(f"scales of shape {list(scale.shape)}, blocks of {rows} x {columns} need {list(expected)}")
-    return scale.repeat_interleave(rows, dim=0)[:outputs]
+    return scale if rows == 1 else scale.repeat_interleave(rows, dim=0)[:outputs]
 
 
 def middle_zeros(recipe: Recipe, zeros: Tensor) -> None:
@@ -209,9 +211,7 @@ def _fp4(recipe: Recipe, tensors: Tensors) -> Canonical:
     outer = 1.0 / outer if recipe.variant == "divides" else outer
     if outer.numel() not in (1, outputs):
         raise ModelError(f"{outer.numel()} second scales for {outputs} outputs; there must be one, or one for each")
-    # e4m3 has no repeat on every device; the bytes have.
-    found = block_scales(recipe, scale.view(torch.uint8).view(torch.float8_e4m3fn), outputs, inputs)
-    return {WEIGHT: weight, SCALE: found, OUTER: outer.expand(outputs).contiguous()}
+    return {WEIGHT: weight, SCALE: block_scales(recipe, scale, outputs, inputs), OUTER: outer.expand(outputs).contiguous()}
 
 
 def _exponents(scale: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 FORMATS = (
     "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mixed-precision", "sparse-24-bitmask", "sparse-bitmask",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "sparse-24-bitmask", "sparse-bitmask",
 )
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
 _INPUT_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale")
@@ -99,6 +99,8 @@ def _recipe(group: Section, format: str, sparse: Recipe | None) -> Recipe | None
     if bits != 8:
         raise weights.error("num_bits", f"{kind}{bits}", f"is not supported in {stored}; supported: int8 and float8")
     scales = Scales(block, "float32", None if symmetric else "code")
+    if stored == "mxfp8-quantized":
+        scales = Scales((1, 32), "e8m0")
     return Recipe(
         WeightFormat("e4m3" if kind == "float" else "int8", scales, activation), "codes",
         (("codes", (".weight",)), ("scale", (".weight_scale",)), ("zero", (".weight_zero_point",))),

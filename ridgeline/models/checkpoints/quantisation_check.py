@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
-from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels
+from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels, is_fp8_rows
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -24,8 +24,8 @@ def quantised_memory(model: ModelConfig, quantization: str, device: str, ranks: 
     if device != "cuda":
         return QuantisedMemory()
     found = list(LinearFormats(model, quantization, device, ranks).shapes())
-    expanded = [shape.outputs * shape.share for shape, format in found if not has_kernels(format)]
-    return QuantisedMemory(any(has_kernels(format) for _, format in found), max(expanded, default=0))
+    expanded = [shape.outputs * shape.share for shape, format in found if not is_fp8_rows(format)]
+    return QuantisedMemory(any(is_fp8_rows(format) for _, format in found), max(expanded, default=0))
 
 
 def check_quantization(
@@ -45,17 +45,30 @@ def check_quantization(
     if not kept:
         return
     _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
+    said = _speed(kept, model.hidden_size, dtype)
+    if said:
+        reasons["quantization"] = f"{name}: {said}"
+
+
+def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
+    """Where these formats are slower than they look."""
     slow = sorted({format.name for format in kept if not has_kernels(format)})
     if slow:
-        reasons["quantization"] = (
-            f"{name}: kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
+        return (
+            f"kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
             f"steps of more than {MOST_CODE_ROWS} rows expand each weight first: they may be slower than in {dtype}"
         )
-    elif model.hidden_size < FEWEST_RING_INPUTS:
-        reasons["quantization"] = (
-            f"{name}: linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
+    if not any(is_fp8_rows(format) for format in kept):
+        return (
+            f"kept in 4 bits; decode is faster than in {dtype} up to about 64 rows, and from about 100 rows on, and in "
+            "prompts, it is slower: use fp8 where batches are large"
+        )
+    if hidden_size < FEWEST_RING_INPUTS:
+        return (
+            f"linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
             "and decode may be slower than in bfloat16"
         )
+    return ""
 
 
 def _refuse(kept: list[WeightFormat], name: str, quantization: str, dtype: str, deterministic: bool) -> None:
@@ -63,6 +76,6 @@ def _refuse(kept: list[WeightFormat], name: str, quantization: str, dtype: str, 
         what = quantization or name.removesuffix(" checkpoint")
         instead = "leave quantization out" if quantization else "use a checkpoint that is not quantised"
         raise ConfigError(f"deterministic has no kernels for {what} weights; {instead}")
-    if any(has_kernels(format) for format in kept) and dtype != "bfloat16":
+    if any(is_fp8_rows(format) for format in kept) and dtype != "bfloat16":
         what = f"quantization {quantization}" if quantization else f"{name}: fp8"
         raise ConfigError(f"{what} has no kernels for {dtype}; use dtype bfloat16")

@@ -6,13 +6,14 @@ weight is expanded into a buffer, by which the library multiplies. Faster kernel
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops.quantised.codes import BITS, packed_codes
+from ridgeline.ops.quantised.codes import BITS, TABLES, packed_codes, table
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
 from ridgeline.ops.quantised.quantised_kernels import MOST_ROWS, expand_triton, few_rows_triton
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
@@ -24,9 +25,22 @@ def quantised_linear_reference(x: Tensor, weight: QuantisedWeight, bias: Tensor 
     return F.linear(x, expand(weight, x.dtype), bias)
 
 
+def prepare(weight: QuantisedWeight) -> None:
+    """Makes what is shared before the first CUDA graph: memory allocated during a capture belongs to that graph."""
+    if weight.grid in TABLES:
+        table(weight.grid, weight.weight.device, torch.float32)
+
+
+@cache
+def _has_fp8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def quantised_linear_triton(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
     if not len(x):
         return x.new_empty((0, len(weight.weight)))
+    if torch.float8_e4m3fn in (weight.weight.dtype, weight.scale.dtype) and not _has_fp8(x.device):
+        return quantised_linear_reference(x, weight, bias)               # Triton has no e4m3 on older GPUs
     if weight.order is not None:                         # x is read in the order of the codes
         x, weight = x.index_select(1, weight.order), weight._replace(order=None)
     if len(x) <= MOST_ROWS:

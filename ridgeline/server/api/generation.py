@@ -28,6 +28,7 @@ from ridgeline.version import __version__
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
 DONE = b"[DONE]"
 MARK = "\x00text\x00"                # stands for an event's text; nothing after it contains it
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512     # entries, and characters of each
 PADDING = 64                         # with include_obfuscation, events are padded to multiples of this length
 
 # The engine checks token ids against the vocabulary; larger numbers than these could not be sent to it.
@@ -134,6 +135,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     def check(self) -> None:
         """Refuse fields that are known and not supported."""
         refuse(self, self.REFUSED)
+        forget(self, self.HINTS)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", field="stream_options")
         if self.prompt_logprobs == EVERY:
@@ -209,6 +211,23 @@ def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
 
 
 EVERY = -1                           # as prompt_logprobs
+def forget(request: Any, hints: Iterable[str]) -> None:
+    """Free the hints: they may be megabytes, and an answer may take minutes."""
+    for name in hints:
+        setattr(request, name, None)
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """BadRequest for more than OpenAI's API takes: it is repeated in every answer, and stored with it."""
+    given = metadata or {}
+    if len(given) > MAX_METADATA:
+        raise BadRequest(f"metadata has {len(given)} entries; at most {MAX_METADATA} are allowed", field="metadata")
+    for name, value in given.items():
+        if len(name) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            message = f"metadata: a key has at most {MAX_METADATA_KEY} characters, a value {MAX_METADATA_VALUE}"
+            raise BadRequest(f"{message}; {shown(name[:MAX_METADATA_KEY])} has more", field="metadata")
+
+
 FIT = -1                             # as truncate_prompt_tokens: cut the prompt to fit the context
 
 _SAMPLING = (

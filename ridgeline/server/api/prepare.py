@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ridgeline.engine.client.long_work import LONG_BYTES, away_if_long, checkpoint
 from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.anthropic import messages_api as anthropic
-from ridgeline.server.api.generation import FIT, GenerationRequest, Writer
+from ridgeline.server.api.generation import FIT, GenerationRequest, Writer, forget
 from ridgeline.server.api.openai import responses_answer
 from ridgeline.server.api.openai.chat import ChatRequest, ChatWriter
 from ridgeline.server.api.openai.completions import CompletionRequest, CompletionWriter, middle_marks
@@ -36,11 +37,13 @@ from ridgeline.server.api.vllm.tokenize import (
     TokenizeReply,
     TokenizeRequest,
 )
-from ridgeline.server.http.body import LONG_BODY, away_if_long, parse_body
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.stream import Headers
 from ridgeline.server.parse.tool_prompt import in_plain_text, mended, tells_of_tools
 from ridgeline.server.parse.tools import needs_plain_text, reading
 from ridgeline.server.service import Service
+
+BYTES_PER_TOKEN = 16                 # of a list of tokens and their texts, as JSON
 
 
 @dataclass(slots=True)
@@ -55,26 +58,34 @@ class Job:
     background: bool = False         # the client does not wait for the answer
 
 
-async def prompt_tokens(service: Service, request: ChatRequest) -> list[int]:
-    """A chat's prompt, by the model's own template. Tools that the template does not support are written into the messages."""
+def templated(service: Service, request: ChatRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A chat's messages, and what else its template gets. Tools that the model's template does not support are written into the
+    messages."""
+    checkpoint()
     messages, given = request.conversation(service.options.strict_messages), request.template()
     tokenizer = service.tokenizer
     if tokenizer is not None and (given["tools"] or any(map(tells_of_tools, messages))):
         templates = "\n".join(tokenizer.chat_templates.values())
         if needs_plain_text(service.options.tool_call_parser, templates):
             tools, given["tools"] = given["tools"] or [], None
-            messages = await asyncio.to_thread(in_plain_text, messages, tools, templates)    # tools may take 100 kB
+            messages = in_plain_text(messages, tools, templates)
         elif any(message.get("tool_calls") for message in messages):
-            messages = await asyncio.to_thread(mended, messages)
-    return await service.llm.chat_tokens(messages, **given)
+            messages = mended(messages)
+    return messages, given
+
+
+async def prompt_tokens(service: Service, request: ChatRequest, size: int) -> list[int]:
+    """A chat's prompt, by the model's own template. `size`: the bytes of its body."""
+    messages, given = await away_if_long(size, lambda: templated(service, request))
+    return await service.llm.chat_tokens(messages, num_bytes=size, **given)
 
 
 async def chat_job(
-    service: Service, request: ChatRequest, params: SamplingParams, prefix: str, writer: Callable[..., ChatWriter]
+    service: Service, request: ChatRequest, params: SamplingParams, prefix: str, writer: Callable[..., ChatWriter], size: int
 ) -> Job:
-    """The job of a chat request, in whichever dialect it came."""
-    read = reading(request.tool_use(), params, service.options, service.tokenizer)
-    tokens = await prompt_tokens(service, request)
+    """The job of a chat request, in whichever dialect it came. `size`: the bytes of its body."""
+    read = await away_if_long(size, lambda: reading(request.tool_use(), params, service.options, service.tokenizer))
+    tokens = await prompt_tokens(service, request, size)
     fit(service, request, params)
     if service.tokenizer is not None:
         read.follow(tokens, params, service.tokenizer)
@@ -82,6 +93,7 @@ async def chat_job(
     made = writer(request, params, request_id, service.name, service.tokenizer, read)
     if service.options.enable_force_include_usage and request.stream_options is None:
         made.force_usage()
+    request.forget_prompt()
     return Job(request, params, [tokens], made, [(b"x-request-id", request_id.encode())])
 
 
@@ -98,7 +110,7 @@ async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job:
         return request, checked_params(service, request)
 
     request, params = await away_if_long(len(body), work)
-    return await chat_job(service, request, params, "chatcmpl-", ChatWriter)
+    return await chat_job(service, request, params, "chatcmpl-", ChatWriter, len(body))
 
 
 async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Job:
@@ -109,40 +121,49 @@ async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Job:
         return requests, checked_params(service, requests[0])
 
     requests, params = await away_if_long(len(body), work)
-    job = await chat_job(service, requests[0], params, "chatcmpl-", ChatWriter)
-    job.prompts += [await prompt_tokens(service, each) for each in requests[1:]]
+    job = await chat_job(service, requests[0], params, "chatcmpl-", ChatWriter, len(body))
+    job.prompts += [await prompt_tokens(service, each, len(body)) for each in requests[1:]]
     return job
 
 
 async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Job:
-    def work() -> tuple[CompletionRequest, SamplingParams]:
+    def work() -> tuple[CompletionRequest, SamplingParams, list[Prompt]]:
         request = parse_body(CompletionRequest, body)
-        return request, checked_params(service, request)
+        return request, checked_params(service, request), list(request.prompts())
 
-    request, params = await away_if_long(len(body), work)
+    request, params, prompts = await away_if_long(len(body), work)
     request_id = f"cmpl-{secrets.token_hex(12)}"
     writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
     if service.options.enable_force_include_usage and request.stream_options is None:
         writer.force_usage()
-    prompts: list[Prompt] = list(request.prompts())
+    service.slots.check(len(prompts) * params.n)
     if request.suffix:
-        prompts = [await around_gap(service, each, request.suffix) for each in prompts]
+        prompts = await around_gaps(service, prompts, request.suffix)
     elif request.add_special_tokens is False:
-        prompts = [
-            {"prompt": each, "prompt_token_ids": await service.llm.text_tokens(each, False)} if isinstance(each, str) else each
-            for each in prompts
-        ]
+        prompts = [await without_special(service, each) for each in prompts]
     fit(service, request, params)
     return Job(request, params, prompts, writer, [(b"x-request-id", request_id.encode())])
 
 
-async def around_gap(service: Service, prompt: Prompt, suffix: str) -> Prompt:
-    """A prompt for filling in the middle, between `prompt` and `suffix`."""
-    if not isinstance(prompt, str):
+async def around_gaps(service: Service, prompts: list[Prompt], suffix: str) -> list[Prompt]:
+    """Prompts for filling in the middle, between each of `prompts` and `suffix`."""
+    if not all(isinstance(each, str) for each in prompts):
         raise BadRequest("suffix needs a prompt of text", field="suffix")
     begin, hole, end = middle_marks(service.llm.get_tokenizer())
-    before, behind = await service.llm.text_tokens(prompt, False), await service.llm.text_tokens(suffix, False)
-    return {"prompt": prompt, "prompt_token_ids": [begin, *before, hole, *behind, end]}
+    behind = await service.llm.text_tokens(suffix, False)
+    made: list[Prompt] = []
+    for prompt in map(str, prompts):
+        before = await without_special(service, prompt)
+        made.append({"prompt": prompt, "prompt_token_ids": [begin, *before["prompt_token_ids"], hole, *behind, end]})
+    return made
+
+
+async def without_special(service: Service, prompt: Any) -> Any:
+    """A prompt's text as token ids, without special tokens."""
+    if not isinstance(prompt, str):
+        return prompt
+    await asyncio.sleep(0)                               # let streams go on between many prompts
+    return {"prompt": prompt, "prompt_token_ids": await service.llm.text_tokens(prompt, False)}
 
 
 def fit(service: Service, request: GenerationRequest, params: SamplingParams) -> None:
@@ -159,6 +180,7 @@ class ChatLike(Protocol):
 
 def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingParams]:
     """A request in another dialect as a chat request, checked like one."""
+    checkpoint()
     try:
         plain = msgspec.json.encode(asked.chat())
     except (OverflowError, RecursionError):
@@ -170,10 +192,13 @@ def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingPar
 async def prepare_messages(service: Service, caller: Caller, body: bytes) -> Job:
     def work() -> tuple[anthropic.MessagesRequest, ChatRequest, SamplingParams]:
         asked = parse_body(anthropic.MessagesRequest, body, service.options.strict_messages)
-        return asked, *as_chat(service, asked)
+        made = as_chat(service, asked)
+        asked.messages, asked.tools = [], None           # they are in the chat request …
+        forget(asked, asked.HINTS)                       # … and these in none
+        return asked, *made
 
     asked, request, params = await away_if_long(len(body), work)
-    return await chat_job(service, request, params, "msg_", partial(anthropic.MessagesWriter, asked))
+    return await chat_job(service, request, params, "msg_", partial(anthropic.MessagesWriter, asked), len(body))
 
 
 async def count_tokens(service: Service, caller: Caller, body: bytes) -> anthropic.TokenCount:
@@ -181,11 +206,14 @@ async def count_tokens(service: Service, caller: Caller, body: bytes) -> anthrop
         return as_chat(service, parse_body(anthropic.CountRequest, body, service.options.strict_messages))[0]
 
     request = await away_if_long(len(body), work)
-    return anthropic.TokenCount(len(await prompt_tokens(service, request)))
+    return anthropic.TokenCount(len(await prompt_tokens(service, request, len(body))))
 
 
-async def response_chat(service: Service, caller: Caller, body: bytes) -> tuple[Continued, ChatRequest, SamplingParams]:
-    """A request of the Responses API as a chat request. A short one may continue a long stored conversation."""
+async def response_chat(
+    service: Service, caller: Caller, body: bytes
+) -> tuple[Continued, ChatRequest, SamplingParams, int]:
+    """A request of the Responses API as a chat request, and the bytes of both. A short one may continue a long stored
+    conversation."""
     asked = await away_if_long(len(body), lambda: parse_body(ResponsesRequest, body, service.options.strict_messages))
     key = caller.key
 
@@ -194,22 +222,23 @@ async def response_chat(service: Service, caller: Caller, body: bytes) -> tuple[
         return continued, *as_chat(service, continued)
 
     size = len(body)
-    if size <= LONG_BODY:
+    if size <= LONG_BYTES:
         size += recalled_bytes(asked, service.stored, key)
-    return await away_if_long(size, work)
+    return *await away_if_long(size, work), size
 
 
 async def prepare_response(service: Service, caller: Caller, body: bytes) -> Job:
-    continued, request, params = await response_chat(service, caller, body)
+    continued, request, params, size = await response_chat(service, caller, body)
+    continued.asked.input = ""                           # it is in the chat request
     writer = partial(responses_answer.ResponsesWriter, continued.asked, continued.keep)
-    job = await chat_job(service, request, params, "resp_", writer)
+    job = await chat_job(service, request, params, "resp_", writer, size)
     job.background = bool(continued.asked.background)
     return job
 
 
 async def count_input(service: Service, caller: Caller, body: bytes) -> responses_answer.InputTokens:
-    _, request, _ = await response_chat(service, caller, body)
-    return responses_answer.InputTokens(len(await prompt_tokens(service, request)))
+    _, request, _, size = await response_chat(service, caller, body)
+    return responses_answer.InputTokens(len(await prompt_tokens(service, request, size)))
 
 
 async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeReply | PlainTokens:
@@ -224,12 +253,15 @@ async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeRep
         ids = await service.llm.text_tokens(request.content, bool(request.add_special), request.parse_special is not False)
         return PlainTokens.of(ids, service.llm.get_tokenizer(), bool(request.with_pieces))
     if chat is not None:
-        tokens = await prompt_tokens(service, chat)
+        tokens = await prompt_tokens(service, chat, len(body))
     else:
         tokens = await service.llm.text_tokens(request.prompt or "", request.add_special_tokens is not False)
     assert service.llm.ready is not None
     longest, tokenizer = service.llm.ready.max_model_len, service.llm.get_tokenizer()
-    return TokenizeReply.of(tokens, longest, tokenizer, bool(request.return_token_strs))
+    wants_texts = bool(request.return_token_strs)
+    return await away_if_long(
+        BYTES_PER_TOKEN * len(tokens) * wants_texts, lambda: TokenizeReply.of(tokens, longest, tokenizer, wants_texts)
+    )
 
 
 async def detokenize(service: Service, caller: Caller, body: bytes) -> DetokenizeReply:

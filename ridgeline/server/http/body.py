@@ -1,26 +1,29 @@
-"""Parses a JSON body into a struct; errors name the field and what it should hold. Long bodies are parsed in a thread.
+"""Parses a JSON body into a struct; errors name the field and what it should hold.
 
-Knows msgspec's messages, no endpoints.
+Knows msgspec's messages, no endpoints. Long bodies are parsed in a thread, by engine/client/long_work.away_if_long.
 """
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import re
+import threading
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec.inspect import DictType, FloatType, IntType, ListType, NoneType, StructType, Type, UnionType, type_info
 
+from ridgeline.engine.client.long_work import LONG_BYTES, checkpoint
 from ridgeline.errors import BadRequest, UnknownField
+from ridgeline.server.http.json_size import check_size
 
 MAX_MESSAGE = 500                    # characters
-LONG_BODY = 64 * 1024                # bytes; longer bodies are parsed and checked in a thread
-
 EXACT = 2**53                        # integers up to here are exact as floats
+
+_DECODING = threading.Lock()         # one long body at a time: a decoder keeps Python's lock, and the event loop waits for each
 
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
@@ -34,12 +37,6 @@ class Checked(Protocol):
 
 
 T = TypeVar("T", bound=Checked)
-Made = TypeVar("Made")
-
-
-async def away_if_long(num_bytes: int, work: Callable[[], Made]) -> Made:
-    """Do `work`, which reads `num_bytes`; in a thread if they are many."""
-    return await asyncio.to_thread(work) if num_bytes > LONG_BODY else work()
 
 
 @cache
@@ -50,6 +47,16 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 def parse_body(kind: type[T], body: bytes, strict: bool = False) -> T:
     """The request, checked. BadRequest or Unsupported name the field. Unless `strict`, unknown fields are dropped inside the
     fields that the type lists as TOLERANT: clients add notes of their own to messages."""
+    if len(body) > LONG_BYTES:
+        check_size(body)
+        checkpoint()
+    with _DECODING if len(body) > LONG_BYTES else nullcontext():
+        request = _decoded(kind, body, strict)
+    request.check()
+    return request
+
+
+def _decoded(kind: type[T], body: bytes, strict: bool) -> T:
     try:
         try:
             request: T = _decoder(kind).decode(body)
@@ -64,7 +71,6 @@ def parse_body(kind: type[T], body: bytes, strict: bool = False) -> T:
         raise refusal(str(error), kind) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
-    request.check()
     return request
 
 

@@ -8,15 +8,18 @@ routes, models or requests.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from asyncio import TimerHandle
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ridgeline.errors import BadRequest, Overloaded
 from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns
 from ridgeline.server.http.stream import DIRECT
 from ridgeline.server.options import ServerOptions
 
@@ -30,6 +33,10 @@ WRITE_SECONDS = 60.0                 # a client that reads nothing for this long
 WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
 LINGERING = 8                        # connections beyond the limit that are sent an error; others are closed at once
+READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, as asyncio does, of a thousand are a flood
+PIECE = 512                          # bytes of a chunked body that are parsed at once: its end is not known before
+FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
+SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
 
 
 class Slots:
@@ -40,11 +47,15 @@ class Slots:
         self.taken = 0
         self.predicted_wait: Callable[[], float | None] = lambda: None
 
+    def check(self, count: int) -> None:
+        """BadRequest if there is never room for `count` answers: before work is done for each."""
+        if count > self.limit:
+            raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
+
     @contextmanager
     def taking(self, count: int, already: int = 0) -> Iterator[None]:
         """Room for `count` answers, of which `already` were taken before."""
-        if count > self.limit:
-            raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
+        self.check(count)
         if self.taken + count - already > self.limit:
             message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
             raise Overloaded(message, self.predicted_wait())
@@ -72,17 +83,19 @@ class DirectWrites:
     __slots__ = ("_cycle", "bytes_out")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)                 # it holds the scope, which holds this
         self.bytes_out = 0
 
     @property
     def is_free(self) -> bool:
-        cycle = self._cycle
+        cycle = self._cycle()
+        if cycle is None:
+            return False
         return cycle.response_started and not cycle.response_complete and not cycle.flow.write_paused
 
     def write(self, body: bytes) -> None:
-        cycle = self._cycle
-        if not cycle.disconnected:                       # else the endpoint will be cancelled
+        cycle = self._cycle()
+        if cycle is not None and not cycle.disconnected:             # else the endpoint will be cancelled
             self.bytes_out += len(body)
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
 
@@ -90,40 +103,53 @@ class DirectWrites:
 class UntilClose:
     """uvicorn's `send` for HTTP/1.0, which has no chunked encoding: an answer without a length ends with its connection."""
 
-    __slots__ = ("_cycle", "_has_length", "_send")
+    __slots__ = ("_cycle", "_has_length")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._send = cycle.send
+        self._cycle = weakref.ref(cycle)                 # it holds this
         self._has_length = True
 
     async def __call__(self, message: Any) -> None:
-        cycle = self._cycle
+        cycle = self._cycle()
+        if cycle is None:
+            return
         if message["type"] == "http.response.start":
             self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not self._has_length:
                 cycle.chunked_encoding = False
         elif not self._has_length:
             cycle.expected_content_length = len(message.get("body", b""))    # any length is right
-        await self._send(message)
+        await RequestResponseCycle.send(cycle, message)
+
+
+@dataclass(slots=True)
+class Arriving:
+    """The request that is being received, or was received last."""
+
+    in_message: bool = False         # it has begun to arrive and is incomplete
+    in_body: bool = False
+    is_coded: bool = False           # it has a Transfer-Encoding
+    length: int | None = None        # the body's declared length
+    hosts: int = 0
+    head_bytes: int = 0
+    body_bytes: int = 0
+    chunks: int = 0                  # pieces of the body that the parser found
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. Use `limited_protocol(options)` to bind the options."""
 
     options: ServerOptions
+    turns: Turns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._unparsed = 0                               # bytes since the parser's last callback
-        self._head_bytes = 0
-        self._body_bytes = 0
-        self._hosts = 0
-        self._is_coded = False                           # it has a Transfer-Encoding
+        self._arriving = Arriving()
         self._limit: LimitExceeded | None = None
         self._refused = False
         self.url = b""
-        self._in_message = False                         # a request has begun to arrive and is incomplete
+        self._unread = b""                               # received, and not parsed while the line is full
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
 
@@ -131,7 +157,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = LineFlow(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        if hasattr(transport, "max_size"):               # asyncio's own transports have it
+            transport.max_size = READ_BYTES
         if len(self.connections) > self.options.max_connections + LINGERING:
             self._refused = True
             transport.abort()
@@ -144,17 +173,72 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_deadline()
         self._cancel_write_deadline()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        # A request refers to its connection: without this, both and all that is in line would wait for a garbage collection.
+        self.pipeline.clear()
+        self._unread = b""
+        self.cycle = self.scope = self.headers = cast(Any, None)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._unparsed += len(data)
-        super().data_received(data)
+        flow = cast(LineFlow, self.flow)
+        if flow.is_full:
+            self._unread += data                         # at most one read: reading is paused
+        elif len(data) <= SMALL_READ or (self._arriving.in_body and self._arriving.length is not None):
+            self._parse(data)
+        else:
+            self._unread = data
+            flow.set_full(True)
+            self.turns.wait(self._parse_unread, self.loop)
+
+    def _parse(self, data: bytes) -> None:
+        """Request by request, until the line is full: the rest waits as it is, and nothing more is read."""
+        place = 0
+        while place < len(data) and not self._refused and not self.transport.is_closing():
+            if len(self.pipeline) >= MAX_IN_LINE * (1 + self._arriving.in_message):   # preferably between two requests
+                self._unread = data[place:]
+                cast(LineFlow, self.flow).set_full(True)
+                self._cancel_deadline()                  # it is this server that waits
+                return
+            end = self._end_of_part(data, place)
+            self._unparsed += end - place
+            super().data_received(data if end - place == len(data) else data[place:end])
+            place = end
+            # An endless header, chunk extension or trailer: the parser buffers it without a callback.
+            if self._unparsed > MAX_HEAD and not self._refused:
+                self._refuse(431, f"a part of the request's head is larger than {MAX_HEAD} bytes")
+        if self._refused or self.transport.is_closing():
+            return
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_within(HEAD_SECONDS)            # bytes before a request, such as empty lines
-        # An endless header, chunk extension or trailer: the parser buffers it without a callback.
-        if self._unparsed > MAX_HEAD and not self._refused:
-            self._refuse(431, f"a part of the request's head is larger than {MAX_HEAD} bytes")
+
+    def _end_of_part(self, data: bytes, place: int) -> int:
+        """Where the part that begins at `place` ends: with the head of one request, its body, or some of its chunks."""
+        now = self._arriving
+        if now.in_body:
+            return min(len(data), place + (PIECE if now.length is None else max(1, now.length - now.body_bytes)))
+        found = data.find(b"\r\n\r\n", place)
+        return len(data) if found < 0 else found + 4
+
+    def on_response_complete(self) -> None:
+        if self.pipeline or self._unread:
+            self.turns.wait(self._next_in_line, self.loop)
+        else:
+            super().on_response_complete()
+
+    def _next_in_line(self) -> None:
+        super().on_response_complete()
+        self._parse_unread()
+
+    def _parse_unread(self) -> None:
+        flow = cast(LineFlow, self.flow)
+        if flow.is_full and not self.transport.is_closing():
+            unread, self._unread = self._unread, b""
+            flow.set_full(False)
+            if self._arriving.in_message and self._deadline is None:
+                self._expect_within(BODY_SECONDS)
+            self._parse(unread)
 
     def send_400_response(self, msg: str) -> None:
         """Called when the parser stopped: at invalid HTTP, or because a callback stopped it."""
@@ -167,9 +251,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._unparsed = self._head_bytes = self._body_bytes = self._hosts = 0
-        self._is_coded = False
-        self._in_message = True
+        self._unparsed = 0
+        self._arriving = Arriving()
+        self._arriving.in_message = True
         self._expect_within(HEAD_SECONDS)
 
     def on_url(self, url: bytes) -> None:
@@ -181,30 +265,34 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._unparsed = 0
         size = len(name) + len(value)
-        self._head_bytes += size
+        self._arriving.head_bytes += size
         if size > MAX_HEADER:
             self._stop(431, f"a header is larger than {MAX_HEADER} bytes")
         if len(self.headers) >= MAX_HEADERS:
             self._stop(431, f"there are more than {MAX_HEADERS} headers")
-        if self._head_bytes > MAX_HEAD:
+        if self._arriving.head_bytes > MAX_HEAD:
             self._stop(431, f"the headers are larger than {MAX_HEAD} bytes")
         lower = name.lower()
         if lower == b"content-length" and value.strip().isdigit():
-            self._check_body(int(value))                 # refuse a body that will be too large before it arrives
+            self._arriving.length = int(value)
+            self._check_body(self._arriving.length)               # refuse a body that will be too large before it arrives
         elif lower == b"host":
-            self._hosts += 1
-            if self._hosts > 1:                          # a proxy in front may have used the other one
+            self._arriving.hosts += 1
+            if self._arriving.hosts > 1:                          # a proxy in front may have used the other one
                 self._stop(400, "the request needs one Host header")
         elif lower == b"transfer-encoding":
-            self._is_coded = True
+            self._arriving.is_coded = True
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._unparsed = 0
         version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1") or (version == "1.0" and self._is_coded):
+        if version not in ("1.0", "1.1") or (version == "1.0" and self._arriving.is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")
         self._expect_within(BODY_SECONDS)
+        self._arriving.in_body = True
+        if self._arriving.is_coded:
+            self._arriving.length = None
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
@@ -214,13 +302,17 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
-        self._body_bytes += len(body)
-        self._check_body(self._body_bytes)
+        now = self._arriving
+        now.body_bytes += len(body)
+        now.chunks += 1
+        self._check_body(now.body_bytes)
+        if now.is_coded and now.chunks > FEW_CHUNKS and now.body_bytes < SMALL_CHUNK * now.chunks:
+            self._stop(400, f"the chunks of the body are too small; send at least {SMALL_CHUNK} bytes in each")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
-        self._in_message = False
+        self._arriving.in_message = self._arriving.in_body = False
         self._cancel_deadline()
         super().on_message_complete()
 
@@ -239,7 +331,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(seconds, self._too_slow, seconds)
 
     def _too_slow(self, seconds: float) -> None:
-        if self._in_message:
+        if self._arriving.in_message:
             self._refuse(408, f"the request was not complete after {seconds:g} s")
         else:
             self.transport.close()
@@ -283,7 +375,8 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         # Closing with unread bytes would reset the connection, and the client might not see the error.
-        self.flow.resume_reading()
+        self._unread = b""
+        cast(LineFlow, self.flow).set_full(False)
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _path(self) -> str:
@@ -292,4 +385,4 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(options: ServerOptions) -> type[LimitedProtocol]:
-    return type("LimitedProtocol", (LimitedProtocol,), {"options": options})
+    return type("LimitedProtocol", (LimitedProtocol,), {"options": options, "turns": Turns()})

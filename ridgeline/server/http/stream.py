@@ -8,18 +8,25 @@ Knows bytes and ASGI messages, not the meaning of events.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
 
+from ridgeline.engine.client.long_work import LONG_BYTES
+from ridgeline.errors import Overloaded
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+MOST_HELD = 256 * 2**20              # bytes of long bodies that are received or parsed at once
+MOST_UNSENT = 32 * 2**20             # bytes of long answers above which clients must read them …
+IMPATIENT_SECONDS = 2.0              # … and not pause for longer than this
 
 _JSON: Headers = [(b"content-type", b"application/json")]
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -34,16 +41,47 @@ class ClientGone(Exception):
     """The client left before its request was complete."""
 
 
-async def read_body(receive: Receive) -> bytes:
-    """The request's body; connection_limits limits its size while it arrives."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
+class HeldBodies:
+    """The bytes of all bodies that are being received or parsed. Each is limited; this limits all of them together."""
+
+    def __init__(self, most: int = MOST_HELD) -> None:
+        self.most = most
+        self.num_bytes = 0
+
+
+class Body:
+    """A request's body. `release()` frees it as soon as the request is made: an answer may take minutes."""
+
+    def __init__(self, held: HeldBodies) -> None:
+        self.data = b""
+        self._held = held
+        self._counted = 0
+
+    async def read(self, receive: Receive) -> None:
+        """All of it; connection_limits limits its size while it arrives. Overloaded if too many long ones arrive at once."""
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            more = message.get("more_body", False)
+            if size > LONG_BYTES:                        # short ones are limited by their number
+                self._count(size)
+        self.data = b"".join(parts)
+
+    def _count(self, size: int) -> None:
+        self._held.num_bytes += size - self._counted
+        self._counted = size
+        if self._held.num_bytes > self._held.most:
+            raise Overloaded(f"bodies of {self._held.num_bytes >> 20} MiB are being read; try again later")
+
+    def release(self) -> None:
+        self.data = b""
+        self._held.num_bytes -= self._counted
+        self._counted = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +101,61 @@ async def send_bytes(send: Send, answer: Binary) -> None:
 async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*_JSON, length, *headers]})
-    await send({"type": "http.response.body", "body": body})
+    await send_part(send, body)
+
+
+async def send_part(send: Send, body: bytes, more: bool = False) -> None:
+    """A part of an answer; `more`: it is not the last. A long one is sent in pieces, as fast as its client reads."""
+    if len(body) <= LONG_BYTES:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        return
+    with UNSENT.adding(len(body)):
+        for place in range(0, len(body), LONG_BYTES):
+            piece = body[place : place + LONG_BYTES]
+            goes_on = more or place + LONG_BYTES < len(body)
+            await UNSENT.patient(send({"type": "http.response.body", "body": piece, "more_body": goes_on}))
+
+
+class Unsent:
+    """The bytes of long answers that are being sent. A client may take its time, unless these are many: then one that reads
+    nothing for a while is given up."""
+
+    def __init__(self, most: int = MOST_UNSENT, seconds: float = IMPATIENT_SECONDS) -> None:
+        self.num_bytes = 0
+        self._most = most
+        self._seconds = seconds
+
+    @contextmanager
+    def adding(self, num_bytes: int) -> Iterator[None]:
+        self.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_bytes -= num_bytes
+
+    async def patient(self, sending: Awaitable[None]) -> None:
+        """Wait until a part of an answer is sent; ClientGone if it takes too long while too much is unsent."""
+        task = asyncio.ensure_future(sending)
+        try:
+            while not (await asyncio.wait((task,), timeout=self._seconds))[0]:
+                if self.num_bytes > self._most:
+                    raise ClientGone
+            task.result()
+        finally:
+            task.cancel()
+            del task
+
+
+UNSENT = Unsent()
+
+
+class JsonText(Response):
+    """A response that is JSON already, of any length."""
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send_json(send, self.status_code, bytes(self.body))
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -108,7 +200,7 @@ class EventStream:
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        await self._send({"type": "http.response.body", "body": self._joined(events), "more_body": True})
+        await send_part(self._send, self._joined(events), more=True)
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})

@@ -55,7 +55,9 @@ PROMISES = {
     "H-01": "headers, bodies and URLs that are too large, and bytes that are not HTTP: 4xx and the connection closed",
     "H-01b": "64 MB header, 200,000 headers, 300 MB body, 100,000 chunks, depth 100,000 …: answered within 1 s, at most 32 "
     "MB kept",
-    "H-01c": "memory of a refused request is freed at once",
+    "H-01c": "memory of a request, answered, refused or left by its client, is freed at once: no cycles",
+    "H-01d": "a connection has few requests in line, whatever its client sends",
+    "H-01e": "a body with too many values is refused before it is decoded",
     "H-02": "connections of clients that send slowly are closed",
     "H-02b": "2,000 slow clients, a byte every 5 s: closed ≤ 15 s (headers) and ≤ 30 s (bodies) after they began, p99 of "
     "others ≤ 200 ms",

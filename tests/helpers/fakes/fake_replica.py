@@ -148,6 +148,8 @@ class Call:
         self.news = asyncio.Event()
         self._left = asyncio.Event()
         self._body: bytes | None = b"" if body is None else json.dumps(body).encode()
+        if body is not None:
+            headers = {"content-type": "application/json"} | headers
         given = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         scope = {"type": "http", "method": "GET" if body is None else "POST", "path": path, "headers": given, "client": None}
         self.task = asyncio.ensure_future(router.app(scope, self._receive, self._send))

@@ -35,7 +35,6 @@ def main(shape: str, layers: int, options: dict[str, Any]) -> None:
     from ridgeline.engine.core.core import EngineCore
     from ridgeline.messages import Request
     from ridgeline.metrics import HAPPENED
-    from ridgeline.models.decoder import Decoder
     from ridgeline.ops import registry
     from ridgeline.runner import worker
     from ridgeline.runner.start import kernel_steps
@@ -49,7 +48,7 @@ def main(shape: str, layers: int, options: dict[str, Any]) -> None:
         pretend_gpu.unfilled(0)
 
     worker.collect_kernels = collect_from_unwritten_memory
-    worker.load_weights = lambda model, *args: Decoder.finish(model)      # nobody reads them
+    worker.load_weights = lambda *args: None                              # no kernel reads them
     core = EngineCore.start(EngineConfig.of(
         model=str(write_shape(shape, layers)), load_format="dummy", skip_tokenizer_init=True, **options
     ))

@@ -5,9 +5,11 @@ Two servers: one whose engine says what the test scripts, and one with a tiny re
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,11 +19,14 @@ import tokenizers
 from scripted_server import ScriptedServer
 from served_model import ServerProcess, write_model
 
+from ridgeline.engine.client.request_context import LOCAL
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest
+from ridgeline.server.api.prepare import prepare_completion
 from ridgeline.server.http.body import parse_body
+from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.failures import param_of
 from ridgeline.server.options import ServerOptions
 
@@ -600,3 +605,27 @@ def test_a_gap_is_filled_by_models_that_can(tmp_path: Path) -> None:
         assert server.llm.prompts[-2] == "<fim_prefix>def f(<fim_suffix> return x<fim_middle>"
         with pytest.raises(openai.BadRequestError, match="suffix needs a prompt of text"):
             sdk.completions.create(model="tiny", prompt=[1, 2], suffix="x")
+
+
+def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
+    def tokenised(*_: object) -> None:
+        raise AssertionError
+
+    slots = Slots()
+    slots.limit = 8
+    llm = SimpleNamespace(text_tokens=tokenised, get_tokenizer=tokenised, sampling_defaults={})
+    service = SimpleNamespace(
+        llm=llm, slots=slots, name="tiny", tokenizer=None, check=lambda request: None,
+    )
+    for more in ({"suffix": "b"}, {"add_special_tokens": False}):
+        body = json.dumps({"prompt": ["a"] * 9, **more}).encode()
+        with pytest.raises(BadRequest, match="9 answers at once"):
+            asyncio.run(prepare_completion(service, LOCAL, body))    # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_hints_are_not_kept_while_the_answer_is_made(kind: Any) -> None:
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if kind is ChatRequest else {"prompt": "a"}
+    hints = dict.fromkeys(kind.HINTS, "x")
+    request = parse_body(kind, json.dumps({**prompt, **hints}).encode())
+    assert all(getattr(request, name) is None for name in kind.HINTS)

@@ -98,7 +98,7 @@ def test_answers_are_of_the_clients_types(
     told = httpx.post(f"{server.url}/v1/{path}", json=body | more | streamed).text
     events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
     assert len(events) > 2
-    for event in events:
+    for event in (event for event in events if event.get("type") != "ping"):     # which Anthropic's client skips, too
         EVENTS[path].validate_python(event)
     if path == "responses":
         kept = f"{server.url}/v1/responses/{reply.json()['id']}"

@@ -232,6 +232,8 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             messages.append({"role": "system", "content": _texts(blocks, "system")})
         for place, message in enumerate(self.messages):
             _extend(messages, message, f"messages[{place}]")
+        for plain in (plain for plain in messages if "joined" in plain):
+            plain["content"] = "\n".join([plain["content"], *plain.pop("joined")])
         return messages
 
 
@@ -298,10 +300,10 @@ def _extend(messages: list[dict[str, Any]], message: Message, where: str) -> Non
 def _append(
     messages: list[dict[str, Any]], plain: dict[str, Any], calls: list[dict[str, Any]], thoughts: list[str]
 ) -> None:
-    """A user's text joins the user's message before it."""
+    """A user's text joins the user's message before it; the texts become one when all are there, in linear time."""
     last = messages[-1] if messages else None
     if last is not None and last["role"] == plain["role"] == "user" and plain["content"] is not None:
-        last["content"] = f"{last['content']}\n{plain['content']}"
+        last.setdefault("joined", []).append(plain["content"])
         return
     if calls:
         plain["tool_calls"] = calls
@@ -421,13 +423,8 @@ class MessagesWriter(ChatWriter):
         ended: dict[str, Any] = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": usage}
         if self._edits is not UNSET:
             ended["context_management"] = self._edits
-        events = [
-            *self._start(outputs[0]),
-            *self._close(),
-            {"type": "message_delta", **ended},
-            {"type": "message_stop"},
-        ]
-        return [named_event(event) for event in events]
+        closed = [*self._start(outputs[0]), *self._close()]
+        return [named_event(event) for event in (*closed, {"type": "message_delta", **ended}, {"type": "message_stop"})]
 
     def error_event(self, status: int, openai_body: bytes) -> bytes:
         return b"event: error\ndata: %b\n\n" % anthropic_body(status, openai_body)

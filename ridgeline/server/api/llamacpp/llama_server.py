@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import Unsupported
@@ -18,7 +19,7 @@ from ridgeline.server.api.llamacpp.llama_requests import LlamaRequest, Slot, Tem
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.api.prepare import Job, checked_params, prompt_tokens
-from ridgeline.server.http.body import away_if_long, parse_body
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.stream import json_response
 from ridgeline.server.server_errors import Unavailable, WrongPath
 from ridgeline.server.service import Service
@@ -58,7 +59,7 @@ async def prepare_alias(service: Service, caller: Caller, body: bytes) -> Job:
 async def apply_template(service: Service, caller: Caller, body: bytes) -> TemplateReply:
     request = await away_if_long(len(body), lambda: parse_body(ChatRequest, body))
     service.check(request)
-    return TemplateReply(service.llm.get_tokenizer().decode(await prompt_tokens(service, request)))
+    return TemplateReply(service.llm.get_tokenizer().decode(await prompt_tokens(service, request, len(body))))
 
 
 async def infill(service: Service, caller: Caller, body: bytes) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.sampling_params import SamplingParams
@@ -23,8 +24,8 @@ from ridgeline.server.api.ollama.ollama_requests import (
 )
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.embeddings import EmbeddingRequest, vectors_of
-from ridgeline.server.api.prepare import Job, around_gap, as_chat, chat_job
-from ridgeline.server.http.body import away_if_long, parse_body
+from ridgeline.server.api.prepare import Job, around_gaps, as_chat, chat_job
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.service import Service
 
 
@@ -51,7 +52,7 @@ async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job | b
     if isinstance(made, bytes):
         return made
     asked, request, params = made
-    return await chat_job(service, request, params, "ollama-", partial(OllamaWriter, asked.model, False))
+    return await chat_job(service, request, params, "ollama-", partial(OllamaWriter, asked.model, False), len(body))
 
 
 async def prepare_generate(service: Service, caller: Caller, body: bytes) -> Job | bytes:
@@ -67,13 +68,13 @@ async def prepare_generate(service: Service, caller: Caller, body: bytes) -> Job
     asked, request, params = made
     writer = partial(OllamaWriter, asked.model, True)
     if not asked.is_raw:
-        job = await chat_job(service, request, params, "ollama-", writer)
+        job = await chat_job(service, request, params, "ollama-", writer, len(body))
         if asked.context:
             job.prompts = [[*asked.context, *job.prompts[0]]]
         return job
     prompt: Prompt = asked.prompt or ""
     if asked.suffix:
-        prompt = await around_gap(service, prompt, asked.suffix)
+        prompt, = await around_gaps(service, [prompt], asked.suffix)
     elif asked.context:
         prompt = [*asked.context, *await service.llm.text_tokens(asked.prompt or "", False)]
     request_id = f"ollama-{secrets.token_hex(12)}"

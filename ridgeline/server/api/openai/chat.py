@@ -74,6 +74,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: Any = None
     is_error: Any = None
 
+    def __post_init__(self) -> None:
+        """Between two messages of a long conversation other threads may run: the decoder alone would not let them."""
+
     def plain(self, where: str, strict: bool = False) -> dict[str, Any]:
         """In the chat template's form. `developer` is the newer name of `system`, `function` the older of `tool`. `strict`: parts
         keep fields that a text does not have, and are refused for them."""
@@ -248,6 +251,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if self.add_special_tokens is not None:
             given["add_special_tokens"] = self.add_special_tokens
         return given
+
+    def forget_prompt(self) -> None:
+        """Free what only the prompt needed: it is made, and the answer may take minutes."""
+        self.messages, self.documents, self.tools, self.chat_template_kwargs = [], None, None, None
 
     def echoed(self) -> str:
         """The text before the answer: the last message, if echo is set and the answer continues it."""

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 import numpy as np
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
@@ -24,7 +25,7 @@ from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import FIT, Integer
 from ridgeline.server.api.openai.vector_bytes import ByteOrder, EmbedType, vector_bytes
-from ridgeline.server.http.body import away_if_long, parse_body
+from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.stream import Binary
 from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service
@@ -142,7 +143,7 @@ class Vectors:
 
 async def embed(service: Service, caller: Caller, body: bytes) -> EmbeddingReply | Binary:
     request = await away_if_long(len(body), lambda: parse_body(EmbeddingRequest, body))
-    vectors = await vectors_of(service, caller, request)
+    vectors = await vectors_of(service, caller, request, len(body))
     name, now = f"embd-{secrets.token_hex(12)}", int(time.time())
     usage = EmbeddingUsage(vectors.num_tokens, vectors.num_tokens)
     if request.encoding_format in ("bytes", "bytes_only"):
@@ -165,11 +166,12 @@ def _binary(vectors: Vectors, name: str, now: int, model: str, usage: EmbeddingU
     return Binary(b"".join(parts), [(b"metadata", msgspec.json.encode(about))])
 
 
-async def vectors_of(service: Service, caller: Caller, request: EmbeddingRequest) -> Vectors:
+async def vectors_of(service: Service, caller: Caller, request: EmbeddingRequest, size: int = 0) -> Vectors:
+    """`size`: bytes of the body, if it may be long."""
     service.check_routing(request.model, request.priority)
     assert service.llm.ready is not None
     params = request.params(service.llm.ready.max_model_len)
-    prompts: list[Prompt] = list(request.prompts())
+    prompts: list[Prompt] = await away_if_long(size, lambda: list(request.prompts()))
     if request.add_special_tokens is False:
         prompts = [await plain_tokens(service, each) for each in prompts]
     vectors = Vectors(request)

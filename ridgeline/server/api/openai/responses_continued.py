@@ -6,7 +6,7 @@ server/api/openai/responses_store keeps them; server/api/openai/responses_answer
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,11 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.openai.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
 from ridgeline.server.api.openai.responses_store import ResponseStore, Stored
-from ridgeline.server.http.body import away_if_long
 from ridgeline.server.http.gate import caller_of
+from ridgeline.server.http.stream import JsonText
 from ridgeline.server.server_errors import ItemNotStored, NotStored, PreviousNotStored
 from ridgeline.server.service import Service
 
@@ -32,6 +33,26 @@ class Output(msgspec.Struct):
     status: str = "completed"
 
 
+@dataclass(slots=True)
+class Keeper:
+    """Stores one response when it is complete. It holds what is stored, and not the request."""
+
+    store: ResponseStore
+    key: int
+    given: bytes                     # the input's items …
+    before: bytes                    # … and those of the conversation before them
+    ids: list[str]                   # of the input's items
+    again: bool = False              # it runs in the background: it is stored before its end, too
+    is_stored: bool = False
+
+    def __call__(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
+        ids = [*self.ids, *(item["id"] for item in output)]
+        if self.is_stored and not self.store.delete(name, self.key):
+            return False                                 # deleted before its end
+        self.is_stored = self.again
+        return self.store.put(name, self.key, response, self.given, self.before, ids)
+
+
 class Continued:
     """A request of the Responses API with the conversation that it continues, and with its item references resolved."""
 
@@ -39,11 +60,9 @@ class Continued:
         self.asked = asked
         self._store = store
         self._key = key
-        self._given = self._before = b"[]"
-        self._ids: list[str] = []                        # of the input's items
-        self._is_stored = False                          # it runs in the background, and was stored before its end
+        self._before = b"[]"
         self._earlier: list[InputItem] = []
-        self.keep: Callable[[str, bytes, list[dict[str, Any]]], bool] | None = None
+        self.keep: Keeper | None = None
         if asked.previous_response_id is not None:
             self._before = self._recalled(asked.previous_response_id)
             self._earlier = msgspec.json.decode(self._before, type=list[InputItem])
@@ -54,9 +73,10 @@ class Continued:
         chat = self.asked.chat(self._earlier)
         if self._store.is_on and self.asked.store is not False:
             items = [kept_item(item) for item in self.asked.items() if in_prompt(item)]  # valid: they have become messages
-            self._given, self._ids = msgspec.json.encode(items), [item["id"] for item in items]
-            if self._store.could_keep(len(self._given) + len(self._before)):
-                self.keep = self._kept
+            given = msgspec.json.encode(items)
+            if self._store.could_keep(len(given) + len(self._before)):
+                ids, again = [item["id"] for item in items], bool(self.asked.background)
+                self.keep = Keeper(self._store, self._key, given, self._before, ids, again)
         return chat
 
     def _recalled(self, name: str) -> bytes:
@@ -106,13 +126,6 @@ class Continued:
     def _holding(self, item: str) -> Stored | None:
         name = self._store.with_item(item, self._key)
         return None if name is None else self._store.get(name, self._key)
-
-    def _kept(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
-        ids = [*self._ids, *(item["id"] for item in output)]
-        if self._is_stored and not self._store.delete(name, self._key):
-            return False                                 # a response in the background was deleted before its end
-        self._is_stored = bool(self.asked.background)
-        return self._store.put(name, self._key, response, self._given, self._before, ids)
 
 
 _BESIDE = ("role", "content", "call_id", "name", "namespace", "arguments", "output", "summary", "encrypted_content")
@@ -165,9 +178,9 @@ def routes(service: Service) -> list[Route]:
             check_query(request)
             found(service, name, key)
             service.stored.delete(name, key)
-            return _json(msgspec.json.encode(DeletedResponse(name)))
+            return JsonText(msgspec.json.encode(DeletedResponse(name)))
         check_query(request, "include")
-        return _json(found(service, name, key).response)
+        return JsonText(found(service, name, key).response)
 
     async def items(request: Request) -> Response:
         check_query(request, "include", "limit", "order", "after")
@@ -177,7 +190,7 @@ def routes(service: Service) -> list[Route]:
         def listed() -> bytes:
             return msgspec.json.encode(page(msgspec.json.decode(given), query))
 
-        return _json(await away_if_long(len(given), listed))
+        return JsonText(await away_if_long(len(given), listed))
 
     return [
         Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
@@ -249,7 +262,3 @@ def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any
 
 _KEPT = ("type", "role", "call_id", "name", "namespace", "arguments", "output")
 _PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.generation import Deadline, refuse
+from ridgeline.server.api.generation import Deadline, check_metadata, forget, refuse
 from ridgeline.server.api.openai.chat import MEDIA
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -205,6 +205,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     def check(self) -> None:
         """Refuse fields that are known and not supported."""
         refuse(self, self.REFUSED)
+        forget(self, self.HINTS)
+        check_metadata(self.metadata)
         if self.background and self.store is False:
             raise BadRequest("background can only be used when `store` is true: the answer is fetched later", field="background")
         if self.background and self.stream:

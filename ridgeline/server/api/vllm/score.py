@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
+from ridgeline.engine.client.long_work import away
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import second_begins
+from ridgeline.engine.client.prompt_limits import PromptLimits
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
@@ -67,9 +69,13 @@ async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tupl
     """(the tokens of both texts, where those of the second begin) for each pair."""
     made: list[tuple[list[int], int]] = []
     firsts: dict[str, list[int]] = {}
+    assert service.llm.ready is not None
+    limits = PromptLimits(service.llm.ready.max_model_len, 0)
     for place, (first, second) in enumerate(pairs):
+        await asyncio.sleep(0)                           # let streams go on between many pairs
         if first not in firsts:
             firsts[first] = await service.llm.text_tokens(first)
+            limits.check_length(len(firsts[first]))      # before it is tokenised again with each second text
         whole = await service.llm.text_tokens(first + second)
         try:
             made.append((whole, second_begins(firsts[first], whole)))
@@ -84,7 +90,7 @@ async def score(service: Service, caller: Caller, body: bytes) -> ScoreReply:
         service.check_routing(request.model, request.priority)
         return request, request.pairs()
 
-    request, texts = await asyncio.to_thread(work)
+    request, texts = await away(len(body), work)
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, prompt_logprobs=0)
     with service.slots.taking(len(texts), already=1):
         pairs = await tokens_of(service, texts)

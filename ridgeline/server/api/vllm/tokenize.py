@@ -13,6 +13,8 @@ from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import plain_token_ids
 from ridgeline.text.tokenizer import Tokenizer
 
+MAX_DETOKENIZED = 2**18              # ids at once: each may be a hundred bytes of text
+
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A prompt, or the messages of a chat."""
@@ -78,7 +80,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     model: str | None = None
 
     def check(self) -> None:
-        self.tokens = plain_token_ids("tokens", self.tokens)
+        self.tokens = plain_token_ids("tokens", self.tokens, MAX_DETOKENIZED)
 
 
 class PlainTokens(msgspec.Struct):

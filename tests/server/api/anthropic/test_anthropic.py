@@ -16,6 +16,7 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import ServerProcess, wait_until, write_model
 
 from ridgeline.errors import RequestError
+from ridgeline.server.api.anthropic.messages_api import CountRequest, Message
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.partial_json import completed
@@ -467,3 +468,20 @@ def test_an_answer_may_be_asked_to_be_longer_than_there_is_room_for(
             streamed = stream.get_final_message()
         assert whole.stop_reason == streamed.stop_reason == reason
         assert whole.usage.output_tokens == streamed.usage.output_tokens == min(most, 512 - 23)
+
+
+@pytest.mark.reliability("R-20")
+def test_turns_in_a_row_are_joined_in_linear_time() -> None:
+    turn, answer = Message(role="user", content="x" * 30), Message(role="assistant", content="y")
+
+    def seconds(count: int) -> float:
+        asked = CountRequest(model=NAME, messages=[*[turn] * count, answer, *[turn] * count])
+        begin = time.process_time()
+        plain = asked.chat()["messages"]
+        spent = time.process_time() - begin
+        assert [each.keys() for each in plain] == [{"role", "content"}] * 3
+        assert plain[0]["content"] == plain[2]["content"] == "\n".join(["x" * 30] * count)
+        return spent
+
+    few = max(0.005, min(seconds(4_000) for _ in range(3)))
+    assert min(seconds(32_000) for _ in range(2)) < 24 * few         # 8 if it is linear, 64 if each turn copies those before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import warnings
 from collections.abc import Iterator
@@ -15,13 +14,13 @@ import pytest
 from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import write_model
 
+from ridgeline.engine.client.long_work import LONG_BYTES, LONG_WORK
 from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
 from ridgeline.errors import RequestError
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.openai.chat import ChatMessage, ChatRequest
 from ridgeline.server.api.openai.responses_answer import ResponsesRequest, ResponsesWriter
 from ridgeline.server.api.openai.responses_store import KEPT_SECONDS, ResponseStore
-from ridgeline.server.http.body import LONG_BODY
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.text_tokens import TextTokens
@@ -274,18 +273,18 @@ def test_items_are_named_by_their_ids(server: ScriptedServer, client: openai.Ope
 def test_a_short_request_behind_a_long_conversation_does_not_hold_up_others(
     server: ScriptedServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "x" * (LONG_BODY + 1)
+    text = "x" * (LONG_BYTES + 1)
     long = client.responses.create(model=NAME, input=[{"type": "reasoning", "summary": [], "content": [
         {"type": "reasoning_text", "text": text}]}, {"role": "user", "content": "a", "id": "long"}])
     short = client.responses.create(model=NAME, input="a")
     away: list[Any] = []
-    to_thread = asyncio.to_thread
+    run = LONG_WORK.run
 
-    async def watched(work: Any, *args: Any, **more: Any) -> Any:
+    async def watched(work: Any, num_bytes: int) -> Any:
         away.append(getattr(work, "__qualname__", ""))
-        return await to_thread(work, *args, **more)
+        return await run(work, num_bytes)
 
-    monkeypatch.setattr("ridgeline.server.http.body.asyncio.to_thread", watched)
+    monkeypatch.setattr(LONG_WORK, "run", watched)
     reading = "response_chat.<locals>.work"
     client.responses.create(model=NAME, input="b", previous_response_id=short.id)
     assert reading not in away
@@ -569,3 +568,15 @@ def test_tool_choice_and_formats(with_tools: ScriptedServer, tool_client: openai
     form: Any = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}
     reply = tool_client.responses.create(model=NAME, input="Hello", text=form)
     assert "place" in repr(with_tools.llm.params[-1].structured_outputs) and reply.output_text == '{"place": "Bern"}'
+
+
+@pytest.mark.parametrize(
+    "metadata", [{str(number): "" for number in range(17)}, {"a" * 65: ""}, {"a": "b" * 513}], ids=["entries", "key", "value"]
+)
+def test_metadata_is_limited_as_by_openai(client: openai.OpenAI, metadata: dict[str, str]) -> None:
+    """It is repeated in every event, and stored."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=NAME, input="a", metadata=metadata)
+    assert caught.value.param == "metadata"
+    most = {f"{number:064}": "b" * 512 for number in range(16)}
+    assert client.responses.create(model=NAME, input="a", metadata=most).metadata == most

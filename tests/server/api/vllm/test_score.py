@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, PromptTooLong
 from ridgeline.server.api.vllm.score import tokens_of
 
 
 class Words:
     """A token is a word with the blank before it, as byte-pair encodings have them; a blank at the end stands alone."""
 
+    ready = SimpleNamespace(max_model_len=64)
+
     def __init__(self, begins: bool) -> None:
         self.begins = begins
         self.known: dict[str, int] = {}
+        self.ready = SimpleNamespace(max_model_len=512)
 
     async def text_tokens(self, text: str) -> list[int]:
         found = re.findall(r" ?[^ ]+| ", text)
@@ -58,3 +61,20 @@ def test_behind_a_first_token_of_the_models_own_every_token_has_a_likelihood() -
 def test_pairs_without_a_score(first: str, second: str, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         counted(first, second)
+
+
+def test_a_first_text_that_is_too_long_is_tokenised_once() -> None:
+    """Not again with each of a thousand second texts."""
+    llm = Words(False)
+    calls: list[str] = []
+    tokens = llm.text_tokens
+
+    async def watched(text: str) -> list[int]:
+        calls.append(text)
+        return await tokens(text)
+
+    llm.text_tokens = watched                            # type: ignore[method-assign]
+    service: Any = SimpleNamespace(llm=llm)
+    with pytest.raises(PromptTooLong):
+        asyncio.run(tokens_of(service, [("a " * 600, "b")] * 1000))
+    assert len(calls) == 1

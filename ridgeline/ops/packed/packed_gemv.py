@@ -1,10 +1,11 @@
-"""GEMV for one to eight rows with packed 4-bit weights (packed_weight.py), fused with the norm before it and the gate behind it.
+"""GEMV for one row with packed 4-bit weights (packed_weight.py), fused with the norm before it and the gate behind it.
 
 The warps of a CTA share the inputs of a strip of 16 outputs, 512 at a time; mma.sync multiplies, with the weight as its left
 operand. Codes go straight into the registers of the lane that multiplies them, one unit ahead, the first before the PDL wait:
 with four bits a weight, 20 warps have 80 KB of an SM in flight, and many warps are what hides the latency of unpacking. A ring
 in shared memory as in gemv_ring.py was slower: it left room for 12 warps, and each unit cost two barriers. x lies in shared
-memory in the order of the right operand. Scales multiply the sums of their group in float32, so codes are never rounded.
+memory in the order of the right operand; all columns of the product are the same. Scales multiply the sums of their group in
+float32, so codes are never rounded. Eight rows in the eight columns were no faster than packed_gemm.py.
 
 Written in Gluon, which the interpreter does not support; there, and on other devices than Hopper, packed_linear.py expands the
 weight.
@@ -18,9 +19,9 @@ from torch import Tensor
 from ridgeline.ops.hopper import compile_time, gl, group_barrier, viewed, wait_for_kernel_before
 from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemv import GATES, activated
-from ridgeline.ops.linear.packed_asm import product_registers, products
-from ridgeline.ops.linear.packed_weight import RUN, PackedWeight
-from ridgeline.ops.linear.select_packed import PackedGemvPlan
+from ridgeline.ops.packed.packed_asm import product_registers, products
+from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
+from ridgeline.ops.packed.select_packed import PackedGemvPlan
 from ridgeline.ops.registry import gluon_kernel, triton
 
 
@@ -36,7 +37,7 @@ def _word_layout(groups, warps):  # type: ignore[no-untyped-def]
 
 @compile_time
 def _x_layout(groups, warps):  # type: ignore[no-untyped-def]
-    """Of [groups, warps, rows, 4, 4]: the same lanes; a row of x for every four of them."""
+    """Of [groups, warps, 8, 4, 4]: the same lanes; eight times the same row of x."""
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
     inner = [[0, 1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -86,14 +87,15 @@ def _load_unit(  # type: ignore[no-untyped-def]
     run = group * RUNS + run
     codes = code_ptr + start * 1024 + ((run * 1024 + lane * 4)[:, :, :, None] + word)
     lines = start * (EACH * 32) + (run * (EACH * 32) + lane)
+    there = (before + warp < RUNS) & (group + lane >= 0)
     loaded = ()
     for tile in gl.static_range(8):
-        loaded = loaded + (gl.load(codes + tile * 128, eviction_policy="evict_first"),)
+        loaded = loaded + (gl.load(codes + tile * 128, eviction_policy="evict_first"),)  # type: ignore[assignment]
     for part in gl.static_range(EACH):
-        loaded = loaded + (_load_line(scale_ptr + lines + part * 32, (before + warp < RUNS) & (group + lane >= 0), RUNS % WARPS != 0),)
+        loaded = loaded + (_load_line(scale_ptr + lines + part * 32, there, RUNS % WARPS != 0),)  # type: ignore[assignment]
     if ZEROS:
         for part in gl.static_range(EACH):
-            loaded = loaded + (_load_line(zero_ptr + lines + part * 32, (before + warp < RUNS) & (group + lane >= 0), RUNS % WARPS != 0),)
+            loaded = loaded + (_load_line(zero_ptr + lines + part * 32, there, RUNS % WARPS != 0),)  # type: ignore[assignment]
     return loaded
 
 
@@ -117,33 +119,32 @@ def _multiply_block(  # type: ignore[no-untyped-def]
     constraints: gl.constexpr = product_registers(GROUP, ZEROS)
     operands = (sums, loaded[2 * BLOCK], loaded[2 * BLOCK + 1])
     for part in gl.static_range(4):
-        operands = operands + (_x_operand(x_words, first + part, layout, GROUPS, WARPS),)
+        operands = operands + (_x_operand(x_words, first + part, layout, GROUPS, WARPS),)  # type: ignore[assignment]
     for part in gl.static_range(WORDS):
-        operands = operands + (loaded[8 + part][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)
+        operands = operands + (loaded[8 + part][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)  # type: ignore[assignment]
     return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
 @gluon_kernel()
-def _x_operand(rows, at, layout: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    x = rows.index(at).load(_x_layout(GROUPS, WARPS)).broadcast_to([GROUPS, WARPS, 8, 4, 4])
+def _x_operand(x_words, at, layout: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    x = x_words.index(at).load(_x_layout(GROUPS, WARPS)).broadcast_to([GROUPS, WARPS, 8, 4, 4])
     return gl.convert_layout(x.reshape([GROUPS, WARPS, 32, 4]), layout, assert_trivial=True)
 
 
 @gluon_kernel()
 def _place_rows(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, rows, inputs, x_stride, eps, norm_offset,
-    ROUNDS: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GROUPS: gl.constexpr,
+    x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset,
+    ROUNDS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GROUPS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """x into shared memory, in the order of the right operand; returns the norm's factor, which multiplies the sums."""
     CHUNK: gl.constexpr = 512 * WARPS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, GROUPS * WARPS], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    squares = gl.zeros([ROWS, CHUNK], gl.float32, layout)
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [GROUPS * WARPS], [0])
+    squares = gl.zeros([CHUNK], gl.float32, layout)
     for part in gl.static_range(ROUNDS):
-        column = part * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))[None, :]
-        filled = (column < inputs) & (row < rows)
-        x = gl.load(x_ptr + row * x_stride + column, mask=filled, other=0.0)
+        column = part * CHUNK + gl.arange(0, CHUNK, layout)
+        filled = column < inputs
+        x = gl.load(x_ptr + column, mask=filled, other=0.0)
         if NORM:
             x = x.to(gl.float32)
             if RESIDUAL:
@@ -154,17 +155,17 @@ def _place_rows(  # type: ignore[no-untyped-def]
                 x = rounded.to(gl.float32)
             squares += x * x
             x *= gl.load(norm_ptr + column, mask=filled, other=0.0).to(gl.float32) + norm_offset
-        x = x.to(x_ptr.dtype.element_ty).reshape([ROWS, WARPS, 8, 2, 2, 2, 4, 2]).permute([2, 3, 1, 0, 6, 4, 5, 7])
+        x = x.to(x_ptr.dtype.element_ty).reshape([WARPS, 8, 2, 2, 2, 4, 2]).permute([1, 2, 0, 5, 3, 4, 6])
         memory.index(part).store(x)
     factor = 1.0
     if NORM:
-        factor = gl.rsqrt(gl.sum(gl.sum(squares, axis=1), axis=0) / inputs + eps)
+        factor = gl.rsqrt(gl.sum(squares, axis=0) / inputs + eps)
     return factor
 
 
 @gluon_kernel()
 def _finish(  # type: ignore[no-untyped-def]
-    sums, memory, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, rows, outputs,
+    sums, memory, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs,
     GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
     """Add the warps' parts and write 16 outputs of each group, with a gate 8. By hand: with `gl.sum` this took longer than
@@ -174,11 +175,10 @@ def _finish(  # type: ignore[no-untyped-def]
     layout: gl.constexpr = _sum_layout(GROUPS, WARPS)
     flat: gl.constexpr = gl.SliceLayout(1, layout)
     halves = viewed(memory, gl.float32, [2, GROUPS, WARPS, 64], _plain_shared(3))
-    low = gl.sum(halves.index(0).load(layout), axis=1) * factor          # [GROUPS, 64]: lane, odd row
+    low = gl.sum(halves.index(0).load(layout), axis=1) * factor          # [GROUPS, 64]: eight columns of each output
     high = gl.sum(halves.index(1).load(layout), axis=1) * factor
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, flat))[:, None]
     place = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
-    row = place // 2 % 4 * 2 + place % 2
     if GATE == 0:
         output = (strip + group) * 16 + place // 8
         other = output + 8
@@ -186,7 +186,7 @@ def _finish(  # type: ignore[no-untyped-def]
         output = (strip + group) * 8 + place // 8
         other = output + outputs
     most = outputs if GATE == 0 else 2 * outputs
-    there = (strip + group < strips) & (output < outputs) & (row < rows)
+    there = (strip + group < strips) & (output < outputs) & (place % 8 == 0)
     if OUTER:
         low *= gl.load(outer_ptr + output, mask=there, other=0.0)
         high *= gl.load(outer_ptr + other, mask=there & (other < most), other=0.0)
@@ -194,25 +194,22 @@ def _finish(  # type: ignore[no-untyped-def]
         low += gl.load(bias_ptr + output, mask=there, other=0.0).to(gl.float32)
         high += gl.load(bias_ptr + other, mask=there & (other < most), other=0.0).to(gl.float32)
     if GATE == 0:
-        gl.store(out_ptr + row * outputs + other, high.to(out_ptr.dtype.element_ty), mask=there & (other < outputs))
+        gl.store(out_ptr + other, high.to(out_ptr.dtype.element_ty), mask=there & (other < outputs))
     else:
         low = activated(low, GATE) * high
-    gl.store(out_ptr + row * outputs + output, low.to(out_ptr.dtype.element_ty), mask=there)
+    gl.store(out_ptr + output, low.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@gluon_kernel(do_not_specialize=["rows", "outputs", "strips"])
+@gluon_kernel(do_not_specialize=["outputs", "strips"])
 def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, new_residual_ptr,
-    rows, inputs, outputs, strips, x_stride, eps, norm_offset,
-    RUNS: gl.constexpr, ROWS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
+    inputs, outputs, strips, eps, norm_offset,
+    RUNS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
     SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GATE: gl.constexpr,
     BIAS: gl.constexpr, OUTER: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """GROUPS strips at a time are assigned to the CTAs round-robin; WARPS warps have one of them. RUNS: how often the inputs
-    have 512.
-
-    ROWS: 1 or 8 rows of x in shared memory. One row is read by all lanes, and every column of the product is the same.
-    """
+    have 512."""
     layout: gl.constexpr = _word_layout(GROUPS, WARPS)
     EACH: gl.constexpr = 128 // GROUP
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
@@ -220,14 +217,13 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     blocks = (strips + GROUPS - 1) // GROUPS
     units = (blocks - program + gl.num_programs(0) - 1) // gl.num_programs(0) * ROUNDS
     following = _load_unit(code_ptr, scale_ptr, zero_ptr, 0, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS)
-    memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, ROWS, 4, 2, 2, 2], _plain_shared(8))
+    memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, 4, 2, 2, 2], _plain_shared(7))
     wait_for_kernel_before(DEPENDENT)
     factor = _place_rows(
-        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, rows, inputs, x_stride, eps, norm_offset, ROUNDS, ROWS, NORM,
-        RESIDUAL, GROUPS, WARPS,
+        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset, ROUNDS, NORM, RESIDUAL, GROUPS, WARPS
     )
     group_barrier()
-    x_words = viewed(memory, gl.int32, [ROUNDS * 16, 1, WARPS, ROWS, 4, 4], _plain_shared(5))
+    x_words = viewed(memory, gl.int32, [ROUNDS * 16, 1, WARPS, 1, 4, 4], _plain_shared(5))
     parts = gl.allocate_shared_memory(gl.float32, [2, GROUPS, WARPS, 32, 2], _plain_shared(5))
     for begin in range(0, units, ROUNDS):
         sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
@@ -244,7 +240,7 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
                 )
         strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
         _finish(
-            sums, parts, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, rows, outputs, GATE, BIAS, OUTER, GROUPS, WARPS
+            sums, parts, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs, GATE, BIAS, OUTER, GROUPS, WARPS
         )
 
 
@@ -255,20 +251,21 @@ def packed_gemv(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, plan: PackedGemvPlan, *, norm: Tensor | None = None, eps: float = 0.0,
     norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [1 to 8, inputs] -> out [rows, outputs], and x + residual (x itself without one). One row may have a norm before it.
-    A weight whose gates and partners alternate needs a gate."""
-    rows, inputs = x.shape
+    """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one). A weight whose gates and partners alternate
+    needs a gate."""
     outputs = weight.outputs if gate is None else weight.outputs // 2
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     new_residual = x if residual is None else torch.empty_like(x)
     strips = weight.codes.shape[0]
     programs = min(triton.cdiv(strips, plan.groups), plan.programs * multiprocessors(x.device))
     _packed_gemv_kernel[(programs,)](
         x, x if residual is None else residual, x if norm is None else norm, weight.codes, weight.scale,
         weight.scale if weight.zero is None else weight.zero, weight.scale if weight.outer is None else weight.outer,
-        x if bias is None else bias, out, new_residual, rows, inputs, outputs, strips, x.stride(0), eps, norm_offset,
-        RUNS=weight.codes.shape[1] * 64 // RUN, ROWS=plan.rows, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None,
-        NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None,
-        OUTER=weight.outer is not None, GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps, maxnreg=plan.registers, **dependent_launch(x.device),
+        x if bias is None else bias, out, new_residual, x.shape[1], outputs, strips, eps, norm_offset,
+        RUNS=weight.codes.shape[1] * 64 // RUN, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype],
+        SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, NORM=norm is not None,
+        RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None, OUTER=weight.outer is not None,
+        GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps,
+        **dependent_launch(x.device),
     )
     return out, new_residual

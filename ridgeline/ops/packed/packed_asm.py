@@ -54,9 +54,9 @@ def _floats(word: str, low: str, high: str, dtype: str) -> list[str]:
 
 @compile_time
 def _zeros(word: str, out: str, dtype: str) -> list[str]:
-    """The base + zero of outputs r and r + 8 as pairs of equal numbers; the word has two bf16 numbers."""
+    """The base + zero of outputs r and r + 8 as pairs of equal numbers; the word has two fp16 numbers."""
     base = 128.0 if dtype == "bf16" else 1024.0
-    lines = _floats(word, "f0", "f1", "bf16")
+    lines = _floats(word, "f0", "f1", "f16")
     for number in (0, 1):
         lines += [f"add.f32 f{number}, f{number}, {base};", f"cvt.rn.{dtype}x2.f32 {out}{number}, f{number}, f{number};"]
     return lines

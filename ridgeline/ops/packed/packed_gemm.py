@@ -31,11 +31,12 @@ from ridgeline.ops.hopper import (
 from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
-from ridgeline.ops.linear.packed_asm import factors, operand_registers, operands, subtrahends
-from ridgeline.ops.linear.packed_gemv import NAMES
-from ridgeline.ops.linear.packed_weight import RUN, PackedWeight
-from ridgeline.ops.linear.select_packed import PackedGemmPlan
+from ridgeline.ops.packed.packed_asm import factors, operand_registers, operands, subtrahends
+from ridgeline.ops.packed.packed_gemv import NAMES
+from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
+from ridgeline.ops.packed.select_packed import PackedGemmPlan
 from ridgeline.ops.registry import gluon_kernel, triton
+
 
 @compile_time
 def _word_layout(warps):  # type: ignore[no-untyped-def]
@@ -61,7 +62,7 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
     wait_for_kernel_before(DEPENDENT)
     count = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, row_block, split = _item(item, row_blocks, splits)
+        _tile, row_block, split = _item(item, row_blocks, splits)
         first = split * part_runs * 512
         for column in range(first, first + part_runs * 512, BLOCK):
             slot = count % STAGES
@@ -75,7 +76,7 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
 def _origin(item, items, row_blocks, splits, part_runs, step, strips, RUNS: gl.constexpr):  # type: ignore[no-untyped-def]
     """(first run of an item, counted from the first strip of its tile in memory; its number among the strip's runs; how many
     strips follow the first). Of the last item, where there is no such item."""
-    tile, row_block, split = _item(gl.minimum(item, items - 1), row_blocks, splits)
+    tile, _row_block, split = _item(gl.minimum(item, items - 1), row_blocks, splits)
     return (tile * step).to(gl.int64) * RUNS + split * part_runs, split * part_runs, strips - 1 - tile * step
 
 
@@ -96,7 +97,7 @@ def _load_codes(  # type: ignore[no-untyped-def]
         place = gl.minimum((PART * HALVES + half) * WARPS + warp, room)
         source = code_ptr + start + ((place * (RUNS * 1024) + lane * 4)[:, :, None] + word)
         for tile in gl.static_range(TILES):
-            loaded = loaded + (gl.load(source + tile * 128),)
+            loaded = loaded + (gl.load(source + tile * 128),)  # type: ignore[assignment]
     return loaded
 
 
@@ -116,7 +117,7 @@ def _load_words(  # type: ignore[no-untyped-def]
         there = (place < step) & (place <= room) & (left > 0) & (lane >= 0)
         for part in gl.static_range(EACH):
             source = ptr + start * (EACH * 32) + (place * (RUNS * EACH * 32) + part * 32 + lane)
-            words = words + (gl.load(source, mask=there, other=0),)
+            words = words + (gl.load(source, mask=there, other=0),)  # type: ignore[assignment]
     return words
 
 
@@ -150,8 +151,8 @@ def _pair(words, block, text: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _left_operand(  # type: ignore[no-untyped-def]
-    codes, scales, zeros, block, layout: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr, KIND: gl.constexpr,
-    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, WARPS: gl.constexpr,
+    codes, scales, zeros, block, layout: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr, EACH: gl.constexpr,
+    KIND: gl.constexpr, DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, WARPS: gl.constexpr,
 ):
     """16 WARPS outputs x 64 inputs as numbers. Which 64 of 512 inputs: 2 `block` + TILE."""
     arguments = (codes,) + _spread(scales, block + TILE // 2, factors(DTYPE, SCALE_DTYPE), TILE, HALF, EACH, WARPS)
@@ -172,8 +173,8 @@ def _left_operand(  # type: ignore[no-untyped-def]
             dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         )
     # warp, r, t, 16 inputs, odd input, upper eight inputs, upper eight outputs
-    numbers = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h))).reshape([WARPS, 8, 4, 4, 2, 2, 2])
-    numbers = numbers.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * WARPS, 64])
+    numbers = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
+    numbers = numbers.reshape([WARPS, 8, 4, 4, 2, 2, 2]).permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * WARPS, 64])
     return gl.convert_layout(numbers, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
 
 
@@ -381,7 +382,7 @@ def packed_gemm(
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [plan.block_rows, plan.tiles * 64], layout)
-    packed_gemm_kernel[min(items, multiprocessors(x.device)),](
+    packed_gemm_kernel[min(items, plan.programs * multiprocessors(x.device)),](
         described, weight.codes, weight.scale, weight.scale if weight.zero is None else weight.zero,
         weight.scale if weight.outer is None else weight.outer, x if bias is None else bias, out, parts, arrivals(x.device),
         items, row_blocks, splits, part_runs, strips, plan.step, rows, outputs,

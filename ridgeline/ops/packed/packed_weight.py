@@ -41,7 +41,8 @@ class PackedWeight:
     gated: bool
     codes: Tensor                    # int32 [strips, inputs / 64, 32, 4]
     scale: Tensor                    # int32 [strips, inputs / 512, 128 / group, 32]: two 16-bit numbers each
-    zero: Tensor | None              # as scale, bfloat16
+    zero: Tensor | None              # as scale, float16
+    whole_zeros: bool                # zeros are codes, and no numbers between them
     scale_dtype: torch.dtype         # bfloat16 or float16
     outer: Tensor | None             # float32 [outputs]: a second factor, of NVFP4
 
@@ -85,8 +86,9 @@ def pack(
         packed[first : first + STRIPS_AT_ONCE] = _words(_padded(codes, here, tiles * TILE // 2), kind)
     runs = tiles * TILE // group
     pairs = _pairs(_padded(scale.to(dtype), order, runs), group)
-    zeros = None if zero is None else _pairs(_padded(zero.to(torch.bfloat16), order, runs), group)
-    return PackedWeight(kind, group, outputs, inputs, gated, packed, pairs, zeros, dtype, outer)
+    zeros = None if zero is None else _pairs(_padded(zero.to(torch.float16), order, runs), group)
+    whole = zero is None or torch.equal(zero, zero.round())
+    return PackedWeight(kind, group, outputs, inputs, gated, packed, pairs, zeros, whole, dtype, outer)
 
 
 def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -103,7 +105,7 @@ def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         parts = words.contiguous().view(dtype).view(strips, blocks, each, 8, 4, 2)
         return parts.permute(0, 5, 3, 1, 4, 2).reshape(strips * STRIP, -1)[rows, :runs]
 
-    zero = None if weight.zero is None else from_pairs(weight.zero, torch.bfloat16)
+    zero = None if weight.zero is None else from_pairs(weight.zero, torch.float16)
     return codes, from_pairs(weight.scale, weight.scale_dtype), zero
 
 

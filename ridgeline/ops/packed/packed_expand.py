@@ -1,0 +1,93 @@
+"""Packed 4-bit weights (packed_weight.py) as 16-bit numbers in memory, for cuBLAS: for many rows, and where no other kernel runs.
+
+A program makes 16 outputs x 512 inputs. A lane loads the word of two neighbouring inputs, and stores eight numbers side by side.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded
+from ridgeline.ops.registry import tl, triton_kernel
+
+
+@triton_kernel()
+def _half(words, upper, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The lower or upper 16 bits as float32."""
+    bits = (words >> (16 * upper)) & 0xFFFF
+    if HALF:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton_kernel()
+def _value(part, number, zero, E2M1: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The code of pair `number` in 16 bits, as a number without its scale."""
+    if not E2M1:
+        return ((part >> (4 * number)) & 15).to(tl.float32) - zero
+    last = number == 3
+    sign = (part >> tl.where(last, 14, 15 - 3 * number)) & 1
+    high = (part >> tl.where(last, 13, 8 - 3 * number)) & 1
+    low = (part >> tl.where(last, 11, 7 - 3 * number)) & 1
+    odd = ((part >> tl.where(last, 10, 6 - 3 * number)) & 1).to(tl.float32)
+    power = tl.where(high == 1, tl.where(low == 1, 4.0, 2.0), 1.0)
+    size = tl.where((high | low) == 1, (1.0 + 0.5 * odd) * power, 0.5 * odd)
+    return tl.where(sign == 1, -size, size)
+
+
+@triton_kernel(do_not_specialize=["outputs", "runs"])
+def _expand_for_gemm_kernel(  # type: ignore[no-untyped-def]
+    code_ptr, scale_ptr, zero_ptr, outer_ptr, out_ptr, outputs, inputs, runs,
+    GROUP: tl.constexpr, HALF: tl.constexpr, ZEROS: tl.constexpr, E2M1: tl.constexpr, OUTER: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Program (run of 512 inputs, strip)."""
+    EACH: tl.constexpr = 128 // GROUP
+    run = tl.program_id(0)
+    strip = tl.program_id(1).to(tl.int64)
+    line = tl.arange(0, 16)[:, None, None]
+    eight = tl.arange(0, 64)[None, :, None]              # eight inputs each
+    pair = tl.arange(0, 4)[None, None, :]
+    upper = line // 8
+    lane = line % 8 * 4 + pair
+    number = eight % 2 * 2 + upper
+    block = strip * runs + run
+    word = tl.load(code_ptr + block * 1024 + eight // 8 * 128 + lane * 4 + eight % 8 // 2)
+    scale_lane = line % 8 * 4 + eight // 16
+    scale_at = block * (EACH * 32) + eight * 8 % 128 // GROUP * 32 + scale_lane
+    scale = _half(tl.load(scale_ptr + scale_at), upper, HALF)
+    zero = 8.0
+    if ZEROS:
+        zero = _half(tl.load(zero_ptr + scale_at), upper, True)
+    even = _value(word & 0xFFFF, number, zero, E2M1) * scale
+    odd = _value((word >> 16) & 0xFFFF, number, zero, E2M1) * scale
+    numbers = tl.join(even, odd)                         # [16, 64, 4, 2]
+    numbers = tl.reshape(numbers, (16, 512))
+    row = tl.arange(0, 16)
+    if GATED:                                            # eight gates and their partners
+        output = strip * 8 + row % 8 + row // 8 * (outputs // 2)
+        there = strip * 8 + row % 8 < outputs // 2
+    else:
+        output = strip * 16 + row
+        there = output < outputs
+    if OUTER:
+        numbers *= tl.load(outer_ptr + output, mask=there, other=0.0)[:, None]
+    column = run * 512 + tl.arange(0, 512)
+    target = out_ptr + output.to(tl.int64)[:, None] * inputs + column[None, :]
+    tl.store(target, numbers.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < inputs)[None, :])
+
+
+def expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs]; what `expanded` gives, at the speed of memory."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return expanded(weight, dtype)
+    out = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.device)
+    strips, tiles = weight.codes.shape[:2]
+    _expand_for_gemm_kernel[tiles // 8, strips](
+        weight.codes, weight.scale, weight.scale if weight.zero is None else weight.zero,
+        weight.scale if weight.outer is None else weight.outer, out, weight.outputs, weight.inputs, tiles // 8,
+        GROUP=weight.group, HALF=weight.scale_dtype == torch.float16, ZEROS=weight.zero is not None,
+        E2M1=weight.kind == "e2m1", OUTER=weight.outer is not None, GATED=weight.gated, num_warps=4,
+    )
+    return out

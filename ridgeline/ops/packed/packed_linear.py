@@ -1,0 +1,160 @@
+"""The linear with packed 4-bit weights (packed_weight.py), alone and behind a norm, with or without a gate.
+
+Kernels: packed_gemv.py (one row), packed_gemm.py (up to 768 rows), else the weight is expanded (packed_expand.py) and cuBLAS
+multiplies. select_packed.py chooses. x is never quantised.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.ops.activation import gated_activation, gated_activation_reference
+from ridgeline.ops.hopper import HAS_GLUON, is_hopper
+from ridgeline.ops.launch import shared_memory
+from ridgeline.ops.packed.packed_expand import expand
+from ridgeline.ops.packed.packed_gemm import packed_gemm
+from ridgeline.ops.packed.packed_gemv import packed_gemv
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
+from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
+from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
+from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
+from ridgeline.sizes.packed_costs import (
+    NORMED_PACKED_LINEAR_CASES,
+    PACKED_LINEAR_CASES,
+    normed_packed_linear_cost,
+    packed_linear_cost,
+)
+
+NARROW = (torch.bfloat16, torch.float16)
+RESERVED = 12 * 1024                 # bytes of shared memory beside x and its ring: sums of a strip, mbarriers, the driver's
+
+# ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def packed_linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x [T, inputs] -> x w^T + bias, [T, outputs], with the weight as numbers"""
+    return F.linear(x, expanded(weight, x.dtype), bias)
+
+
+def normed_packed_linear_reference(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None,
+    *, norm_offset: float = 0.0, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(the linear of rms_norm(x + residual), x + residual); with a gate, its gated activation. Without a residual, x is the
+    whole residual stream."""
+    normed, stream = rms_norm_reference(
+        x, norm, eps, residual=torch.zeros_like(x) if residual is None else residual, weight_offset=norm_offset
+    )
+    out = packed_linear_reference(normed, weight, bias)
+    return (out if gate is None else gated_activation_reference(out, gate)), stream
+
+
+# ── GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def _plan(rows: int, outputs: int, inputs: int, device: torch.device) -> PackedGemvPlan | PackedGemmPlan | None:
+    if not (HAS_GLUON and is_hopper(device)):
+        return None
+    plan = packed_plan(rows, outputs, inputs)
+    if isinstance(plan, PackedGemvPlan):
+        needed = plan.programs * (plan.shared_bytes(inputs) + RESERVED)
+    else:
+        needed = 0 if plan is None else plan.programs * (plan.shared_bytes() + RESERVED)
+    return plan if needed <= shared_memory(device) else None
+
+
+def _chosen(x: Tensor, weight: PackedWeight, gated: bool) -> PackedGemvPlan | PackedGemmPlan | None:
+    """None: expand. Kernels read rows at multiples of 16 bytes; they know e2m1 in bfloat16 only, zeros that are codes, and
+    gates and partners that alternate where there is a gate."""
+    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    known = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and weight.kind == "uint4")
+    if not (aligned and known and weight.whole_zeros and weight.gated == gated and weight.inputs % 8 == 0):
+        return None
+    return _plan(len(x), weight.outputs, weight.inputs, x.device)
+
+
+def multiplied(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: str | None) -> Tensor:
+    """The linear of rows that are normed already, with its gated activation."""
+    plan = _chosen(x, weight, gate is not None)
+    if isinstance(plan, PackedGemvPlan):
+        return packed_gemv(x, weight, bias, plan, gate=gate)[0]
+    if plan is not None:
+        return packed_gemm(x, weight, bias, plan, gate=gate)
+    out = F.linear(x, expand(weight, x.dtype), bias)
+    return out if gate is None else gated_activation(out, gate)
+
+
+def packed_linear_gpu(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    return multiplied(x, weight, bias, None)
+
+
+def normed_packed_linear_gpu(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None,
+    *, norm_offset: float = 0.0, gate: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    plan = _chosen(x, weight, gate is not None) if len(x) == 1 else None
+    if isinstance(plan, PackedGemvPlan):
+        return packed_gemv(x, weight, bias, plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate)
+    if residual is None:
+        normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x
+    else:
+        normed, stream = rms_norm(x, norm, eps, residual=residual, weight_offset=norm_offset)
+    return multiplied(normed, weight, bias, gate), stream
+
+
+def _supports(site: Site) -> bool:
+    return site.device == "cuda" and site.dtype in NARROW
+
+
+# ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _weight(
+    generator: torch.Generator, device: str, outputs: int, inputs: int, group: int, kind: str, zero: bool, gated: bool
+) -> PackedWeight:
+    codes, scale = quantised(torch.randn(outputs, inputs, generator=generator) * inputs**-0.5, group, kind)
+    zeros = torch.randint(6, 11, scale.shape, generator=generator).to(device, scale.dtype) if zero else None
+    return pack(codes.to(device), scale.to(device), zeros, kind=kind, gated=gated)
+
+
+def _inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str,
+    *, tokens: int, inputs: int, outputs: int, group: int, kind: str, zero: bool, bias: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x = torch.randn(tokens, inputs, generator=generator).to(device, dtype)
+    added = torch.randn(outputs, generator=generator).to(device, dtype) if bias else None
+    return (x, _weight(generator, device, outputs, inputs, group, kind, zero, False), added), {}
+
+
+def _normed_inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str,
+    *, tokens: int, inputs: int, outputs: int, group: int, residual: bool, gate: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    rows = outputs if gate is None else 2 * outputs
+    weight = _weight(generator, device, rows, inputs, group, "uint4", False, gate is not None)
+    stream = random(tokens, inputs) if residual else None
+    return (random(tokens, inputs), stream, random(inputs), 1e-5, weight), {"gate": gate}
+
+
+packed_linear = Op(
+    "packed_linear", packed_linear_reference, kernels=[Implementation("triton", packed_linear_gpu, _supports)],
+    cases=PACKED_LINEAR_CASES, cost=packed_linear_cost, inputs=_inputs,
+    # Sums of products with a standard deviation of 1; the 16-bit weight is rounded once.
+    tolerance={"float32": Tolerance(1e-6, 1e-5), "bfloat16": Tolerance(2**-7, 2**-6), "float16": Tolerance(2**-10, 2**-9)},
+)
+normed_packed_linear = Op(
+    "normed_packed_linear", normed_packed_linear_reference,
+    kernels=[Implementation("triton", normed_packed_linear_gpu, _supports)], cases=NORMED_PACKED_LINEAR_CASES,
+    cost=normed_packed_linear_cost, inputs=_normed_inputs,
+    # The norm of a rounded sum, a product as above, and with a gate the product of two such.
+    tolerance={"float32": Tolerance(4e-6, 2e-5), "bfloat16": Tolerance(2**-6, 2**-4), "float16": Tolerance(2**-9, 2**-7)},
+)

@@ -1,0 +1,108 @@
+"""The scheme of 4-bit weights on a Hopper GPU: after loading, codes and scales are laid out as the kernels of ops/packed want.
+
+Formats that the layout does not hold exactly (scales of more than 16 bits, zeros between two codes, groups it does not know) stay
+with `Quantised`, and so do all formats on other devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.ops.activation import gated_activation
+from ridgeline.ops.hopper import is_hopper
+from ridgeline.ops.linear import gemm_small
+from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, packs
+from ridgeline.quant.four_bits import FourBits, four_bits
+from ridgeline.quant.quantised import Quantised
+from ridgeline.quant.scheme import Norm
+
+
+class Packed(Quantised):
+    def create(
+        self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().create(linear, rows, columns, bias, padded, dtype, device)
+        linear.packed, linear.is_loaded = None, False
+
+    def finish(self, linear: nn.Module) -> None:
+        linear.packed, linear.is_loaded = None, True
+        super().finish(linear)
+        if linear.scheme is not self:                    # expanded
+            return
+        four = self._pack(linear)
+        if four is not None:
+            self._forget(linear)
+            for name, tensor in _tensors(linear.packed, four.order).items():
+                setattr(linear, name, nn.Parameter(tensor, requires_grad=False))
+            gemm_small.prepare(linear.weight.device)
+
+    def _pack(self, linear: nn.Module) -> FourBits | None:
+        """What was packed; None: the linear keeps its format's tensors."""
+        device = linear.weight.device
+        if device.type == "cuda" and not is_hopper(device):
+            return None
+        four = four_bits(linear.quantised)
+        gated = set(linear.rows) == {"gate", "up"} and (four is None or four.order is None)
+        if four is None or not _holds(four, gated, linear.is_loaded):
+            return None
+        linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
+        return four
+
+    def _is_packed(self, linear: nn.Module) -> bool:
+        """While kernels are collected, before the weights are loaded, whatever the codes are is packed once."""
+        if linear.packed is None and not linear.is_loaded and linear.weight.device.type == "cuda":
+            self._pack(linear)
+        return linear.packed is not None
+
+    def numbers(self, linear: nn.Module) -> Tensor:
+        packed = getattr(linear, "packed", None)
+        if packed is None:
+            return super().numbers(linear)
+        found = expanded(packed, torch.promote_types(linear.dtype, torch.float32))
+        order = getattr(linear, "order", None)
+        return found if order is None else torch.empty_like(found).index_copy_(1, order.long(), found)
+
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
+        if not self._is_packed(linear):
+            return super().apply(linear, x, batch)
+        order = getattr(linear, "order", None)
+        return packed_linear(x if order is None else x.index_select(1, order), linear.packed, linear.bias)
+
+    def apply_normed(
+        self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
+        following: nn.Module | None = None,
+    ) -> tuple[Any, Tensor]:
+        if not self._is_packed(linear) or getattr(linear, "order", None) is not None:
+            return super().apply_normed(linear, x, residual, norm, batch, gate, following)
+        packed = linear.packed
+        out, stream = normed_packed_linear(
+            x, residual, norm.weight, norm.eps, packed, linear.bias, norm_offset=norm.offset, gate=gate if packed.gated else None
+        )
+        return (out if gate is None or packed.gated else gated_activation(out, gate)), stream
+
+
+def _holds(four: FourBits, gated: bool, is_loaded: bool) -> bool:
+    """Whether the layout keeps these numbers as they are; of those that are not loaded yet, whether it may."""
+    outputs, inputs = four.codes.shape[0], 2 * four.codes.shape[1]
+    if inputs % four.scale.shape[1] or not packs(outputs, inputs, inputs // four.scale.shape[1], gated):
+        return False
+    if not is_loaded:
+        return four.scale.element_size() == 2 or _exact(four.scale, torch.bfloat16)
+    exact = any(_exact(four.scale, dtype) for dtype in (torch.bfloat16, torch.float16))
+    zero = None if four.zero is None else four.zero.float()
+    return exact and (zero is None or (four.kind == "uint4" and torch.equal(zero, zero.round()) and _exact(zero, torch.float16)))
+
+
+def _exact(values: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(values.to(dtype).to(values.dtype), values)
+
+
+def _tensors(packed: PackedWeight, order: Tensor | None) -> dict[str, Tensor]:
+    """By the names of a format's parameters, so that memory and reads are counted as before."""
+    found = {"weight": packed.codes, "scale": packed.scale, "zero": packed.zero, "outer": packed.outer, "order": order}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}

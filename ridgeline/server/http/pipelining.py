@@ -1,0 +1,56 @@
+"""Requests in line on one connection: how many may wait, and in which turn they begin.
+
+HTTP/1.1 lets a client send the next request before it has read the last answer. uvicorn parses and queues all of them: 46 bytes
+of memory for each byte sent. Here a connection is read only while few requests wait, and requests that waited begin a few at a
+time, so that a thousand connections with long lines do not hold up a request that just came. Knows connections, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from uvicorn.protocols.http.flow_control import FlowControl
+
+MAX_IN_LINE = 4                      # requests that wait behind the one being answered; more are left in the socket
+TURNS_AT_ONCE = 4                    # connections whose requests leave their lines per turn of the event loop
+SMALL_READ = 4 * 1024                # bytes that are parsed as soon as they come; more, outside of a body, take their turn
+
+
+class LineFlow(FlowControl):
+    """uvicorn's flow control; while the line is full, uvicorn itself does not resume reading either."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
+
+    def set_full(self, is_full: bool) -> None:
+        self.is_full = is_full
+        if is_full:
+            self.pause_reading()
+        else:
+            self.resume_reading()
+
+
+class Turns:
+    """Work on requests that waited, a little per turn of the event loop: a request that just came goes first."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def wait(self, work: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        if not self._waiting:
+            loop.call_soon(self._begin, loop)
+        self._waiting.append(work)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(TURNS_AT_ONCE, len(self._waiting))):
+            self._waiting.popleft()()
+        if self._waiting:
+            loop.call_soon(self._begin, loop)

@@ -1,0 +1,203 @@
+"""Threads for long work: bounded, with deadlines, apart from short requests; and which work counts as long."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+
+from ridgeline.engine.client.long_work import GivenUp, LongWork, checkpoint
+from ridgeline.engine.client.prompt_limits import LONG_WORK, MOST_VALUES, is_brief, num_chars
+from ridgeline.errors import BadRequest, Overloaded, TimedOut
+
+
+class Gate:
+    """Work that waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.opened = threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.release()
+        assert self.opened.wait(60)
+        return "done"
+
+
+async def until_begun(gate: Gate, count: int = 1) -> None:
+    for _ in range(count):
+        assert await asyncio.to_thread(gate.begun.acquire, True, 60)
+
+
+def test_results_and_errors_come_back() -> None:
+    async def check() -> None:
+        pool = LongWork()
+        assert await pool.run(lambda: threading.current_thread().daemon) is True     # a process that ends waits for none
+        with pytest.raises(BadRequest, match="no"):
+            await pool.run(lambda: (_ for _ in ()).throw(BadRequest("no")))
+        assert pool.waiting == 0 and pool.num_done == 2
+
+    asyncio.run(check())
+
+
+def test_when_too_much_waits_more_is_refused_and_short_work_goes_on() -> None:
+    async def check() -> None:
+        pool, gate = LongWork(threads=2, most_waiting=3), Gate()
+        running = [asyncio.ensure_future(pool.run(gate)) for _ in range(2)]
+        await until_begun(gate, 2)
+        waiting = [asyncio.ensure_future(pool.run(gate)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await pool.run(gate)
+        assert pool.waiting == 3
+        assert await asyncio.to_thread(lambda: "short") == "short"
+        gate.opened.set()
+        assert await asyncio.gather(*running, *waiting) == ["done"] * 5
+
+    asyncio.run(check())
+
+
+def test_work_is_bounded_by_its_bytes() -> None:
+    """A thousand long prompts may wait, or a few of the longest bodies; the first in line may be of any size."""
+
+    async def check() -> None:
+        pool, gate = LongWork(threads=1, most_waiting=100), Gate()
+        running = asyncio.ensure_future(pool.run(gate, 500))
+        await until_begun(gate)
+        waiting = [asyncio.ensure_future(pool.run(gate, 1)) for _ in range(90)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await pool.run(gate, 11)
+        last = asyncio.ensure_future(pool.run(gate, 10))
+        gate.opened.set()
+        assert await asyncio.gather(running, *waiting, last) == ["done"] * 92
+        assert pool.waiting == 0
+
+    asyncio.run(check())
+
+
+def test_work_whose_client_left_is_not_begun() -> None:
+    async def check() -> None:
+        pool, gate = LongWork(threads=1, most_waiting=2), Gate()
+        begun: list[int] = []
+        first = asyncio.ensure_future(pool.run(gate))
+        await until_begun(gate)
+        left = asyncio.ensure_future(pool.run(lambda: begun.append(1)))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert pool.waiting == 0                         # its place is free at once
+        gate.opened.set()
+        await first
+        await pool.run(lambda: begun.append(2))
+        assert begun == [2]
+
+    asyncio.run(check())
+
+
+def test_work_that_has_begun_ends_at_its_next_checkpoint_when_its_client_leaves() -> None:
+    async def check() -> None:
+        pool, gate, outcome = LongWork(threads=1), Gate(), []
+
+        def work() -> None:
+            gate()
+            try:
+                checkpoint()
+            except GivenUp:
+                outcome.append("given up")
+                raise
+            outcome.append("went on")
+
+        left = asyncio.ensure_future(pool.run(work))
+        await until_begun(gate)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        gate.opened.set()
+        assert await pool.run(lambda: "next") == "next"
+        checkpoint()                                # of no work: nothing
+        assert outcome == ["given up"]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("threads", "error"), [(1, TimedOut), (0, Overloaded)], ids=["begun", "not begun"])
+def test_work_has_a_deadline(threads: int, error: type[Exception]) -> None:
+    async def check() -> None:
+        pool, gate = LongWork(threads, wait_seconds=0.05, work_seconds=0.05), Gate()
+        try:
+            with pytest.raises(error):
+                await pool.run(gate)
+        finally:
+            gate.opened.set()
+        assert pool.waiting == 0
+
+    asyncio.run(check())
+
+
+def test_an_error_and_its_work_are_freed_without_the_garbage_collector() -> None:
+    class Body: ...
+
+    async def ask(pool: LongWork) -> weakref.ref[Body]:
+        body = Body()
+
+        def work() -> None:
+            kept = body
+            raise BadRequest(f"no {kept}")
+
+        with pytest.raises(BadRequest):
+            await pool.run(work)
+        return weakref.ref(body)
+
+    async def check() -> None:
+        pool = LongWork(threads=1)
+        gone = await ask(pool)
+        await pool.run(lambda: None)                     # the thread has forgotten the one before
+        assert gone() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(check())
+    finally:
+        gc.enable()
+
+
+# -- what is brief -----------------------------------------------------------------------------------------------------
+
+TURN = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"x": "a" * LONG_WORK}, {"x": [[]] * 5_000_000}, {"a" * LONG_WORK: 1}, {str(number): "" for number in range(MOST_VALUES)},
+        {"x": [[[["a" * LONG_WORK]]]]}, {"x": [0] * MOST_VALUES},
+    ],
+    ids=["text", "lists", "key", "keys", "nested", "numbers"],
+)
+def test_large_variables_of_a_template_make_a_short_chat_long(variables: dict[str, Any]) -> None:
+    assert is_brief(TURN, {"chat_template_kwargs": {"enable_thinking": False}, "tools": None})
+    assert not is_brief(TURN, {"chat_template_kwargs": variables})
+    assert not is_brief(TURN, {"tools": [variables]})
+    assert not is_brief([{"role": "user", "content": "a", **variables}])
+
+
+def test_only_as_much_is_looked_at_as_is_brief() -> None:
+    class Endless(list[Any]):
+        """Says that it is long, and must not be walked."""
+
+        def __len__(self) -> int:
+            return 10**9
+
+        def __iter__(self) -> Any:
+            raise AssertionError
+
+    assert not is_brief(TURN, {"x": Endless()})
+
+
+def test_characters_of_a_conversation_are_counted() -> None:
+    assert num_chars([{"role": "user", "content": "x" * 1000}, {"role": "user", "content": ["y" * 500]}]) > 1500

@@ -1,0 +1,122 @@
+"""The kernels for packed 4-bit weights, compiled for sm_90: tensor cores, no spilled registers in loops, the planned memory."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline.ops import registry
+from ridgeline.ops.packed import packed_gemm, packed_gemv
+from ridgeline.ops.packed.packed_linear import RESERVED
+from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
+WORDS = dict.fromkeys(("code_ptr", "scale_ptr", "zero_ptr", "arrived_ptr"), "*i32") | {"outer_ptr": "*fp32", "part_ptr": "*fp32"}
+FORMATS = {
+    "plain": {"KIND": "uint4", "GROUP": 128, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
+    "zeros": {"KIND": "uint4", "GROUP": 32, "ZEROS": True, "OUTER": False, "DTYPE": "f16", "SCALE_DTYPE": "f16"},
+    "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
+    "nvfp4": {"KIND": "e2m1", "GROUP": 16, "ZEROS": False, "OUTER": True, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
+}
+
+
+def gemv_source(plan: PackedGemvPlan, runs: int, gate: int, form: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    constants = form | {
+        "RUNS": runs, "NORM": True, "RESIDUAL": True, "GATE": gate, "BIAS": True, "GROUPS": plan.groups, "WARPS": plan.warps,
+        "DEPENDENT": True,
+    }
+    numbers = dict.fromkeys(("x_ptr", "residual_ptr", "norm_ptr", "bias_ptr", "out_ptr", "new_residual_ptr"), "*bf16")
+    if form["DTYPE"] == "f16":
+        numbers = dict.fromkeys(numbers, "*fp16")
+    counts = dict.fromkeys(("inputs", "outputs", "strips"), "i32")
+    return packed_gemv._packed_gemv_kernel, constants, numbers | counts | {"eps": "fp32", "norm_offset": "fp32"}
+
+
+def gemm_source(plan: PackedGemmPlan, runs: int, gate: int, form: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    constants = form | {
+        "RUNS": runs, "BLOCK_ROWS": plan.block_rows, "TILES": plan.tiles, "PARTS": plan.parts, "HALVES": plan.halves,
+        "STAGES": plan.stages, "GATE": gate, "BIAS": True, "WARPS": plan.warps, "DEPENDENT": True,
+    }
+    element = "bf16" if form["DTYPE"] == "bf16" else "fp16"
+    layout = packed_gemm.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    counts = dict.fromkeys(("items", "row_blocks", "splits", "part_runs", "strips", "step", "rows", "outputs"), "i32")
+    return packed_gemm.packed_gemm_kernel, constants, counts | {
+        "x": f"tensordesc<{element}[{plan.block_rows}, {plan.tiles * 64}],{layout!r}>", "bias_ptr": f"*{element}",
+        "out_ptr": f"*{element}",
+    }
+
+
+def compiled(rows: int, outputs: int, inputs: int, gate: int, form: str) -> dict[str, Any]:
+    """In a process of its own, where the op files believe in a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental import gluon
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    registry.HAS_TRITON, registry.gluon, registry.triton, registry.tl = True, gluon, triton, triton.language
+    for name in ("hopper", "linear.gemv", "packed.packed_asm", "packed.packed_gemv", "packed.packed_gemm"):
+        importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
+    plan = packed_plan(rows, outputs, inputs)
+    assert plan is not None
+    if isinstance(plan, PackedGemvPlan):
+        kernel, constants, types = gemv_source(plan, -(-inputs // 512), gate, FORMATS[form])
+        planned, options = plan.shared_bytes(inputs), {"num_warps": plan.groups * plan.warps}
+    else:
+        kernel, constants, types = gemm_source(plan, -(-inputs // 512), gate, FORMATS[form])
+        planned, options = plan.shared_bytes(), {"num_warps": plan.warps, "maxnreg": plan.registers()}
+    types = WORDS | types | dict.fromkeys(constants, "constexpr")
+    aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "inputs"]
+    source = GluonASTSource(
+        kernel, {name: types[name] for name in kernel.arg_names},
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "launch_pdl": True})
+    with tempfile.NamedTemporaryFile() as binary:
+        binary.write(result.asm["cubin"])
+        binary.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        code = subprocess.run([tool, "-c", binary.name], capture_output=True, text=True, check=True).stdout
+    products = [number for number, line in enumerate(code.splitlines()) if re.search(r"\bHGMMA|\bHMMA", line)]
+    spills = [number for number, line in enumerate(code.splitlines()) if re.search(r"\b(STL|LDL)\b", line)]
+    return {
+        "shared": result.metadata.shared - planned, "products": len(products), "wgmma": "HGMMA" in code,
+        # Registers of the epilogue may be spilled; between products they may not.
+        "spills": sum(products[0] < spill < products[len(products) // 2 - 1] for spill in spills),
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "gate", "form"),
+    [
+        (1, 28672, 4096, 1, "plain"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            (1, 4096, 14336, 0, "mxfp4"), (1, 6144, 4096, 0, "nvfp4"), (1, 4096, 1088, 0, "zeros"), (16, 28672, 4096, 1, "plain"),
+            (8, 6144, 4096, 0, "zeros"), (30, 4096, 4096, 0, "mxfp4"), (64, 28672, 4096, 1, "nvfp4"),
+            (64, 4096, 14336, 0, "plain"),
+            (128, 4096, 4096, 0, "zeros"), (128, 28672, 4096, 1, "plain"),
+        ]),
+    ],
+)
+def test_the_kernel_compiles(tmp_path: Path, rows: int, outputs: int, inputs: int, gate: int, form: str) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, __file__, *map(str, (rows, outputs, inputs, gate, form))]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert 0 <= found["shared"] <= RESERVED and found["spills"] == 0 and found["products"] > 0
+    assert found["wgmma"] == (rows > 1)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compiled(*map(int, sys.argv[1:5]), sys.argv[5])))

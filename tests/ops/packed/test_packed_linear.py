@@ -1,0 +1,141 @@
+"""Linears with packed 4-bit weights: which kernel, what it costs, and on a GPU that it is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ridgeline.ops.hopper import HAS_GLUON, is_hopper
+from ridgeline.ops.packed import packed_linear as packed_file
+from ridgeline.ops.packed.packed_expand import expand
+from ridgeline.ops.packed.packed_linear import RESERVED, multiplied, normed_packed_linear_gpu, packed_linear
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
+from ridgeline.ops.packed.select_packed import MOST_ROWS, PackedGemmPlan, PackedGemvPlan, packed_plan
+from ridgeline.ops.rms_norm import rms_norm_reference
+from ridgeline.sizes.packed_costs import packed_bytes
+
+H200 = 232_448                       # bytes of shared memory of an SM that CTAs may have
+MATRICES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 2048), (10240, 8192), (8192, 28672), (576, 1536)]
+HOPPER = torch.cuda.is_available() and HAS_GLUON and is_hopper(torch.device("cuda", 0))
+
+
+# ── which kernel ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), MATRICES)
+def test_plans_fit_an_sm_and_cover_the_matrix(outputs: int, inputs: int) -> None:
+    for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, MOST_ROWS):
+        plan = packed_plan(rows, outputs, inputs)
+        if isinstance(plan, PackedGemvPlan):
+            assert rows == 1 and plan.programs * (plan.shared_bytes(inputs) + RESERVED) <= H200
+            continue
+        assert isinstance(plan, PackedGemmPlan)
+        assert plan.programs * (plan.shared_bytes() + RESERVED) <= H200
+        assert 1 <= plan.step <= plan.parts * plan.warps * plan.halves
+        assert plan.block_rows >= min(rows, 128) and 2 <= plan.tiles <= 8 and 8 % plan.tiles == 0
+        # Sums that are split are counted as they arrive: one counter each.
+        tiles, row_blocks = -(-outputs // (16 * plan.step)), -(-rows // plan.block_rows)
+        assert plan.splits == 1 or tiles * row_blocks * plan.parts * plan.halves <= 4096
+
+
+def test_one_row_is_a_gemv_and_many_rows_are_cublas() -> None:
+    assert isinstance(packed_plan(1, 4096, 14336), PackedGemvPlan)
+    assert isinstance(packed_plan(2, 4096, 4096), PackedGemmPlan)
+    assert packed_plan(MOST_ROWS + 1, 4096, 4096) is None and packed_plan(0, 4096, 4096) is None
+
+
+def random_weight(outputs: int, inputs: int, group: int, gated: bool = False, **more: Any) -> PackedWeight:
+    kind = more.pop("kind", "uint4")
+    codes, scale = quantised(torch.randn(outputs, inputs) * inputs**-0.5, group, kind)
+    return pack(codes, scale, kind=kind, gated=gated, **more)
+
+
+def test_what_kernels_do_not_know_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_file, "_plan", lambda *shape: packed_plan(*shape[:3]))
+    weight = random_weight(64, 256, 64)
+    x = torch.zeros(1, 264, dtype=torch.bfloat16)
+
+    def chosen(x: torch.Tensor, weight: PackedWeight, gated: bool = False) -> bool:
+        return packed_file._chosen(x, weight, gated) is not None
+
+    assert chosen(x[:, :256], weight) and chosen(x[:, :256].half(), weight)
+    assert not chosen(x[:, 1:257], weight)                                       # 16-byte loads
+    assert not chosen(x[:, :256].float(), weight)
+    assert not chosen(x[:, :256], weight, gated=True)                            # gates and partners do not alternate
+    assert not chosen(x[:, :256], random_weight(64, 256, 64, gated=True))
+    assert not chosen(x[:, :256].half(), random_weight(64, 256, 32, kind="e2m1"))
+    codes, scale = quantised(torch.randn(64, 256), 64)
+    assert chosen(x[:, :256], pack(codes, scale, torch.full_like(scale, 7.0)))
+    assert not chosen(x[:, :256], pack(codes, scale, torch.full_like(scale, 7.5)))
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_definition_multiplies_by_the_expanded_weight() -> None:
+    weight, x = random_weight(32, 256, 64, gated=True), torch.randn(3, 256, dtype=torch.float64)
+    wanted = x @ expanded(weight, torch.float64).T
+    torch.testing.assert_close(packed_linear(x, weight), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_costs_count_the_bytes_that_are_stored() -> None:
+    codes, scale = quantised(torch.randn(64, 1024), 128)
+    assert pack(codes, scale).nbytes == packed_bytes(64, 1024, 128)
+    outer = torch.ones(64)
+    assert pack(codes, scale, torch.full_like(scale, 8.0), outer=outer).nbytes == packed_bytes(64, 1024, 128, True, True)
+
+
+CASES: list[dict[str, Any]] = [
+    {"shape": (6144, 4096)}, {"shape": (4096, 14336)}, {"shape": (4096, 4096), "group": 32, "kind": "e2m1"},
+    {"shape": (28672, 4096), "gate": "silu"}, {"shape": (1000, 1088), "group": 64, "zero": True},
+    {"shape": (512, 2560), "group": 16, "kind": "e2m1", "outer": True},
+    {"shape": (2048, 2048), "dtype": torch.float16, "zero": True},
+    {"shape": (2048, 1536), "group": 32, "zero": True, "gate": "gelu_tanh", "outer": True},
+]
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("rows", [1, 5, 8, 16, 30, 50, 128, 200, 800])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_match_float64(case: dict[str, Any], rows: int) -> None:
+    """With a planted output of zeros: a scale of 0. Twice, since split sums leave counters behind."""
+    torch.manual_seed(rows)
+    (outputs, inputs), group, gate = case["shape"], case.get("group", 128), case.get("gate")
+    dtype = case.get("dtype", torch.bfloat16)
+    codes = torch.randint(256, (outputs, inputs // 2), device="cuda", dtype=torch.uint8)
+    scale = ((torch.rand(outputs, inputs // group, device="cuda") + 0.5) * inputs**-0.5 / 4).to(dtype)
+    scale[3] = 0
+    zero = torch.randint(16, scale.shape, device="cuda").to(dtype) if case.get("zero") else None
+    outer = torch.rand(outputs, device="cuda") + 0.5 if case.get("outer") else None
+    weight = pack(codes, scale, zero, kind=case.get("kind", "uint4"), gated=gate is not None, outer=outer)
+    assert torch.equal(expand(weight, torch.float32), expanded(weight, torch.float32))
+    x, bias = torch.randn(rows, inputs, device="cuda").to(dtype), torch.randn(outputs, device="cuda").to(dtype)
+    residual, norm = torch.randn(rows, inputs, device="cuda").to(dtype), torch.rand(inputs, device="cuda").to(dtype)
+
+    def exact(x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, expanded(weight, torch.float64), bias.double())
+        if gate is None:
+            return out
+        left, right = out.chunk(2, 1)
+        return (F.silu(left) if gate == "silu" else F.gelu(left, approximate="tanh")) * right
+
+    for _ in range(2):
+        out = multiplied(x, weight, bias, gate)
+        wanted = exact(x.double())
+        assert float((out.double() - wanted).norm() / wanted.norm()) < 0.005
+        out, stream = normed_packed_linear_gpu(x, residual, norm, 1e-5, weight, bias, gate=gate)
+        assert torch.equal(stream, x + residual)
+        wanted = exact(rms_norm_reference((x + residual).double(), norm.double(), 1e-5))
+        assert float((out.double() - wanted).norm() / wanted.norm()) < 0.01
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_a_sum_of_many_equal_terms_is_right(rows: int) -> None:
+    codes = torch.full((4096, 14336 // 2), 0x99, device="cuda", dtype=torch.uint8)
+    weight = pack(codes, torch.full((4096, 112), 1.125, device="cuda", dtype=torch.bfloat16))
+    out = packed_linear(torch.ones(rows, 14336, device="cuda", dtype=torch.bfloat16), weight)
+    torch.testing.assert_close(out.float(), torch.full_like(out, 14336 * 1.125).float(), rtol=2**-8, atol=0)

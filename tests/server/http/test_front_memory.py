@@ -1,0 +1,397 @@
+"""Memory of the front end: what requests leave behind, what waits in line, and when memory is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from scripted_server import ScriptedServer
+from served_model import wait_until, write_model
+
+from ridgeline.errors import Overloaded
+from ridgeline.server import give_back
+from ridgeline.server.give_back import GROWTH, LONGEST_WAIT, MUCH_GROWTH, MemoryKeeper
+from ridgeline.server.http import connection_limits, stream
+from ridgeline.server.http.connection_limits import LimitedProtocol, limited_protocol
+from ridgeline.server.http.pipelining import MAX_IN_LINE, TURNS_AT_ONCE, Turns
+from ridgeline.server.options import ServerOptions
+
+LONG = "x" * 100_000                 # longer than what is parsed on the event loop
+TURN = [{"role": "user", "content": "a"}]
+NAME = "tiny"
+
+# Of every endpoint with a body: answered and refused, streamed and whole.
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"messages": TURN, "metadata": {"a": LONG}}),
+    ("chat/completions", {"messages": TURN, "metadata": {"a": LONG}, "stream": True}),
+    ("chat/completions", {"messages": TURN, "chat_template_kwargs": {"a": LONG}, "stream": True}),
+    ("chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    ("chat/completions", {"messages": TURN, LONG: 1}),
+    ("completions", {"prompt": "a", "user": LONG, "stream": True}),
+    ("completions", {"prompt": "a", "user": LONG, "temperature": -1}),
+    ("messages", {"model": NAME, "max_tokens": 3, "messages": TURN, "metadata": {"a": LONG}, "stream": True}),
+    ("messages", {"model": NAME, "max_tokens": 3, "messages": [{"role": "user", "content": LONG}]}),
+    ("messages/count_tokens", {"model": NAME, "messages": [{"role": "user", "content": LONG}]}),
+    ("responses", {"input": "a", "user": LONG}),
+    ("responses", {"input": "a", "user": LONG, "stream": True}),
+    ("responses", {"input": "a", "instructions": LONG}),
+    ("responses/input_tokens", {"input": LONG}),
+    ("embeddings", {"input": "a", "dimensions": 8, "user": LONG}),
+    ("score", {"text_1": LONG, "text_2": "a"}),
+    ("/tokenize", {"prompt": LONG}),
+    ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+    ("/detokenize", {"tokens": [1] * 40_000}),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    model = write_model(tmp_path_factory.mktemp("model") / NAME)
+    with ScriptedServer(model, lambda prompt: "yes, it is") as made:
+        yield made
+
+
+def connect(server: ScriptedServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=60)
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    place = path if path.startswith("/") else f"/v1/{path}"
+    head = f"POST {place} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+# -- cycles ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cycles(server: ScriptedServer) -> Iterator[Any]:
+    """Without the collector: the types of objects of this package or of the HTTP server that only it would free."""
+
+    def found() -> list[str]:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+            kinds = [type(each) for each in gc.garbage]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+        own = ("ridgeline.", "uvicorn.", "asyncio", "_asyncio", "starlette.")
+        # asyncio's transports refer to their own methods; they are small, and hold nothing once they are closed.
+        names = {kind.__qualname__ for kind in kinds if kind.__module__.startswith(own)}
+        return sorted(names - {"_SelectorSocketTransport", "TransportSocket"})
+
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+    finally:
+        gc.enable()
+
+
+def settled(server: ScriptedServer) -> None:
+    """Nothing of a request or a connection runs any more."""
+    wait_until(lambda: not server.service.slots.taken and not server._server.server_state.connections)
+    wait_until(lambda: not server._server.server_state.tasks)
+    time.sleep(0.05)                                     # callbacks that are already due
+
+
+@pytest.mark.reliability("H-01c")
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda given: given if isinstance(given, str) else "")
+def test_a_request_leaves_no_cycle(server: ScriptedServer, cycles: Any, path: str, body: dict[str, Any]) -> None:
+    request = post(path, body)
+    with connect(server) as connection:
+        connection.sendall(request.replace(b"\r\nHost", b"\r\nConnection: close\r\nHost", 1))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 ")
+        while connection.recv(65536):
+            pass
+    settled(server)
+    assert cycles() == []
+
+
+@pytest.mark.reliability("H-01c")
+@pytest.mark.parametrize("sent", [0.5, 1.0], ids=["half of the body", "before the answer"])
+@pytest.mark.parametrize("place", [1, 3, 11], ids=["chat", "template", "responses"])
+def test_a_client_that_leaves_leaves_no_cycle(server: ScriptedServer, cycles: Any, place: int, sent: float) -> None:
+    request = post(*REQUESTS[place])
+    with connect(server) as connection:
+        connection.sendall(request[: int(len(request) * sent)])
+        time.sleep(0.02)
+    settled(server)
+    assert cycles() == []
+
+
+@pytest.mark.reliability("H-01c")
+@pytest.mark.parametrize(
+    "request_", [b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /health HTTP/1.0\r\n\r\n",
+                 b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"],
+    ids=["in line", "HTTP/1.0", "upgrade"],
+)
+def test_unread_requests_in_line_leave_no_cycle(server: ScriptedServer, cycles: Any, request_: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(request_ * 50)
+        time.sleep(0.02)
+    settled(server)
+    assert cycles() == []
+
+
+# -- requests in line --------------------------------------------------------------------------------------------------
+
+
+class Transport:
+    """A connection as far as the protocol looks at it."""
+
+    def __init__(self) -> None:
+        self.reads = True
+        self.written = b""
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
+
+class Begun:
+    def add_done_callback(self, callback: Any) -> None: ...
+
+
+class Tasks:
+    """An event loop that begins nothing; it only counts what would begin."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self.soon: list[Any] = []
+
+    def create_task(self, coroutine: Any) -> Any:
+        self.begun.append(coroutine)
+        return Begun()
+
+    def call_later(self, seconds: float, callback: Any, *args: Any) -> Any:
+        return SimpleNamespace(cancel=lambda: None)
+
+    def call_soon(self, callback: Any, *args: Any) -> None:
+        self.soon.append((callback, args))
+
+    def run_soon(self) -> None:
+        while self.soon:
+            callback, args = self.soon.pop(0)
+            callback(*args)
+
+    def close(self) -> None:
+        for coroutine in self.begun:
+            coroutine.close()
+
+
+def protocol_of(loop: Tasks) -> LimitedProtocol:
+    config = SimpleNamespace(
+        loaded=True, loaded_app=None, ws_protocol_class=None, root_path="", asgi_version="3.0", limit_concurrency=None,
+        timeout_keep_alive=5, reset_contextvars=False,
+    )
+    state = SimpleNamespace(connections=set(), tasks=set(), default_headers=[], total_requests=0)
+    made = limited_protocol(ServerOptions())(config, state, {}, loop)                # type: ignore[arg-type]
+    made.connection_made(Transport())                    # type: ignore[arg-type]
+    return made
+
+
+GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
+POST = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"
+CHUNKED = b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+
+
+@pytest.mark.reliability("H-01d")
+@pytest.mark.parametrize("request_", [GET, POST, CHUNKED], ids=["GET", "POST", "chunked"])
+@pytest.mark.parametrize("size", [1, 7, 1000, 65536], ids=lambda size: f"pieces of {size}")
+def test_few_requests_wait_in_line_and_all_begin_in_order(request_: bytes, size: int) -> None:
+    count = 40
+    data = b"".join(request_.replace(b"/x", b"/%d" % number) for number in range(count))
+    loop = Tasks()
+    made = protocol_of(loop)
+    transport: Any = made.transport
+    pieces = [data[place : place + size] for place in range(0, len(data), size)]
+    most = 0
+    paths: list[str] = []
+    while len(paths) < count:
+        while pieces and transport.reads:
+            made.data_received(pieces.pop(0))
+            most = max(most, len(made.pipeline))
+            loop.run_soon()
+        coroutine = loop.begun.pop(0)
+        cycle = coroutine.cr_frame.f_locals["self"]
+        coroutine.close()
+        paths.append(cycle.scope["path"])
+        cycle.response_complete = True
+        made.on_response_complete()
+        loop.run_soon()
+    # A chunked body has no length: what follows its end in the same piece is parsed with it.
+    assert most <= (MAX_IN_LINE if request_ != CHUNKED else 2 * MAX_IN_LINE + connection_limits.PIECE // len(CHUNKED))
+    assert paths == [f"/{number}" for number in range(count)]
+    assert not pieces and transport.written == b""
+
+
+@pytest.mark.reliability("H-01d")
+def test_a_lost_connection_frees_its_line() -> None:
+    loop = Tasks()
+    made = protocol_of(loop)
+    made.data_received(GET * 100)
+    assert len(made.pipeline) == MAX_IN_LINE and len(made._unread) > 80 * len(GET)
+    waiting = weakref.ref(made.pipeline[0][0])
+    gone = weakref.ref(made)
+    gc.disable()
+    try:
+        made.connection_lost(None)
+        loop.close()
+        loop.begun.clear()
+        assert waiting() is None
+        del made
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_few_connections_leave_their_lines_per_turn_of_the_loop() -> None:
+    """So a thousand connections with long lines do not hold up a request that just came."""
+    loop, turns = Tasks(), Turns()
+    begun: list[int] = []
+    for number in range(3 * TURNS_AT_ONCE):
+        turns.wait(partial(begun.append, number), loop)  # type: ignore[arg-type]
+    assert len(loop.soon) == 1
+    callback, args = loop.soon.pop()
+    callback(*args)
+    assert begun == list(range(TURNS_AT_ONCE)) and len(loop.soon) == 1 and len(turns) == 2 * TURNS_AT_ONCE
+
+
+def test_a_body_of_tiny_chunks_is_refused(server: ScriptedServer) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(head + b"1\r\n \r\n" * 3000)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+    with connect(server) as connection:
+        connection.sendall(head + b"40\r\n" + b" " * 64 + b"\r\n" + b'e\r\n{"prompt":"a"}\r\n' + b"0\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+# -- bodies and answers held -------------------------------------------------------------------------------------------
+
+
+def test_long_bodies_are_limited_together(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = server.service.bodies
+    monkeypatch.setattr(held, "most", 150_000)
+    request = post("/tokenize", {"prompt": LONG})
+    with connect(server) as first, connect(server) as second:
+        first.sendall(request[:-10])
+        wait_until(lambda: held.num_bytes > 90_000)
+        second.sendall(request)
+        reply = second.recv(65536)
+        assert reply.startswith(b"HTTP/1.1 429") and b"retry-after:" in reply.lower()
+        first.sendall(request[-10:])
+        assert first.recv(65536).startswith(b"HTTP/1.1 400")                 # too long for this model's context
+    wait_until(lambda: not held.num_bytes)
+
+
+def test_a_client_that_does_not_read_is_given_up_when_much_is_unsent() -> None:
+    async def check() -> None:
+        unsent, never = stream.Unsent(most=100, seconds=0.01), asyncio.Event()
+
+        async def sending() -> None:
+            await never.wait()
+
+        with unsent.adding(101), pytest.raises(stream.ClientGone):
+            await unsent.patient(sending())
+        with unsent.adding(99):
+            waiting = asyncio.ensure_future(unsent.patient(sending()))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()                    # little is unsent: it may take its time
+            never.set()
+            await waiting
+        assert unsent.num_bytes == 0
+
+    asyncio.run(check())
+
+
+def test_a_body_that_is_too_much_is_told_so() -> None:
+    body = stream.Body(stream.HeldBodies(most=10))
+    with pytest.raises(Overloaded):
+        body._count(11)
+    body.release()
+    assert body._held.num_bytes == 0
+
+
+# -- giving back -------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """Sizes and times as a test sets them; counts collections."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size = 100 * 2**20
+        self.now = 0.0
+        self.done = 0
+        self.idle = True
+        self.collections = 0
+        monkeypatch.setattr(give_back.gc, "collect", self._collect)
+        self.keeper = MemoryKeeper(lambda: self.idle, lambda: self.done, lambda: self.size, lambda: self.now)
+
+    def _collect(self) -> None:
+        self.collections += 1
+
+    def tries(self, seconds: int) -> int:
+        """How many tries there are in the next seconds; none gives anything back."""
+        count = 0
+        for _ in range(seconds):
+            self.now += 1.0
+            if self.keeper.is_due():
+                count += 1
+                self.keeper.collect()
+                self.keeper.note()
+        return count
+
+
+def test_memory_is_given_back_within_seconds_of_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    assert machine.tries(10) == 0
+    machine.size += GROWTH + 1
+    assert machine.tries(1) == 1 and machine.collections == 1
+    assert machine.tries(600) < 600 / LONGEST_WAIT + 10              # what cannot be given back is not tried for ever
+    machine.done += 1                                                # a long request was read
+    assert machine.tries(1) == 1
+
+
+def test_a_busy_server_collects_only_after_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.idle = False
+    machine.size += GROWTH + 1
+    assert machine.tries(5) > 0 and machine.collections == 0
+    machine.size += MUCH_GROWTH
+    assert machine.tries(1) == 1 and machine.collections == 1
+    assert machine.tries(100) > 0 and machine.collections == 1
+
+
+def test_resident_bytes_are_those_of_this_process() -> None:
+    give_back.return_freed_memory()
+    assert give_back.resident_bytes() > 2**20 or not Path("/proc/self/statm").exists()
