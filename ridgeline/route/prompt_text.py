@@ -27,6 +27,7 @@ class Prompt:
     chain: list[int]
     most_output: int | None = None   # tokens, if the request limits them
     is_chat: bool = False
+    streams: bool = True             # its answer comes token by token
 
     def with_answer(self, answer: str) -> list[int]:
         """The nodes of the prompt and its answer, as the conversation's next request has them."""
@@ -49,7 +50,9 @@ def prompt_of(request: Mapping[str, Any], salt: str = "") -> Prompt:
         text = _content(given)
     root = hash((str(request.get("model")), salt))
     most = request.get("max_completion_tokens") or request.get("max_tokens")
-    return Prompt(text, root, chain_of(text, root), most if isinstance(most, int) else None, isinstance(messages, list))
+    limit = most if type(most) is int and most > 0 else None
+    streams = request.get("stream") is True
+    return Prompt(text, root, chain_of(text, root), limit, isinstance(messages, list), streams)
 
 
 def _message(message: Any) -> bytes:
@@ -74,4 +77,4 @@ def _content(content: Any) -> bytes:
 def _part(part: Any) -> bytes:
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return bytes(part["text"].encode(errors="surrogatepass"))
-    return _content(part) if isinstance(part, str | list) else _encode(part)
+    return part.encode(errors="surrogatepass") if isinstance(part, str) else _encode(part)

@@ -94,6 +94,7 @@ class ReplicaLoad:
         return len(self.waiting) + len(self.running)
 
     def predict(self, prompt: Prompt, now: float, otherwise: Pace) -> Prediction:
+        self._assume(now)
         pace, habits = self.times.pace(otherwise), self.habits
         tokens = len(prompt.text) / habits.bytes_per_token
         cached = min(tokens, self.tree.match(prompt.chain) * CHUNK / habits.bytes_per_token)
@@ -103,6 +104,13 @@ class ReplicaLoad:
         # Running answers stand still while this prompt is computed; afterwards every step has one row more.
         effect = len(self.running) * prefill + others * output * pace.step_row
         return Prediction(self._wait(now, pace), prefill, decode, effect, tokens - cached, cached)
+
+    def _assume(self, now: float) -> None:
+        """An answer that comes in one piece does not say when it began: it runs from when it was predicted to."""
+        silent = [each for each in self.waiting.values() if not each.prompt.streams]
+        for each in silent:
+            if now >= each.sent + each.predicted.first_token:
+                self.running[id(each)] = self.waiting.pop(id(each))
 
     def _wait(self, now: float, pace: Pace) -> float:
         if not self.waiting:
@@ -137,7 +145,7 @@ class ReplicaLoad:
 
     def finish(self, ticket: Ticket, now: float, usage: Usage | None = None, answer: str = "") -> None:
         """The answer is complete. Without a usage the replica's counts are guessed from the text."""
-        streamed = id(ticket) in self.running
+        streamed = ticket.prompt.streams and id(ticket) in self.running
         rows = (ticket.rows + self.pending) / 2
         self.leave(ticket)
         if answer:

@@ -19,8 +19,8 @@ def fleet(policy: str, count: int) -> Choice:
     return Choice(policy, [ReplicaLoad(habits) for _ in range(count)])
 
 
-def prompt(name: str, tokens: int) -> Prompt:
-    return prompt_of({"prompt": (name * 4 * tokens)[: 4 * tokens]})
+def prompt(name: str, tokens: int, streams: bool = True) -> Prompt:
+    return prompt_of({"prompt": (name * 4 * tokens)[: 4 * tokens], "stream": streams})
 
 
 def taught(load: ReplicaLoad, pace: Pace) -> None:
@@ -134,6 +134,23 @@ def test_a_failed_request_teaches_nothing_and_leaves() -> None:
     load.leave(ticket)
     load.first_token(ticket, 50.0)
     assert load.pending == 0 and not load.times.prefill.weight
+
+
+def test_an_answer_in_one_piece_runs_when_its_prefill_should_be_over() -> None:
+    load = fleet("predicted", 1).loads[0]
+    taught(load, PACE)
+    ticket = load.send(prompt("x", 1000, streams=False), 0.0, PACE)
+    assert load.predict(prompt("y", 10), 0.5, PACE).wait == pytest.approx(0.5, rel=1e-3)
+    later = load.predict(prompt("y", 10), 1.5, PACE)
+    assert later.wait == 0.0 and len(load.running) == 1 and later.effect > 0
+    weight = load.times.prefill.weight
+    load.finish(ticket, 3.0, Usage(1000, 100, 0))
+    assert load.pending == 0 and load.times.prefill.weight == weight         # when its first token came is not known
+
+
+@pytest.mark.parametrize("most", [-1, 0, True, 2.5, "9", None])
+def test_an_odd_limit_of_the_answer_is_none(most: object) -> None:
+    assert prompt_of({"prompt": "x", "max_tokens": most}).most_output is None
 
 
 def test_an_evicting_replica_corrects_its_tree() -> None:

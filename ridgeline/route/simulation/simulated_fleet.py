@@ -127,7 +127,7 @@ class SimulatedFleet:
         heapq.heappush(self._events, (when, next(self._count), what))
 
     def _arrive(self, request: SimulatedRequest, now: float) -> None:
-        prompt = prompt_of({"messages": request.messages})
+        prompt = prompt_of({"messages": request.messages, "stream": True})
         request.blocks = chain_of(prompt.text, 0, BLOCK_TOKENS * TOKEN_BYTES)
         request.tokens = max(1, len(prompt.text) // TOKEN_BYTES)
         number = self.choice.choose(prompt, now, range(len(self.loads)))
