@@ -43,7 +43,7 @@ ENVIRONMENT = """\
 | variable | meaning |
 |---|---|
 | `RIDGELINE_API_KEY` | API keys of the server, separated by commas; removed from the environment once read |
-| `RIDGELINE_ROUTE_KEY`, `RIDGELINE_ROUTE_KEY_1`, … | the router's API keys for all replicas, or for one of them; removed once read |
+| `RIDGELINE_ROUTE_KEY`, `RIDGELINE_ROUTE_KEY_1`, … | the router's keys for all replicas, or for one; removed once read |
 | `RIDGELINE_CACHE` | directory for compiled kernels, peaks and the embedded model; default `~/.cache/ridgeline`; mode 700 |
 | `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT` | for `ridgeline pull`; the first two for models by name, too |
 | `RIDGELINE_LOG` | log level: `DEBUG`, `INFO` (default), `WARNING`, `ERROR` |
@@ -112,7 +112,8 @@ def others_tables() -> str:
 
 def page() -> str:
     parts = [HEAD, *(f"## {title}\n\n{table(group)}" for title, group in GROUPS.items())]
-    parts += [f"{SERVER}\n{table(ServerOptions)}", f"{ROUTER}\n{table(RouteOptions)}", ENVIRONMENT, f"{OTHERS}\n{others_tables()}"]
+    parts += [f"{SERVER}\n{table(ServerOptions)}", f"{ROUTER}\n{table(RouteOptions)}"]
+    parts += [ENVIRONMENT, f"{OTHERS}\n{others_tables()}"]
     return "\n".join(parts)
 
 
