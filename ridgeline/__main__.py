@@ -17,6 +17,7 @@ from ridgeline.version import __version__
 
 COMMANDS = {
     "serve": ("ridgeline.cli.cmd_serve", "OpenAI-compatible server"),
+    "route": ("ridgeline.cli.cmd_route", "one address in front of several servers, with prefix-aware routing"),
     "chat": ("ridgeline.cli.chat.cmd_chat", "talk to a model in the terminal"),
     "generate": ("ridgeline.cli.cmd_generate", "answer a file of prompts: JSONL in, JSONL out"),
     "admin": ("ridgeline.cli.cmd_admin", "query or profile a running server, or switch its techniques on and off"),

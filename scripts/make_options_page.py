@@ -9,6 +9,7 @@ from typing import Any
 
 from ridgeline import config, known_options
 from ridgeline.cli.cmd_serve import ServerOptions
+from ridgeline.route.route_options import RouteOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 HEAD = """\
@@ -31,12 +32,18 @@ SERVER = """\
 
 Options of `ridgeline serve` alone.
 """
+ROUTER = """\
+## Router
+
+Options of `ridgeline route`; see [router.md](router.md).
+"""
 ENVIRONMENT = """\
 ## Environment
 
 | variable | meaning |
 |---|---|
 | `RIDGELINE_API_KEY` | API keys of the server, separated by commas; removed from the environment once read |
+| `RIDGELINE_ROUTE_KEY`, `RIDGELINE_ROUTE_KEY_1`, … | the router's keys for all replicas, or for one; removed once read |
 | `RIDGELINE_CACHE` | directory for compiled kernels, peaks and the embedded model; default `~/.cache/ridgeline`; mode 700 |
 | `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT` | for `ridgeline pull`; the first two for models by name, too |
 | `RIDGELINE_LOG` | log level: `DEBUG`, `INFO` (default), `WARNING`, `ERROR` |
@@ -105,7 +112,8 @@ def others_tables() -> str:
 
 def page() -> str:
     parts = [HEAD, *(f"## {title}\n\n{table(group)}" for title, group in GROUPS.items())]
-    parts += [f"{SERVER}\n{table(ServerOptions)}", ENVIRONMENT, f"{OTHERS}\n{others_tables()}"]
+    parts += [f"{SERVER}\n{table(ServerOptions)}", f"{ROUTER}\n{table(RouteOptions)}"]
+    parts += [ENVIRONMENT, f"{OTHERS}\n{others_tables()}"]
     return "\n".join(parts)
 
 

@@ -78,26 +78,37 @@ def bind(options: ServerOptions) -> socket.socket:
     return listener
 
 
-class HttpServer(uvicorn.Server):
+def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(options),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        backlog=ACCEPTED_AT_ONCE,
+        ssl_certfile=options.ssl_certfile or None,
+        ssl_keyfile=options.ssl_keyfile or None,
+    )
+
+
+class ListeningServer(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)                     # asyncio has set it to the number that it accepts at once
+
+
+class HttpServer(ListeningServer):
     """uvicorn with a graceful shutdown: let running requests finish for a while, then fail them and end the engine."""
 
     def __init__(self, service: Service) -> None:
         guarded = HostGuard(make_app(service), service.options, len(service.keys) > 0)
-        config = uvicorn.Config(
-            RootPath(Gate(guarded, service.options, service.keys), service.options.root_path),
-            http=limited_protocol(service.options),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            backlog=ACCEPTED_AT_ONCE,
-            ssl_certfile=service.options.ssl_certfile or None,
-            ssl_keyfile=service.options.ssl_keyfile or None,
-        )
-        super().__init__(config)
+        app = RootPath(Gate(guarded, service.options, service.keys), service.options.root_path)
+        super().__init__(http_config(app, service.options))
         self._service = service
         self.last_exit: LastExit | None = None
 
@@ -109,11 +120,6 @@ class HttpServer(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or []:
-            listener.listen(BACKLOG)                     # asyncio has set it to the number that it accepts at once
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stopping = True

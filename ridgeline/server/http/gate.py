@@ -60,7 +60,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
-        answer = _Answer(send, _request_id(headers), self._cors(headers), is_anthropic(scope["path"], headers))
+        answer = _Answer(send, request_id(headers), self._cors(headers), is_anthropic(scope["path"], headers))
         scope[LOG] = noted = dict[str, Any]()
         try:
             await self._pass(scope, headers, receive, answer.send)
@@ -186,7 +186,7 @@ def _headers_to_send(headers: Headers) -> bytes:
     return asked if _HEADER_NAMES.fullmatch(asked) else _OWN_HEADERS
 
 
-def _request_id(headers: Headers) -> bytes:
+def request_id(headers: Headers) -> bytes:
     """The client's id, if it is safe in a header and in a log."""
     given = _value(headers, b"x-request-id")
     return given if _REQUEST_ID.fullmatch(given) else b""

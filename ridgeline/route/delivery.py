@@ -1,0 +1,194 @@
+"""One request's way: to the best replica, to another one when that fails, and its answer back to the client.
+
+Before the client has got anything, any failed request may be sent again. A stream that has begun goes on from another replica if
+the request is exact (greedy or seeded): the request is sent again, and the text that the client has is skipped. Otherwise the
+stream ends with an error event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from ridgeline.errors import TryAgain
+from ridgeline.process.log import get_logger
+from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, ReplicaGaveUp, usage_of
+from ridgeline.route.fleet import Fleet
+from ridgeline.route.forwarded_request import ForwardedRequest
+from ridgeline.route.replica import Replica
+from ridgeline.route.replica_load import Ticket
+from ridgeline.route.upstream import Answer, ReplicaFailure
+from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.stream import Send
+
+logger = get_logger("route")
+
+MOST_ANSWER = 64 * 2**20             # bytes of an answer that is not streamed
+_BUSY = (429, 503)
+_RETRIED = (429, 502, 503)
+# Of one connection, not of the answer; and those that the router writes itself.
+_NOT_PASSED = frozenset({
+    b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"te", b"trailer", b"upgrade",
+    b"proxy-authenticate", b"x-request-id", b"request-id",
+})
+_BROKEN = "the replica that wrote this answer has failed, and the answer cannot be continued exactly; send the request again"
+
+
+class Delivery:
+    def __init__(self, fleet: Fleet, request: ForwardedRequest, headers: list[tuple[bytes, bytes]], send: Send) -> None:
+        self.started = False                             # the client has got the beginning of an answer
+        self.replica = ""                                # that was tried last, for the access log
+        self._fleet = fleet
+        self._request = request
+        self._client_headers = headers
+        self._send = send
+        self._events = self._new_events()
+        self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+
+    async def run(self) -> None:
+        """Raises Overloaded or TryAgain when no replica can be tried, and none has refused in its own words."""
+        fleet, tried = self._fleet, set[int]()
+        while len(tried) <= fleet.options.retries:
+            number = fleet.choose(self._request.prompt, tried)
+            if number is None:
+                break
+            if tried and not self.started:
+                fleet.counts["retries"] += 1
+            tried.add(number)
+            was_started = self.started
+            if await self._try(number):
+                fleet.counts["resumed_streams"] += was_started
+                return
+            if not self.started:
+                self._events = self._new_events()
+            elif self._events.finished and self._request.hide_usage:
+                return await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            elif self._events.shown and not self._events.resumable:
+                break
+            else:
+                self._events.restart()
+        await self._give_up(tried)
+
+    def _new_events(self) -> AnswerEvents:
+        return AnswerEvents(self._request.hide_usage, self._request.is_exact, self._request.one_choice)
+
+    async def _give_up(self, tried: Collection[int]) -> None:
+        self._fleet.counts["broken_streams" if self.started else "refused"] += 1
+        if self.started:
+            await self.end_with_error(_BROKEN, "service_unavailable_error", "replica_failed")
+        elif self._refusal is None and tried:
+            raise TryAgain(f"{len(tried)} replicas failed in this request; try again later", 1.0)
+        elif self._refusal is None:
+            raise self._fleet.nothing_usable()
+        else:
+            await self._send_whole(*self._refusal)
+
+    async def end_with_error(self, message: str, kind: str, code: str) -> None:
+        """In place of the rest of a stream."""
+        path, headers = self._request.path, self._client_headers
+        body = body_for(path, headers, 503, error_body(message, kind, code=code))
+        name = b"event: error\n" if path.startswith("/v1/messages") else b""
+        await self._send({"type": "http.response.body", "body": name + b"data: " + body + b"\n\n"})
+
+    # -- one replica ---------------------------------------------------------------------------------------------------
+
+    async def _try(self, number: int) -> bool:
+        """Whether the request has been answered."""
+        fleet, request, replica = self._fleet, self._request, self._fleet.replicas[number]
+        self.replica = replica.url
+        ticket = fleet.choice.send(number, request.prompt, fleet.now())
+        headers = request.headers if replica.upstream.key else [*request.headers, *request.key_headers]
+        try:
+            async with replica.upstream.ask(request.method, request.path, headers, request.body) as answer:
+                if answer.status in _RETRIED:
+                    await self._refused(replica, answer)
+                    return False
+                if answer.status == 200 and answer.header(b"content-type").startswith(b"text/event-stream"):
+                    await self._stream(replica, answer, ticket)
+                else:
+                    await self._whole(replica, answer, ticket)
+                return True
+        except (ReplicaFailure, ReplicaGaveUp) as error:
+            replica.fail(str(error))
+            logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
+        except Differs:
+            self._events.resumable = False
+            logger.warning("%s gave another answer to request %s", replica.url, request.request_id.decode("latin-1"))
+        finally:
+            replica.load.leave(ticket)                   # if it is still there: it failed, or its client has gone
+        return False
+
+    async def _refused(self, replica: Replica, answer: Answer) -> None:
+        self._refusal = answer.status, answer.headers, await answer.body(MOST_ANSWER)
+        if answer.status not in _BUSY:
+            replica.fail(f"it answers {answer.status}")
+        elif not self._request.has_deadline:
+            replica.asked_to_wait(answer.header(b"retry-after"))
+
+    async def _whole(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
+        body = await answer.body(MOST_ANSWER)
+        replica.succeeded()
+        usage = text = None
+        if answer.status == 200 and self._request.is_counted:
+            usage, text = _read(body)
+        if answer.status == 200 and self._request.method == "POST":
+            replica.load.finish(ticket, self._fleet.now(), usage, text or "")
+            self._fleet.answered(replica, usage)
+        if self.started:                                 # a stream that another replica does not continue as one
+            raise ReplicaGaveUp(f"it answers {answer.status} to a request that was answered elsewhere")
+        await self._send_whole(answer.status, answer.headers, body)
+
+    async def _stream(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
+        cutter, events, counted = EventCutter(), self._events, self._request.is_counted
+        async for piece in answer.pieces():
+            parts: list[bytes] = []
+            try:
+                for event in cutter.cut(piece):
+                    parts.append(events.take(event) if counted else event)
+            finally:                                     # also what came before an event that fails: it counts as sent
+                if events.began or (parts and not counted):
+                    self._began(replica, ticket)
+                if body := b"".join(parts):
+                    events.shown = events.shown or not counted
+                    await self._start(answer)
+                    await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        replica.succeeded()
+        replica.load.finish(ticket, self._fleet.now(), events.usage, events.text)
+        self._fleet.answered(replica, events.usage)
+        await self._start(answer)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    def _began(self, replica: Replica, ticket: Ticket) -> None:
+        if replica.load.first_token(ticket, self._fleet.now()):
+            self._fleet.first_token.observe(ticket.first - ticket.sent)
+            self._fleet.predicted_first_token.observe(ticket.predicted.first_token)
+
+    # -- to the client -------------------------------------------------------------------------------------------------
+
+    async def _start(self, answer: Answer) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": answer.status, "headers": self._headers(answer.headers)})
+
+    async def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self.started = True
+        length = (b"content-length", str(len(body)).encode())
+        await self._send({"type": "http.response.start", "status": status, "headers": [*self._headers(headers), length]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        passed = [each for each in headers if each[0] not in _NOT_PASSED and not each[0].startswith(b"access-control-")]
+        return [*passed, (b"x-request-id", self._request.request_id)]
+
+
+def _read(body: bytes) -> tuple[Any, str]:
+    """Usage and text of an answer that was not streamed; nothing of what it cannot read."""
+    try:
+        content = msgspec.json.decode(body)
+        choice = content["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError):
+        return None, ""
+    return usage_of(content), text if isinstance(text, str) else ""

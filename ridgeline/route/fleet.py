@@ -1,0 +1,145 @@
+"""All replicas of a router, and what is counted for /metrics and /replicas."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from typing import Any
+
+from ridgeline.errors import ConfigError, Overloaded, TryAgain
+from ridgeline.metrics import FIRST_TOKEN_SECONDS, Histogram
+from ridgeline.process.children import erase_variable
+from ridgeline.route.learned_times import mean_pace
+from ridgeline.route.policies import Choice
+from ridgeline.route.prompt_text import Prompt
+from ridgeline.route.replica import Replica
+from ridgeline.route.replica_load import Habits, ReplicaLoad, Usage
+from ridgeline.route.route_options import RouteOptions
+from ridgeline.route.upstream import Upstream
+from ridgeline.server.http.connection_limits import Slots
+from ridgeline.server.http.stream import HeldBodies
+from ridgeline.server.observe.prometheus import Families, Labels, written
+from ridgeline.version import __version__
+
+MOST_BODIES = 512 * 2**20            # bytes of all long bodies: each is kept until its answer is complete
+KEY_VARIABLE = "RIDGELINE_ROUTE_KEY"         # for all replicas; with _1, _2, … for one
+
+
+class Fleet:
+    def __init__(
+        self, urls: Sequence[str], options: RouteOptions, keys: Sequence[str] = (), now: Callable[[], float] = time.monotonic
+    ) -> None:
+        habits = Habits()
+        upstreams = [Upstream(url, key) for url, key in zip(urls, keys or [""] * len(urls), strict=True)]
+        if len({each.url for each in upstreams}) < len(upstreams):
+            raise ConfigError("two replicas have the same address")
+        self.options = options
+        self.now = now
+        self.replicas = [Replica(each, ReplicaLoad(habits), options.health_failures, now) for each in upstreams]
+        self.choice = Choice(options.policy, [replica.load for replica in self.replicas])
+        self.slots = Slots()
+        self.slots.limit = options.max_queued_requests
+        self.slots.predicted_wait = lambda: self.choice.shortest_wait(self.now(), self.usable())
+        self.bodies = HeldBodies(MOST_BODIES)
+        self.stopping = False
+        self.counts: Counter[str] = Counter()
+        self.first_token = Histogram(FIRST_TOKEN_SECONDS)
+        self.predicted_first_token = Histogram(FIRST_TOKEN_SECONDS)
+
+    def usable(self, tried: Collection[int] = ()) -> list[int]:
+        now = self.now()
+        return [number for number, each in enumerate(self.replicas) if number not in tried and each.is_usable(now)]
+
+    def choose(self, prompt: Prompt, tried: Collection[int]) -> int | None:
+        usable = self.usable(tried)
+        return self.choice.choose(prompt, self.now(), usable) if usable else None
+
+    def nothing_usable(self) -> Exception:
+        """Why no replica can take a request, for its client."""
+        now, up = self.now(), [each for each in self.replicas if each.up]
+        if not up:
+            return TryAgain("no replica of this router is up; try again later", float(self.options.health_interval))
+        waits = [each.busy_until - now for each in up if each.busy_until > now]
+        return Overloaded("all replicas of this router are busy; try again later", min(waits, default=1.0))
+
+    @property
+    def state(self) -> str:
+        if self.stopping:
+            return "stopping"
+        return "ok" if any(each.up for each in self.replicas) else "down"
+
+    def close(self) -> None:
+        for each in self.replicas:
+            each.upstream.close()
+
+    def answered(self, replica: Replica, usage: Usage | None) -> None:
+        replica.counts["answers"] += 1
+        if usage is not None:
+            replica.counts["prompt_tokens"] += usage.prompt
+            replica.counts["cached_tokens"] += usage.cached or 0
+            replica.counts["generation_tokens"] += usage.completion
+
+    # -- what others may see -------------------------------------------------------------------------------------------
+
+    def described(self) -> list[dict[str, Any]]:
+        """For GET /replicas."""
+        now, otherwise = self.now(), mean_pace(each.load.times for each in self.replicas)
+        rows = []
+        for each in self.replicas:
+            pace = each.load.times.pace(otherwise)
+            rows.append({
+                "url": each.url, "up": each.up, "busy_seconds": round(max(0.0, each.busy_until - now), 3),
+                "waiting": len(each.load.waiting), "running": len(each.load.running), "failures_in_a_row": each.failed,
+                "prefix_nodes": len(each.load.tree), "prefix_nodes_limit": each.load.tree.limit,
+                "seconds_per_prompt_token": pace.prefill_token, "seconds_per_prompt": pace.prefill_fixed,
+                "seconds_per_step": pace.step_fixed, "seconds_per_step_and_request": pace.step_row, **each.counts,
+            })
+        return rows
+
+    def metrics(self) -> str:
+        """GET /metrics, in Prometheus' format."""
+        found = Families()
+
+        def add(kind: str, name: str, text: str, value: Callable[[Replica], float]) -> None:
+            samples: list[tuple[Labels, float]] = [({"replica": each.url}, value(each)) for each in self.replicas]
+            found.add(kind, f"ridgeline:route_{name}", text, *samples)
+
+        add("gauge", "replica_up", "1: the replica is given requests.", lambda each: int(each.up))
+        add("gauge", "requests_waiting", "Requests without a first token.", lambda each: len(each.load.waiting))
+        add("gauge", "requests_running", "Requests whose answer has begun.", lambda each: len(each.load.running))
+        add("gauge", "prefix_nodes", "Nodes of the replica's prefix tree.", lambda each: len(each.load.tree))
+        add("gauge", "prompt_token_seconds", "Learned seconds per uncached prompt token.",
+            lambda each: each.load.times.prefill.fitted()[1] if each.load.times.prefill.weight else 0.0)
+        add("counter", "prefix_corrections", "Corrections of the prefix tree.", lambda each: each.load.corrections)
+        for name, text in (
+            ("answers", "Complete answers."), ("failures", "Failed checks and requests."), ("busy", "Answers 429 and 503."),
+            ("prompt_tokens", "Prompt tokens of answers."), ("cached_tokens", "Prompt tokens that the replica had cached."),
+            ("generation_tokens", "Tokens of answers."),
+        ):
+            add("counter", name, text, lambda each, name=name: each.counts[name])  # type: ignore[misc]
+        for name, text in (
+            ("retries", "Requests sent to a further replica before their answer had begun."),
+            ("resumed_streams", "Streams that went on from another replica."),
+            ("broken_streams", "Streams that ended with an error."), ("refused", "Requests that no replica could take."),
+        ):
+            found.add("counter", f"ridgeline:route_{name}", text, self.counts[name])
+        first = "route_first_token_seconds", "From a replica's choice to the first text.", self.first_token
+        predicted = "route_predicted_first_token_seconds", "The same, as predicted.", self.predicted_first_token
+        for name, text, histogram in (first, predicted):
+            found.add("histogram", f"ridgeline:{name}", text, histogram)
+        found.add("gauge", "ridgeline:build_info", "The version, in the label.", ({"version": __version__}, 1))
+        return written(found.made, {"policy": self.options.policy})
+
+
+def replica_keys(count: int, environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """API keys for the replicas, by number; from the environment, and removed from it."""
+    taken = {}
+    for name in (KEY_VARIABLE, *(f"{KEY_VARIABLE}_{number}" for number in range(1, count + 1))):
+        taken[name] = environment.pop(name, "").strip()
+        if environment is os.environ:
+            erase_variable(name)
+        if not taken[name].isascii() or not taken[name].isprintable() or " " in taken[name]:
+            raise ConfigError(f"{name} must be printable ASCII characters without blanks")
+    return [taken[f"{KEY_VARIABLE}_{number}"] or taken[KEY_VARIABLE] for number in range(1, count + 1)]

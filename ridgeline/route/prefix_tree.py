@@ -1,0 +1,107 @@
+"""What a replica's prefix cache probably holds: an approximate prefix tree with a bounded number of nodes.
+
+A prompt is cut into chunks of CHUNK bytes. A node is a chunk together with all chunks before it, known by one hash, so the tree
+is a table of hashes and a lookup costs one probe per chunk. Bytes, not tokens: the router has no tokenizer.
+
+The tree is a guess. `correct` compares it with the cached tokens that an answer reports. Replicas evict what was used least
+recently. So when a node is missing there, everything used before that node is missing too, and the nodes that are left are as
+many as the cache holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+CHUNK = 128                          # bytes, about two KV blocks of 16 tokens
+MOST_CHAIN = 8192                    # chunks of one prompt that are hashed: 1 MB; what follows counts as not cached
+MOST_NODES = 200_000                 # per replica: 25 MB of prompts, in about 30 MB of memory
+FEWEST_NODES = 256                   # a correction never shrinks the limit below this
+GROWTH = 8                           # each confirmed hit raises a shrunken limit by this part of its nodes
+
+Chain = Sequence[int]                # the hashes of a prompt's chunks, each of its chunk and all before it
+
+
+def chain_of(text: bytes, root: int = 0, size: int = CHUNK) -> list[int]:
+    """Only whole chunks: a part of one would not be found again when the conversation grows."""
+    chain, last = [], root
+    for start in range(0, min(len(text) - size + 1, MOST_CHAIN * size), size):
+        last = hash((last, text[start : start + size]))
+        chain.append(last)
+    return chain
+
+
+@dataclass(slots=True)
+class Hit:
+    """What the tree knew of a prompt before the prompt was added to it."""
+
+    nodes: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)    # (first node, when it and those behind it were last used)
+    settled: int = 0                 # prompts sent before this number had been computed
+
+    def last_use(self, node: int) -> int:
+        return next(when for first, when in reversed(self.runs) if first <= node)
+
+
+class PrefixTree:
+    def __init__(self, most: int = MOST_NODES) -> None:
+        self.limit = most            # how many nodes are kept: learned, at most `most`
+        self._most = most
+        self._used: OrderedDict[int, int] = OrderedDict()        # node -> when it was last used; the oldest first
+        self._now = 0                # counts prompts
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    @property
+    def now(self) -> int:
+        return self._now
+
+    def match(self, chain: Chain) -> int:
+        """How many of the prompt's nodes are known, from its beginning."""
+        used = self._used
+        for place, node in enumerate(chain):
+            if node not in used:
+                return place
+        return len(chain)
+
+    def add(self, chain: Chain, settled: int | None = None) -> Hit:
+        """The prompt goes to this replica now. `settled`: as in Hit; None: all prompts before have been computed."""
+        used, hit = self._used, Hit(self.match(chain))
+        for place in range(hit.nodes):
+            when = used[chain[place]]
+            if not hit.runs or hit.runs[-1][1] != when:
+                hit.runs.append((place, when))
+        self._now += 1
+        hit.settled = self._now if settled is None else settled
+        self._touch(chain)
+        return hit
+
+    def extend(self, chain: Chain) -> None:
+        """The answer's tokens are cached as well; `chain` is of prompt and answer."""
+        self._touch(chain)
+
+    def _touch(self, chain: Chain) -> None:
+        used = self._used
+        for node in reversed(chain):                     # the end first, so that it is also evicted first
+            used[node] = self._now
+            used.move_to_end(node)
+        while len(used) > self.limit:
+            used.popitem(last=False)
+
+    def correct(self, hit: Hit, cached: int) -> bool:
+        """The replica had `cached` nodes of the prompt. Returns whether older nodes were dropped for that."""
+        if not hit.nodes:
+            return False
+        if cached >= hit.nodes:
+            self.limit = min(self._most, self.limit + (hit.nodes + GROWTH - 1) // GROWTH)
+            return False
+        lost = hit.last_use(cached)
+        if lost >= hit.settled:                          # its prompt was still being computed: nothing was evicted
+            return False
+        used = self._used
+        while used and next(iter(used.values())) <= lost:
+            used.popitem(last=False)
+        self.limit = min(self._most, max(len(used), FEWEST_NODES))
+        return True

@@ -1,0 +1,80 @@
+"""A request's prompt as bytes: what two requests have in common at their beginning, a replica computes once.
+
+Chat templates put tools before messages and messages in order, so the bytes do, too. Nothing is rendered: only equal beginnings
+matter. The model and the cache salt come first, because they separate what a prefix cache shares.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ridgeline.route.prefix_tree import chain_of
+
+_MESSAGE = b"\x1e"                   # before a message
+_FIELD = b"\x1f"                     # between its parts
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: bytes
+    root: int                        # of what shares a cache: the model and the cache salt
+    chain: list[int]
+    most_output: int | None = None   # tokens, if the request limits them
+    is_chat: bool = False
+    streams: bool = True             # its answer comes token by token
+
+    def with_answer(self, answer: str) -> list[int]:
+        """The nodes of the prompt and its answer, as the conversation's next request has them."""
+        between = _MESSAGE + b"assistant" + _FIELD if self.is_chat else b""
+        return chain_of(self.text + between + answer.encode(errors="surrogatepass"), self.root)
+
+
+def prompt_of(request: Mapping[str, Any], salt: str = "") -> Prompt:
+    """Of a decoded body, in any dialect. What is malformed gets some text, too: the replica will refuse it."""
+    messages = request.get("messages")
+    if isinstance(messages, list):
+        system = request.get("system")                   # Anthropic's
+        text = b"".join([
+            *([_encode(request["tools"])] if request.get("tools") else []),
+            *([_MESSAGE, b"system", _FIELD, _content(system)] if system else []),
+            *(_message(message) for message in messages),
+        ])
+    else:
+        given = request.get("prompt", request.get("input", request.get("text_1")))
+        text = _content(given)
+    root = hash((str(request.get("model")), salt))
+    most = request.get("max_completion_tokens") or request.get("max_tokens")
+    limit = most if type(most) is int and most > 0 else None
+    streams = request.get("stream") is True
+    return Prompt(text, root, chain_of(text, root), limit, isinstance(messages, list), streams)
+
+
+def _message(message: Any) -> bytes:
+    if not isinstance(message, dict):
+        return _MESSAGE + _encode(message)
+    rest = {name: value for name, value in message.items() if name not in ("role", "content") and value}
+    head = _MESSAGE + str(message.get("role")).encode(errors="surrogatepass") + _FIELD + _content(message.get("content"))
+    return head + _encode(rest) if rest else head
+
+
+def _content(content: Any) -> bytes:
+    """Text, parts with text or others, or token ids (4 bytes each, which is also about what a token of text has)."""
+    if isinstance(content, str):
+        return content.encode(errors="surrogatepass")
+    if not isinstance(content, list):
+        return b"" if content is None else _encode(content)
+    if content and all(type(each) is int and 0 <= each < 2**32 for each in content):
+        return struct.pack(f"<{len(content)}I", *content)
+    return b"".join(_part(part) for part in content)
+
+
+def _part(part: Any) -> bytes:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return bytes(part["text"].encode(errors="surrogatepass"))
+    return part.encode(errors="surrogatepass") if isinstance(part, str) else _encode(part)

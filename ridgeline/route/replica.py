@@ -1,0 +1,88 @@
+"""One replica: its client, its load, and whether it may be given requests.
+
+A replica is up until several checks or requests in a row fail; a check that succeeds brings it back. Checks of a replica that is
+down become rarer. A replica that answers 429 or 503 gets no requests for the time it asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from ridgeline.process.log import get_logger
+from ridgeline.route.replica_load import ReplicaLoad
+from ridgeline.route.upstream import ReplicaFailure, Upstream
+
+logger = get_logger("route")
+
+MOST_BACK_OFF = 30.0                 # seconds between checks of a replica that stays down
+MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
+
+
+class Replica:
+    def __init__(self, upstream: Upstream, load: ReplicaLoad, failures: int, now: Callable[[], float]) -> None:
+        self.upstream = upstream
+        self.load = load
+        self.counts: Counter[str] = Counter()            # for /metrics
+        self.up = True
+        self.busy_until = 0.0
+        self.failed = 0                                  # checks and requests in a row
+        self._most_failures = failures
+        self._now = now
+
+    @property
+    def url(self) -> str:
+        return self.upstream.url
+
+    def is_usable(self, now: float) -> bool:
+        return self.up and now >= self.busy_until
+
+    def succeeded(self) -> None:
+        self.failed = 0
+        if not self.up:
+            self.up = True
+            logger.warning("%s is up again", self.url)
+
+    def fail(self, reason: str) -> None:
+        self.failed += 1
+        self.counts["failures"] += 1
+        if self.up and self.failed >= self._most_failures:
+            self.up = False
+            logger.warning("%s is down: %s", self.url, reason)
+
+    def asked_to_wait(self, retry_after: bytes) -> None:
+        """It answered 429 or 503. Without a number of seconds, one second."""
+        try:
+            seconds = float(retry_after)
+        except ValueError:
+            seconds = 1.0
+        self.counts["busy"] += 1
+        self.busy_until = self._now() + min(MOST_RETRY_AFTER, max(0.0, seconds))
+
+    def pause(self, interval: float) -> float:
+        """Seconds until the next check."""
+        beyond = self.failed - self._most_failures
+        return interval if beyond < 0 else min(max(interval, MOST_BACK_OFF), interval * 2.0 ** min(beyond, 16))
+
+    async def check(self, seconds: float) -> None:
+        """One health check. A server without /health is alive if it answers at all."""
+        try:
+            async with asyncio.timeout(seconds), self.upstream.ask("GET", "/health") as answer:
+                await answer.body(2**20)
+                if answer.status == 503:                 # it loads or stops, and says so: down at once, and no back-off
+                    self.failed = self._most_failures - 1
+                if answer.status >= 500:
+                    raise ReplicaFailure(f"/health answers {answer.status}")
+        except TimeoutError:
+            self.fail(f"/health takes longer than {seconds:g} s")
+        except ReplicaFailure as error:
+            self.fail(str(error))
+        else:
+            self.succeeded()
+
+
+async def keep_checking(replica: Replica, interval: float, sleep: Callable[[float], object] = asyncio.sleep) -> None:
+    while True:
+        await replica.check(max(1.0, interval))
+        await sleep(replica.pause(interval))  # type: ignore[misc]

@@ -1,0 +1,180 @@
+"""What runs on one replica, and how long one more request would take there. The rule of docs/router.md is `predict`.
+
+Pure: the caller says what happens and when, so tests and simulations use their own clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ridgeline.route.learned_times import LearnedTimes, Pace
+from ridgeline.route.prefix_tree import CHUNK, Hit, PrefixTree
+from ridgeline.route.prompt_text import Prompt
+
+TOLERANCE_TOKENS = 128               # that a prediction of cached tokens may be wrong by: blocks are computed whole …
+TOLERANCE_SHARE = 0.1                # … and text is only about proportional to tokens
+USUAL_OUTPUT = 128.0                 # tokens of an answer, until some have been seen
+NEWEST = 0.05                        # weight of a new answer in the means
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """As an answer reports it; cached is None when the replica does not say."""
+
+    prompt: int
+    completion: int
+    cached: int | None = None
+
+
+@dataclass(slots=True)
+class Habits:
+    """What the requests of all replicas have in common."""
+
+    bytes_per_token: float = 4.0
+    output_tokens: float = USUAL_OUTPUT
+
+    def observe(self, prompt: Prompt, usage: Usage) -> None:
+        if usage.prompt and prompt.text:
+            self.bytes_per_token += NEWEST * (len(prompt.text) / usage.prompt - self.bytes_per_token)
+        if usage.completion:
+            self.output_tokens += NEWEST * (usage.completion - self.output_tokens)
+
+    def output(self, prompt: Prompt) -> float:
+        return min(self.output_tokens, prompt.most_output or self.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds, and the tokens they come from."""
+
+    wait: float                      # until the requests before it have their first tokens
+    prefill: float                   # of its own uncached tokens
+    decode: float                    # of its own answer
+    effect: float                    # what the requests that run there lose by it, all together
+    uncached: float
+    cached: float
+
+    @property
+    def first_token(self) -> float:
+        return self.wait + self.prefill
+
+    @property
+    def total(self) -> float:
+        return self.wait + self.prefill + self.decode + self.effect
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request on one replica."""
+
+    prompt: Prompt
+    predicted: Prediction
+    hit: Hit
+    number: int                      # of its prompt, in the replica's tree
+    sent: float
+    first: float = 0.0               # when its first token came
+    service: float = 0.0             # seconds from when the replica was free for it to its first token
+    rows: float = 1.0                # requests that ran with it, at its first token
+    prefills: float = 0.0            # the replica's `prefills` at its first token
+
+
+@dataclass
+class ReplicaLoad:
+    habits: Habits
+    tree: PrefixTree = field(default_factory=PrefixTree)
+    times: LearnedTimes = field(default_factory=LearnedTimes)
+    waiting: dict[int, Ticket] = field(default_factory=dict)     # without a first token; the oldest first
+    running: dict[int, Ticket] = field(default_factory=dict)
+    last_first: float = 0.0          # when a first token came last
+    prefills: float = 0.0            # seconds of all prefills so far
+    corrections: int = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def predict(self, prompt: Prompt, now: float, otherwise: Pace) -> Prediction:
+        self._assume(now)
+        pace, habits = self.times.pace(otherwise), self.habits
+        tokens = len(prompt.text) / habits.bytes_per_token
+        cached = min(tokens, self.tree.match(prompt.chain) * CHUNK / habits.bytes_per_token)
+        prefill = pace.prefill(tokens - cached)
+        output, others = habits.output(prompt), self.pending
+        decode = output * pace.step(others + 1)
+        # Running answers stand still while this prompt is computed; afterwards every step has one row more.
+        effect = len(self.running) * prefill + others * output * pace.step_row
+        return Prediction(self._wait(now, pace), prefill, decode, effect, tokens - cached, cached)
+
+    def _assume(self, now: float) -> None:
+        """An answer that comes in one piece does not say when it began: it runs from when it was predicted to."""
+        silent = [each for each in self.waiting.values() if not each.prompt.streams]
+        for each in silent:
+            if now >= each.sent + each.predicted.first_token:
+                self.running[id(each)] = self.waiting.pop(id(each))
+
+    def _wait(self, now: float, pace: Pace) -> float:
+        if not self.waiting:
+            return 0.0
+        oldest = next(iter(self.waiting.values()))
+        first = pace.prefill(oldest.predicted.uncached)
+        spent = min(now - max(oldest.sent, self.last_first), first)      # of the one that is being computed
+        return sum(pace.prefill(each.predicted.uncached) for each in self.waiting.values()) - max(0.0, spent)
+
+    # -- a request's life ----------------------------------------------------------------------------------------------
+
+    def send(self, prompt: Prompt, now: float, otherwise: Pace) -> Ticket:
+        predicted = self.predict(prompt, now, otherwise)
+        # What an unanswered request sent before is being computed: that it is not cached yet says nothing about evictions.
+        settled = min((each.number for each in self.waiting.values()), default=None)
+        hit = self.tree.add(prompt.chain, settled)
+        ticket = Ticket(prompt, predicted, hit, self.tree.now, now)
+        self.waiting[id(ticket)] = ticket
+        return ticket
+
+    def first_token(self, ticket: Ticket, now: float) -> bool:
+        """Whether it is the first one."""
+        if self.waiting.pop(id(ticket), None) is None:
+            return False
+        ticket.first, ticket.service = now, now - max(ticket.sent, self.last_first)
+        self.last_first = now
+        self.prefills += ticket.service
+        ticket.prefills = self.prefills
+        self.running[id(ticket)] = ticket
+        ticket.rows = self.pending
+        return True
+
+    def finish(self, ticket: Ticket, now: float, usage: Usage | None = None, answer: str = "") -> None:
+        """The answer is complete. Without a usage the replica's counts are guessed from the text."""
+        streamed = ticket.prompt.streams and id(ticket) in self.running
+        rows = (ticket.rows + self.pending) / 2
+        self.leave(ticket)
+        if answer:
+            self.tree.extend(ticket.prompt.with_answer(answer))
+        if usage is not None:
+            self.habits.observe(ticket.prompt, usage)
+            self._compare(ticket, usage)
+        if not streamed:                                 # one body at the end: its first token's time is not known
+            return
+        uncached = ticket.predicted.uncached
+        if usage is not None and usage.cached is not None:
+            uncached = usage.prompt - usage.cached
+        self.times.prefill.observe(uncached, max(0.0, ticket.service))
+        if usage is not None and usage.completion > 1:
+            # Without the prefills of others in between: `effect` counts those apart.
+            decoding = max(0.0, now - ticket.first - (self.prefills - ticket.prefills))
+            self.times.decode.observe(rows, decoding / (usage.completion - 1))
+
+    def leave(self, ticket: Ticket) -> None:
+        """It failed, or its client has gone: nothing is learned."""
+        self.waiting.pop(id(ticket), None)
+        self.running.pop(id(ticket), None)
+
+    def _compare(self, ticket: Ticket, usage: Usage) -> None:
+        if usage.cached is None or not usage.prompt:
+            return
+        chain, known = ticket.prompt.chain, ticket.hit.nodes
+        per_node = usage.prompt / max(1.0, len(ticket.prompt.text) / CHUNK)
+        missing = known * per_node - usage.cached
+        close = missing <= max(TOLERANCE_TOKENS, TOLERANCE_SHARE * known * per_node)
+        cached = known if close else min(len(chain), known, int(usage.cached / per_node))
+        self.corrections += self.tree.correct(ticket.hit, cached)

@@ -1,0 +1,115 @@
+"""The router's paths, as one ASGI application: what goes to a replica, and the few pages of its own.
+
+Paths that are not listed do not exist here. Answers that a replica stores (/v1/responses) would be lost at the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ridgeline.errors import TimedOut, TryAgain
+from ridgeline.route.delivery import Delivery
+from ridgeline.route.fleet import Fleet
+from ridgeline.route.forwarded_request import forwarded
+from ridgeline.server.endpoints import check_media_type
+from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.failures import describe
+from ridgeline.server.http.gate import LOG, caller_of
+from ridgeline.server.http.hosts import Scope
+from ridgeline.server.http.stream import Body, ClientGone, Receive, Send, send_json, while_connected
+from ridgeline.server.observe.prometheus import TEXT
+from ridgeline.version import __version__
+
+FORWARDED = frozenset({
+    "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/score",
+    "/v1/rerank", "/tokenize", "/detokenize",
+})
+MODELS = "/v1/models"
+_TIMEOUT = "the request took longer than request_timeout allows"
+
+
+class RouteApp:
+    def __init__(self, fleet: Fleet, has_keys: bool) -> None:
+        self._fleet = fleet
+        self._has_keys = has_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        is_models = path == MODELS or path.startswith(MODELS + "/")
+        wanted = "POST" if path in FORWARDED else "GET" if is_models or path in _PAGES or path == "/metrics" else None
+        if wanted is None:
+            message = f"{method} {path[:200]} does not exist here; docs/router.md lists what a router forwards"
+            await _refuse(scope, send, 404, message, "not_found")
+        elif method != wanted and not (path == "/ping" and method == "POST"):
+            await _refuse(scope, send, 405, f"{path[:200]} does not take {method}; {wanted} works", "method_not_allowed")
+        elif path in FORWARDED or is_models:
+            await self._forward(scope, receive, send)
+        elif path == "/metrics":
+            body = self._fleet.metrics().encode()
+            headers = [(b"content-type", TEXT.encode()), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        else:
+            status, content = _PAGES[path](self._fleet)
+            await send_json(send, status, msgspec.json.encode(content))
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fleet, delivery, body = self._fleet, None, Body(self._fleet.bodies)
+        try:
+            if fleet.stopping:
+                raise TryAgain("this router is stopping; try again elsewhere", 1.0)
+            with fleet.slots.taking(1):
+                if scope["method"] == "POST":
+                    check_media_type(scope)              # a foreign page's form must not reach a replica
+                await body.read(receive)
+                request = forwarded(scope, body.data, self._has_keys)
+                delivery = Delivery(fleet, request, scope["headers"], send)
+                await while_connected(receive, self._within(scope, delivery))
+        except ClientGone:
+            pass
+        except Exception as error:
+            if delivery is not None and delivery.started:
+                raise                                    # the connection ends, so that the client does not take it for whole
+            status, says, headers = describe(error)
+            await send_json(send, status, body_for(scope["path"], scope["headers"], status, says), headers)
+        finally:
+            body.release()                               # not before: it may be sent to another replica
+
+    async def _within(self, scope: Scope, delivery: Delivery) -> None:
+        """The whole delivery, inside its deadline."""
+        ends = caller_of(scope).ends
+        try:
+            async with asyncio.timeout(None if ends is None else max(0.0, ends - time.monotonic())):
+                await delivery.run()
+        except TimeoutError:
+            if not delivery.started:
+                raise TimedOut(_TIMEOUT) from None
+            await delivery.end_with_error(_TIMEOUT, "timeout_error", "request_timeout")
+        finally:
+            scope.get(LOG, {})["replica"] = delivery.replica
+
+
+async def _refuse(scope: Scope, send: Send, status: int, message: str, code: str) -> None:
+    body = error_body(message, "invalid_request_error", code=code)
+    await send_json(send, status, body_for(scope["path"], scope["headers"], status, body))
+
+
+def _health(fleet: Fleet) -> tuple[int, Mapping[str, Any]]:
+    up = sum(each.up for each in fleet.replicas)
+    counts = {"replicas": len(fleet.replicas), "up": up, "requests": fleet.slots.taken}
+    return (200 if fleet.state == "ok" else 503), {"status": fleet.state, **counts}
+
+
+_PAGES = {
+    "/health": _health,
+    "/health/ready": _health,
+    "/ping": _health,
+    "/health/live": lambda fleet: (200, {"status": "ok"}),
+    "/version": lambda fleet: (200, {"version": __version__}),
+    "/replicas": lambda fleet: (200, {"policy": fleet.options.policy, "replicas": fleet.described()}),
+}

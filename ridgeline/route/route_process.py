@@ -1,0 +1,96 @@
+"""The router's process: port, health checks, signals, and a shutdown that lets streams finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+
+from ridgeline.process.log import get_logger
+from ridgeline.route.fleet import Fleet
+from ridgeline.route.replica import keep_checking
+from ridgeline.route.route_app import RouteApp
+from ridgeline.server.http.gate import Gate
+from ridgeline.server.http.hosts import HostGuard
+from ridgeline.server.http.keys import Keys
+from ridgeline.server.lifecycle import (
+    ListeningServer,
+    NoFiles,
+    address_of,
+    bind,
+    check_certificate,
+    collect_rarely,
+    give_back_large_blocks,
+    http_config,
+    raise_file_limit,
+    uvloop,
+)
+
+logger = get_logger("route")
+
+
+class RouteServer(ListeningServer):
+    """uvicorn with a graceful shutdown: no new requests, and time for the open ones."""
+
+    def __init__(self, fleet: Fleet, keys: Keys) -> None:
+        options = fleet.options.as_server()
+        guarded = HostGuard(RouteApp(fleet, len(keys) > 0), options, len(keys) > 0)
+        super().__init__(http_config(Gate(guarded, options, keys), options))
+        self._fleet = fleet
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._fleet.stopping = True                      # first of all: load balancers see it in /health
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._fleet.stopping = True
+        drained = asyncio.create_task(self._drain())
+        await super().shutdown(sockets)
+        await drained
+
+    async def _drain(self) -> None:
+        slots, deadline = self._fleet.slots, time.monotonic() + self._fleet.options.drain_timeout
+        if slots.taken:
+            logger.info("waiting for %d answers to finish; Ctrl-C again stops at once", slots.taken)
+        while slots.taken and time.monotonic() < deadline and not self.force_exit:
+            await asyncio.sleep(0.05)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()                 # its requests are cancelled, and their replicas see it
+
+
+async def serve(fleet: Fleet, keys: Keys, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Until a signal stops it."""
+    server = RouteServer(fleet, keys)
+    asyncio.get_running_loop().set_exception_handler(NoFiles())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
+    interval = float(fleet.options.health_interval)
+    checks = [asyncio.create_task(keep_checking(each, interval)) for each in fleet.replicas]
+    try:
+        collect_rarely()
+        on_ready()
+        await server.serve(sockets=[listener])
+    finally:
+        for check in checks:
+            check.cancel()
+        fleet.close()
+
+
+def run(fleet: Fleet, keys: Keys, on_ready: Callable[[Fleet, str], None]) -> None:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    options = fleet.options.as_server()
+    check_certificate(options)
+    listener = bind(options)
+    # A request needs a connection to its client and one to its replica.
+    fleet.options = replace(fleet.options, max_connections=max(1, raise_file_limit(2 * options.max_connections) // 2))
+    give_back_large_blocks()
+    address = address_of(listener, "https" if options.ssl_certfile else "http")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+        runner.run(serve(fleet, keys, listener, lambda: on_ready(fleet, address)))

@@ -1,0 +1,227 @@
+"""An HTTP/1.1 client towards one replica: keep-alive connections, answers read piece by piece with back-pressure.
+
+    async with client.ask("POST", path, headers, body) as answer:
+        async for piece in answer.pieces(): ...
+
+Leaving the block before the answer is complete closes the connection, and the replica sees that its client has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from ridgeline.errors import ConfigError
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+CONNECT_SECONDS = 5.0
+MOST_IDLE = 64                       # connections kept for the next request
+HIGH_WATER = 256 * 1024              # bytes that wait here for a slow client before the replica is made to wait
+
+
+class ReplicaFailure(Exception):
+    """No connection, or a connection that ended before the answer did."""
+
+
+class Answer(asyncio.Protocol):
+    """One connection, and the answer that is being read from it."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.complete = False
+        self.reusable = True
+        self._pieces: deque[bytes] = deque()
+        self._waiting = 0                                # bytes in _pieces
+        self._error = ""
+        self._news = asyncio.Event()
+        self._parser: Any = None
+        self._transport: asyncio.Transport | None = None
+
+    # -- for the client ------------------------------------------------------------------------------------------------
+
+    def start(self, request: bytes) -> None:
+        assert self._transport is not None
+        self.status, self.headers, self.complete = 0, [], False
+        self._pieces.clear()
+        self._waiting = 0
+        self._news.clear()
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(request)
+
+    def close(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def header(self, wanted: bytes) -> bytes:
+        return next((value for name, value in self.headers if name == wanted), b"")
+
+    async def head(self) -> None:
+        """Wait for status and headers."""
+        while not self._parsed_head:
+            await self._more()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._pieces:
+                piece = self._pieces.popleft()
+                self._waiting -= len(piece)
+                if self._waiting < HIGH_WATER // 2 and self._transport is not None and not self._transport.is_closing():
+                    self._transport.resume_reading()
+                yield piece
+            if self.complete:
+                return
+            await self._more()
+
+    async def body(self, most: int) -> bytes:
+        read, size = [], 0
+        async for piece in self.pieces():
+            size += len(piece)
+            if size > most:
+                raise ReplicaFailure(f"its answer is larger than {most} bytes")
+            read.append(piece)
+        return b"".join(read)
+
+    @property
+    def _parsed_head(self) -> bool:
+        return self.status >= 200
+
+    async def _more(self) -> None:
+        if self._error:
+            raise ReplicaFailure(self._error)
+        self._news.clear()
+        await self._news.wait()
+
+    # -- for asyncio ---------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)     # uvloop's is no subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None or self.complete:        # bytes that no request asked for
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._error = f"its answer is not HTTP: {error}"
+            self.close()
+        if self._waiting > HIGH_WATER and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._news.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.reusable = False
+        framed = self.header(b"content-length") or b"chunked" in self.header(b"transfer-encoding")
+        if self._parsed_head and not self.complete and not framed and error is None:
+            self.complete = True                         # a body that ends with its connection
+        if not self.complete and not self._error:
+            self._error = f"its connection ended{f': {error}' if error else ''}"
+        self._news.set()
+
+    # -- for httptools -------------------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+        self._waiting += len(body)
+
+    def on_message_complete(self) -> None:
+        if self.status < 200:
+            self.headers = []                            # the answer proper follows
+            return
+        self.complete = True
+        self.reusable = self.reusable and self._parser.should_keep_alive()
+
+
+class Upstream:
+    """Requests to one replica."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
+            raise ConfigError(f"{url!r} is not the address of a server, such as http://10.0.0.1:8000")
+        if parts.username or parts.password:
+            raise ConfigError("the address of a replica must not contain a password: the list of processes shows it")
+        self._address = parts.hostname, port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
+        self._head = f"host: {parts.netloc}\r\n".encode("latin-1")
+        self.key = key.encode()
+        self._idle: list[Answer] = []
+
+    @asynccontextmanager
+    async def ask(self, method: str, path: str, headers: Headers = (), body: bytes = b"") -> AsyncIterator[Answer]:
+        """The answer, with its head. Raises ReplicaFailure."""
+        request = self._request(method, path, headers, body)
+        connection = await self._answered(request)
+        try:
+            yield connection
+        finally:
+            if connection.complete and connection.reusable and len(self._idle) < MOST_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _request(self, method: str, path: str, headers: Headers, body: bytes) -> bytes:
+        lines = [name + b": " + value + b"\r\n" for name, value in headers]
+        if self.key:
+            lines.append(b"authorization: Bearer " + self.key + b"\r\n")
+        if method != "GET":
+            lines.append(b"content-length: %d\r\n" % len(body))
+        start = f"{method} {self._base}{path} HTTP/1.1\r\n".encode("latin-1")
+        return b"".join([start, self._head, *lines, b"\r\n", body])
+
+    async def _answered(self, request: bytes) -> Answer:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                try:
+                    return await self._exchange(connection, request)
+                except ReplicaFailure:
+                    if connection.status:
+                        raise
+                    # A replica may close an idle connection just as it is used again: that is no failure.
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                host, port = self._address
+                _, fresh = await asyncio.get_running_loop().create_connection(
+                    Answer, host, port, ssl=self._tls, server_hostname=host if self._tls else None
+                )
+        except TimeoutError:
+            raise ReplicaFailure(f"no connection within {CONNECT_SECONDS:g} s") from None
+        except OSError as error:
+            raise ReplicaFailure(f"no connection: {error.strerror or error}") from None
+        return await self._exchange(fresh, request)
+
+    async def _exchange(self, connection: Answer, request: bytes) -> Answer:
+        try:
+            connection.start(request)
+            await connection.head()
+        except BaseException:
+            connection.close()
+            raise
+        return connection

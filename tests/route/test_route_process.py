@@ -1,0 +1,76 @@
+"""The router's process: it starts, answers, and on SIGTERM finishes its streams; and its keys from the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+
+import pytest
+from fake_replica import Behaviour, FakeReplica
+
+from ridgeline.errors import ConfigError
+from ridgeline.route.fleet import Fleet, replica_keys
+from ridgeline.route.route_options import RouteOptions
+from ridgeline.route.upstream import Upstream
+
+BODY = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+
+
+def test_sigterm_lets_a_stream_finish() -> None:
+    async def test() -> None:
+        hold = asyncio.Event()
+        async with FakeReplica(Behaviour(hold=hold)) as replica:
+            environment = os.environ | {"RIDGELINE_ROUTE_KEY": "secret"}
+            router = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "ridgeline", "route", replica.url, "--port", "0", stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE, env=environment,
+            )
+            assert router.stdout is not None and router.stderr is not None
+            port = 0
+            while not port:
+                line = (await router.stdout.readline()).decode()
+                assert line, (await router.stderr.read()).decode()
+                if found := re.search(r"ready: http://127\.0\.0\.1:(\d+)", line):
+                    port = int(found[1])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(POST % (len(BODY), BODY))
+            read = await reader.readuntil(b"one ")
+            assert b" 200 " in read and replica.seen[0].headers["authorization"] == "Bearer secret"
+            router.send_signal(signal.SIGTERM)
+            while True:                                      # until it takes no more connections
+                try:
+                    (await asyncio.open_connection("127.0.0.1", port))[1].close()
+                except OSError:
+                    break
+                await asyncio.sleep(0.02)
+            hold.set()
+            rest = await reader.read()
+            assert b"four " in rest and b"[DONE]" in rest
+            writer.close()
+            assert await router.wait() == 0
+
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_keys_for_replicas_come_from_the_environment_and_leave_it() -> None:
+    environment = {"RIDGELINE_ROUTE_KEY": "all", "RIDGELINE_ROUTE_KEY_2": "second", "OTHER": "x"}
+    assert replica_keys(3, environment) == ["all", "second", "all"]
+    assert environment == {"OTHER": "x"}
+    with pytest.raises(ConfigError, match="RIDGELINE_ROUTE_KEY"):
+        replica_keys(1, {"RIDGELINE_ROUTE_KEY": "a\r\nb: c"})
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:99999", "http://u:p@a", "http://a/?x=1"])
+def test_addresses_that_cannot_be_used(url: str) -> None:
+    with pytest.raises(ConfigError):
+        Upstream(url)
+
+
+def test_addresses() -> None:
+    assert Upstream("http://a:8000/v1/").url == "http://a:8000" and Upstream("http://a/llm").url == "http://a/llm"
+    with pytest.raises(ConfigError, match="same address"):
+        Fleet(["http://a:1", "http://a:1/"], RouteOptions())
