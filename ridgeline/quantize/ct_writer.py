@@ -57,11 +57,18 @@ def stored_tensors(linear: Linear, tensors: Mapping[str, Tensor]) -> dict[str, T
     return found
 
 
-def stored_bytes(linear: Linear, dtype_bytes: int) -> int:
-    """Of one linear's weight in the output."""
-    if linear.format is None:
-        return linear.outputs * linear.inputs * dtype_bytes
-    return linear.format.nbytes(linear.outputs, linear.inputs)
+def stored_bytes(linear: Linear) -> int:
+    """Of what `stored_tensors` writes."""
+    assert linear.format is not None
+    shape = (linear.outputs, linear.inputs)
+    found = sum(spec.nbytes(*shape) for spec in linear.format.tensors() if spec.name != ZERO)
+    if linear.format.grid == "uint4":
+        found += 2 * 8                                   # weight_shape
+        for spec in linear.format.tensors():
+            if spec.name == ZERO:
+                outputs, groups = spec.shape(*shape)
+                found += -(-outputs // 8) * 4 * groups
+    return found
 
 
 # ── config.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -89,14 +96,14 @@ def quantization_config(linears: Sequence[Linear], others: bool, version: str) -
 
 
 def _patterns(modules: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """One pattern for each last name, where it finds no other module; else the names."""
+    """One pattern for each last name, where it finds several modules and no others; else the names."""
     last: dict[str, list[str]] = {}
     for module in modules:
         last.setdefault(module.rpartition(".")[2], []).append(module)
     taken = {module.rpartition(".")[2] for module in rest}
     found: list[str] = []
     for name, its in last.items():
-        found += its if name in taken else [rf"re:.*\.{re.escape(name)}$"]
+        found += its if name in taken or len(its) == 1 else [rf"re:.*\.{re.escape(name)}$"]
     return found
 
 

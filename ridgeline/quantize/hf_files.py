@@ -64,7 +64,8 @@ def gguf_config(config: ModelConfig, file: GGUFFile) -> dict[str, Any]:
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "hidden_act": config.activation,
-        "max_position_embeddings": config.max_position_embeddings, "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": float(f"{config.rms_norm_eps:.7g}"),             # GGUF holds it as a float32
         "rope_theta": rope.theta, "rope_scaling": _scaling(rope), "attention_bias": config.qkv_bias and config.output_bias,
         "mlp_bias": config.mlp_bias, "tie_word_embeddings": config.tied, "torch_dtype": config.dtype, "use_cache": True,
         "bos_token_id": bos if isinstance(bos, int) else None, "eos_token_id": ends if len(ends) != 1 else ends[0],

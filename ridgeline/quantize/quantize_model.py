@@ -108,7 +108,7 @@ def _block_bytes(model: PlainModel, linears: list[Linear], block: int) -> int:
     here = {linear.weight: linear for linear in linears if linear.format is not None
             and (linear.layer if linear.layer is not None else OUTSIDE) == block}
     plain = model.plain_bytes([name for name in model.names(block) if name not in here])
-    return plain + sum(stored_bytes(linear, 0) for linear in here.values())
+    return plain + sum(stored_bytes(linear) for linear in here.values())
 
 
 # ── what is said ─────────────────────────────────────────────────────────────────────────────────────────────────────
