@@ -38,9 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep-first", type=int, default=0, metavar="N", help="leave the first N layers as they are")
     group.add_argument("--keep-last", type=int, default=0, metavar="N", help="leave the last N layers as they are")
     group.add_argument("--seed", type=int, default=0, help="decides which texts are used (default: 0)")
+    group.add_argument("--calibration", default="", metavar="FILE",
+                       help='text for GPTQ: a text file, or JSONL with a "text" per line (default: half of pydoc_data.topics)')
+    group.add_argument("--calibration-tokens", type=int, default=8192, metavar="N",
+                       help="tokens of it to use (default: %(default)s)")
     measured = parser.add_argument_group("card")
     measured.add_argument("--no-card", action="store_true", help="do not measure the quality; the output then has no card")
-    measured.add_argument("--card-text", default="", metavar="FILE", help="measure on this text, too (default: pydoc_data.topics)")
+    measured.add_argument("--card-text", default="", metavar="FILE",
+                          help="a text to measure on (default: half of pydoc_data.topics)")
     measured.add_argument("--card-tokens", type=int, default=CARD_TOKENS, metavar="N",
                           help="approximate number of tokens per slice (default: %(default)s)")
     measured.add_argument("--json", action="store_true", help="print the card as JSON")
@@ -48,8 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     recipe = read_recipe(args.recipe, args.group, args.keep, args.keep_first, args.keep_last)
-    if args.card_tokens < 2:
-        raise ConfigError(f"--card-tokens must be at least 2, got {args.card_tokens}")
+    for name in ("card_tokens", "calibration_tokens"):
+        if getattr(args, name) < 2:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 2, got {getattr(args, name)}")
     out = Path(os.path.abspath(args.folder))
     config = EngineConfig.of(model=args.model)
     require_model(config)
@@ -59,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     )
     # This imports torch: errors in the command line are reported before.
     maker = importlib.import_module("ridgeline.quantize.quantize_model")
-    made = maker.quantize(maker.Job(model=path, recipe=recipe, out=out, seed=args.seed, card=task, show=not args.json))
+    made = maker.quantize(maker.Job(
+        model=path, recipe=recipe, out=out, seed=args.seed, text=args.calibration, tokens=args.calibration_tokens, card=task,
+        show=not args.json,
+    ))
     if args.json:
         print(json.dumps(made))
         return 0

@@ -84,13 +84,16 @@ def page(card: dict[str, Any]) -> str:
         "| slice | tokens | perplexity before | after | KL mean | KL P99 | top-1 flips |", "|---|---|---|---|---|---|---|",
     ]
     for name, row in [*quality["slices"].items(), ("**all**", quality["all"])]:
-        lines.append(f"| {name} | {row['tokens']:,} | {row['reference_perplexity']:.3f} | {row['perplexity']:.3f} | {row['kl']:.4g} | "
-                     f"{row['kl_p99']:.4g} | {1 - row['top1']:.2%} |")
+        figures = f"{row['reference_perplexity']:.3f} | {row['perplexity']:.3f} | {row['kl']:.4g} | {row['kl_p99']:.4g}"
+        lines.append(f"| {name} | {row['tokens']:,} | {figures} | {1 - row['top1']:.2%} |")
     worst = quality["worst_decile"]
     lines += ["", f"Worst tenth of the passages: KL {worst['kl']:.4g}.", ""]
     lines += ["| linears | format | method |", "|---|---|---|"]
     lines += [f"| {row['count']} {row['modules']} | {row['format']} | {row['method']} |" for row in card["linears"]]
     lines += ["", "Not quantised: " + "; ".join(card["not_quantised"]) + "."]
+    if card.get("calibration"):
+        used = card["calibration"]
+        lines += ["", f"Calibrated with {used['tokens']:,} tokens of {used['text']} ({used['fingerprint']})."]
     lines += ["", *(f"Note: {note}" for note in card["notes"]), "", "Versions: " + ", ".join(
         f"{name} {version}" for name, version in card["versions"].items()) + ".", ""]
     lines += ["| file | SHA-256 |", "|---|---|"]

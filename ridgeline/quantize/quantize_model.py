@@ -2,34 +2,35 @@
 
     plain tensors of a block ─▶ codes ─▶ OUT.part/model-0000N … ─▶ config, tokenizer ─▶ card ─▶ OUT
 
-Peak memory is one layer. A killed run goes on where it stopped.
+Peak memory is one layer, and with GPTQ the calibration's hidden states beside it. A killed run goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import platform as python_platform
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ridgeline.errors import ConfigError, ModelError
+from ridgeline.errors import ConfigError
 from ridgeline.evaluate.evaluation import evaluate
 from ridgeline.evaluate.task import EMBEDDED, Task
+from ridgeline.evaluate.texts import fingerprint
 from ridgeline.process import embedded
-from ridgeline.process.progress import progress_bar
 from ridgeline.quantize import card
-from ridgeline.quantize.ct_writer import Linear, quantization_config, stored_bytes, stored_tensors
+from ridgeline.quantize.blocks import write_blocks
+from ridgeline.quantize.calibration import Calibration, calibration_passages, calibration_text, halves
+from ridgeline.quantize.ct_writer import Linear, quantization_config
 from ridgeline.quantize.hf_files import write_small_files
-from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
+from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import QuantizeRecipe
-from ridgeline.quantize.rounding import rounded
 from ridgeline.quantize.workspace import Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES
+from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
 
@@ -39,6 +40,8 @@ class Job:
     recipe: QuantizeRecipe
     out: Path
     seed: int = 0
+    text: str = ""                   # a file to calibrate with, where a method needs it; empty: a part of pydoc_data.topics
+    tokens: int = 8192               # of it
     card: Task | None = None         # what the card measures; None: no card
     show: bool = True
 
@@ -50,16 +53,16 @@ def quantize(job: Job) -> dict[str, Any] | None:
         linears = model.linears(job.recipe)
         if not any(linear.format is not None for linear in linears):
             raise ConfigError(f"the recipe {job.recipe.name} quantises none of the {len(linears)} linears: {_reasons(linears)}")
-        space = Workspace(job.out, _run(job, model), len(model.blocks))
-        left = [place for place in range(space.blocks) if not space.is_done(place)]
-        space.require_room(sum(_block_bytes(model, linears, model.blocks[place]) for place in left))
-        _write_blocks(model, linears, space, left, job.show)
+        calibration = _calibration(job, model, linears)
+        space = Workspace(job.out, _run(job, model, calibration), len(model.blocks))
+        write_blocks(model, linears, space, calibration, job.show)
         space.write_index()
         config = quantization_config(linears, model.others, f"ridgeline {__version__}")
         write_small_files(job.model, model.config, config, space.folder)
         made = None
         if job.card is not None:
             made = make_card(job, model, linears, space.folder)
+            made["calibration"] = None if calibration is None else _calibration_facts(job, calibration)
             card.write_card(made, space.folder)
         space.finish()
     finally:
@@ -69,46 +72,25 @@ def quantize(job: Job) -> dict[str, Any] | None:
     return made
 
 
-def _run(job: Job, model: PlainModel) -> dict[str, Any]:
+def _run(job: Job, model: PlainModel, calibration: Calibration | None) -> dict[str, Any]:
     """What decides the weights that are written."""
     files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in model.files()]
-    return {"version": __version__, "input": files, "recipe": job.recipe.as_data(), "seed": job.seed}
+    return {"version": __version__, "input": files, "recipe": job.recipe.as_data(), "seed": job.seed,
+            "calibration": None if calibration is None else _calibration_facts(job, calibration)}
 
 
-# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _calibration(job: Job, model: PlainModel, linears: list[Linear]) -> Calibration | None:
+    if not any(linear.method == "gptq" for linear in linears if linear.format is not None):
+        return None
+    return Calibration(model, calibration_passages(job.text, Tokenizer.load(job.model), job.tokens, job.seed))
 
 
-def _write_blocks(model: PlainModel, linears: list[Linear], space: Workspace, left: list[int], show: bool) -> None:
-    by_name = {linear.weight: linear for linear in linears if linear.format is not None}
-    with progress_bar(f"quantising {model.path.name}", wanted=show) as tick:
-        for place in left:
-            tick(place, space.blocks)
-            space.write(place, _block(model, by_name, model.blocks[place]))
-        tick(space.blocks, space.blocks)
-
-
-@torch.inference_mode()
-def _block(model: PlainModel, by_name: dict[str, Linear], block: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name in model.names(block):
-        values = model.read(name)
-        if name not in by_name:
-            found[name] = values
-            continue
-        linear = by_name[name]
-        assert linear.format is not None
-        try:
-            found |= stored_tensors(linear, rounded(values, linear.format))
-        except ModelError as error:
-            raise ModelError(f"{name}: {error}") from None
-    return {name: tensor.contiguous() for name, tensor in found.items()}
-
-
-def _block_bytes(model: PlainModel, linears: list[Linear], block: int) -> int:
-    here = {linear.weight: linear for linear in linears if linear.format is not None
-            and (linear.layer if linear.layer is not None else OUTSIDE) == block}
-    plain = model.plain_bytes([name for name in model.names(block) if name not in here])
-    return plain + sum(stored_bytes(linear) for linear in here.values())
+def _calibration_facts(job: Job, calibration: Calibration) -> dict[str, Any]:
+    return {
+        "text": Path(job.text).name if job.text else "the first half of pydoc_data.topics",
+        "fingerprint": fingerprint(calibration_text(job.text)),
+        "passages": sum(map(len, calibration.groups)), "tokens": sum(len(each) for group in calibration.groups for each in group),
+    }
 
 
 # ── what is said ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,14 +130,18 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
     """Measured with the engine that serves: the output against the input, on the same tokens."""
     assert job.card is not None
     given = EMBEDDED if job.model == embedded.find() else str(job.model)
-    found = evaluate({"model": str(folder)}, job.card, reference=given, show=job.show)
+    task, judged = job.card, folder / "judged.writing"
+    if not task.text:                                    # not what may have calibrated
+        judged.write_text(halves()[1], encoding="utf-8")
+        task = replace(task, text=str(judged))
+    found = evaluate({"model": str(folder)}, task, reference=given, show=job.show)
     quality = {name: found[name] for name in ("slices", "all", "by_position", "worst_decile", "texts", "context", "overlap")}
     quality["all"]["perplexity"] = quality["all"]["reference_perplexity"] * quality["all"]["perplexity_ratio"]
     files = model.files()
     return {
         "card": 1, "model": job.out.name, "recipe": job.recipe.as_data(), "seed": job.seed,
         "linears": formats_said(linears), "not_quantised": not_quantised_said(model, linears),
-        "calibration": None, "quality": quality,
+        "quality": quality,
         "size": {
             "input_bytes": sum(file.stat().st_size for file in files),
             "plain_bytes": model.config.num_parameters * DTYPE_BYTES[model.config.dtype],
@@ -176,6 +162,6 @@ def _notes(model: PlainModel, linears: list[Linear]) -> list[str]:
                      "against the model from which the file was made.")
     kinds = {linear.format.activation.kind for linear in linears if linear.format and linear.format.activation}
     if kinds and not torch.cuda.is_available():
-        notes.append(f"the figures were measured on a CPU, which keeps activations in float32; a GPU rounds them to {kinds.pop()} "
-                     "as well, which these figures do not hold.")
+        notes.append("the figures were measured on a CPU, which keeps activations in float32; a GPU rounds them to "
+                     f"{' and '.join(sorted(kinds))} as well, which these figures do not hold.")
     return notes

@@ -16,7 +16,7 @@ import yaml
 from ridgeline.errors import ConfigError
 from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, GROUPS, INT8_ROW, MXFP4, Scales, WeightFormat, uint4
 
-METHODS = ("rtn",)
+METHODS = ("rtn", "gptq")
 HEAD = "lm_head"
 
 
@@ -46,6 +46,8 @@ RECIPES: dict[str, tuple[WeightFormat, str, str]] = {
     "w8a8": (INT8_ROW, "rtn", "8-bit integers, a scale for each output; activations in int8 for each token"),
     "int4-rtn": (INT4, "rtn", "4-bit integers in groups, symmetric, rounded to nearest"),
     "int4-rtn-asym": (INT4_ASYMMETRIC, "rtn", "4-bit integers in groups with zero points, rounded to nearest"),
+    "int4-gptq": (INT4, "gptq", "4-bit integers in groups, symmetric, by GPTQ with calibration text"),
+    "int4-gptq-asym": (INT4_ASYMMETRIC, "gptq", "4-bit integers in groups with zero points, by GPTQ with calibration text"),
     "mxfp4": (MXFP4, "rtn", "4-bit floats in groups of 32 with a power of two as scale"),
 }
 
@@ -67,11 +69,12 @@ class QuantizeRecipe:
         rule = next((rule for rule in self.rules if re.search(rule.pattern, module)), None)
         if rule is None:
             return Choice(None, reason="no pattern of the recipe")
-        if layer is None and not re.search(rule.pattern, HEAD) or layer is None and not rule.pattern:
+        if (layer is None and not re.search(rule.pattern, HEAD)) or (layer is None and not rule.pattern):
             return Choice(None, reason="the head")
         if rule.format is None:
             return Choice(None, reason="kept as asked")
-        return _fitted(rule, inputs)
+        choice = _fitted(rule, inputs)
+        return replace(choice, method="rtn") if layer is None else choice        # calibration ends with the last layer
 
     def as_data(self) -> dict[str, Any]:
         """For the card, and to know whether a run is the same."""
@@ -174,6 +177,8 @@ def _described(pattern: str, entry: dict[str, Any], where: str) -> Rule:
     if (bits, kind) not in formats:
         raise ConfigError(f"{where}: {bits!r} bits of type {kind!r} are not known; bits are 4, 8 or 16, and type int or float")
     format = formats[bits, kind]
+    if method == "gptq" and kind != "int":
+        raise ConfigError(f"{where}: gptq rounds integers, not type {kind!r}")
     if not symmetric and (bits, kind) != (4, "int"):
         raise ConfigError(f"{where}: only 4-bit integers can be asymmetric")
     if group is not None and (bits, kind) != (4, "int"):

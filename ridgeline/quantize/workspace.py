@@ -49,7 +49,9 @@ class Workspace:
         except (OSError, ValueError):
             found = None
         if found != json.loads(json.dumps(run)):
-            raise ConfigError(f"{self.folder} belongs to a run with another model, recipe or seed: delete it, or choose another --out")
+            raise ConfigError(
+                f"{self.folder} belongs to a run with another model, recipe, text or seed: delete it, or choose another --out"
+            )
 
     def file(self, block: int) -> Path:
         """By the block's place, from 0."""
