@@ -13,11 +13,15 @@ from tiny_models import load, save_checkpoint
 from ridgeline.evaluate.task import Task
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import load_model_config
+from ridgeline.ops.quantised.codes import unpacked_codes
 from ridgeline.process import embedded
+from ridgeline.quant.format import SCALE, WEIGHT, ZERO
 from ridgeline.quantize.card import find_card
+from ridgeline.quantize.ct_writer import Linear, quantization_config
 from ridgeline.quantize.hf_files import write_tokenizer
 from ridgeline.quantize.quantize_model import Job, quantize
-from ridgeline.quantize.recipes import RECIPES, read_recipe
+from ridgeline.quantize.recipes import RECIPES, read_recipe, stored_scales
+from ridgeline.quantize.rounding import rounded
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
 
@@ -72,3 +76,30 @@ def test_the_embedded_model_from_end_to_end(tmp_path: Path) -> None:
         assert getattr(before, name) == getattr(after, name), name
     assert Tokenizer.load(out).encode(TEXTS[1]) == Tokenizer.load(path).encode(TEXTS[1])
     assert json.loads((out / "quality.json").read_text()) == made
+
+
+@pytest.mark.parametrize("recipe", ["int4-rtn", "int4-rtn-asym", "w8a8", "fp8"])
+def test_codes_and_scales_are_those_of_compressed_tensors(recipe: str) -> None:
+    """What llm-compressor's round to nearest gives."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    format = read_recipe(recipe).choose("layers.0.q_proj", 192, 0, 1).format
+    assert format is not None and format.scales is not None
+    format = stored_scales(format, "float32")
+    weights = quantization_config([Linear("q_proj", 24, 192, 0, format, "rtn")], False, "")["config_groups"]["group_0"]["weights"]
+    args = QuantizationArgs(**weights)
+    values = torch.randn(24, 192, generator=torch.Generator().manual_seed(5))
+    parts = values if args.group_size is None else values.unflatten(1, (-1, args.group_size))
+    scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+    scale, zero = (each[:, None] if each.dim() == 1 else each for each in (scale, zero))
+    codes = theirs(values, scale, zero, args)
+    found = rounded(values, format)
+    assert torch.equal(found[SCALE].view(scale.shape), scale)
+    if format.grid == "uint4":
+        assert torch.equal(unpacked_codes("uint4", found[WEIGHT], None).float() - 8, codes.float())
+        assert ZERO not in found or torch.equal(found[ZERO] - 8, zero.float())
+    else:
+        assert torch.equal(found[WEIGHT].float(), codes.to(found[WEIGHT].dtype).float())
