@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ridgeline.errors import ConfigError
 from ridgeline.process import integrity, platform
 
 CARD, PAGE = "quality.json", "QUALITY.md"
@@ -49,6 +52,43 @@ def find_card(model: Path) -> CardFound | None:
     if wrong:
         return CardFound(f"{CARD} does not belong to these weights ({wrong[0]} has another hash): it is ignored", False, card)
     return CardFound(line, True, card)
+
+
+# Name -> the figure of a slice, smaller is better.
+LIMITS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "kl": lambda row: row["kl"], "kl_p99": lambda row: row["kl_p99"], "flips": lambda row: 1 - row["top1"],
+    "ppl": lambda row: row["perplexity"] / row["reference_perplexity"] - 1,
+}
+
+
+def parse_limits(words: str) -> dict[str, float]:
+    """From words like kl:0.02,flips:1%,ppl:5%."""
+    limits = {}
+    for word in words.split(","):
+        name, _, number = word.strip().partition(":")
+        try:
+            value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+        except ValueError:
+            value = math.nan
+        if name not in LIMITS or not value >= 0:
+            raise ConfigError(f"{word!r} is no limit of quality; write name:limit, such as kl:0.02 or flips:1%, with one of "
+                              f"{', '.join(LIMITS)}")
+        limits[name] = value
+    return limits
+
+
+def require_quality(found: CardFound | None, limits: dict[str, float], model: str) -> None:
+    """The worst slice decides, as with gates of `ridgeline eval`. NaN never passes."""
+    if found is None or not found.matches:
+        why = "it has no card" if found is None else found.line
+        raise ConfigError(f"--require-quality: {model}: {why}; `ridgeline quantize` makes one")
+    for name, limit in limits.items():
+        for part, row in found.card["quality"]["slices"].items():
+            value = LIMITS[name](row)
+            if not value <= limit:
+                raise ConfigError(
+                    f"--require-quality: {model}: {name} of the slice {part} is {value:.4g}, the limit is {limit:g}"
+                )
 
 
 def _has(file: Path, expected: str) -> bool:

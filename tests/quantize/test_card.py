@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantised_models import save_quantised
 
 from ridgeline.cli import cmd_serve
 from ridgeline.config import EngineConfig
+from ridgeline.errors import ConfigError
 from ridgeline.process import platform
-from ridgeline.quantize.card import CARD, PAGE, find_card, hashes, output_files, write_card
+from ridgeline.quantize.card import CARD, PAGE, find_card, hashes, output_files, parse_limits, write_card
 
 ROW = {"tokens": 510, "kl": 0.0123, "kl_p99": 0.2, "top1": 0.97, "reference_perplexity": 14.0, "perplexity": 14.5}
 
@@ -78,3 +80,43 @@ def test_a_damaged_card_is_ignored(model: Path, content: str) -> None:
 def test_serve_prints_the_line(model: Path) -> None:
     write_card(card(model), model)
     assert cmd_serve.quality_line(EngineConfig.of(model=str(model))).startswith("int4-rtn: KL 0.0123")
+
+
+# ── --require-quality ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_limits_that_the_card_meets_or_not(model: Path) -> None:
+    config = EngineConfig.of(model=str(model))
+    with pytest.raises(ConfigError, match="it has no card"):
+        cmd_serve.quality_line(config, "kl:0.02")
+    write_card(card(model), model)
+    assert cmd_serve.quality_line(config, "kl:0.02,flips:4%,kl_p99:0.2,ppl:0.05")
+    for limits, said in (("kl:0.01", r"kl of the slice code is 0\.0123, the limit is 0\.01"), ("kl:1,ppl:1%", "ppl of the slice code"),
+                         ("flips:2%", "flips of the slice code")):
+        with pytest.raises(ConfigError, match=said):
+            cmd_serve.quality_line(config, limits)
+    (model / "config.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="does not belong to these weights"):
+        cmd_serve.quality_line(config, "kl:1")
+
+
+def test_nan_meets_no_limit(model: Path) -> None:
+    made = card(model)
+    made["quality"]["slices"] = {"code": ROW, "prose": ROW | {"kl": float("nan")}}
+    write_card(made, model)
+    with pytest.raises(ConfigError, match="kl of the slice prose is nan"):
+        cmd_serve.quality_line(EngineConfig.of(model=str(model)), "kl:100")
+
+
+@pytest.mark.parametrize("words", ["kl", "kl:", "kl:x", "speed:1", "kl:-1", "kl:nan", ","])
+def test_words_that_are_no_limits(words: str) -> None:
+    with pytest.raises(ConfigError, match="is no limit of quality"):
+        parse_limits(words)
+
+
+def test_a_quantised_model_without_a_card_is_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantised("ct-w4a16", model.parent / "made")
+    assert cmd_serve.quality_line(EngineConfig.of(model=str(model.parent / "made/quantised"))) == ""
+    assert "(compressed-tensors) and have no card" in caplog.text
+    caplog.clear()
+    assert cmd_serve.quality_line(EngineConfig.of(model=str(model.parent / "made/plain"))) == "" and not caplog.text

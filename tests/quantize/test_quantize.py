@@ -66,6 +66,16 @@ def test_the_engine_loads_what_is_written_as_the_rounded_weights(recipe: str, pl
     assert not (tmp_path / "out.part").exists()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3", "gemma2"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    """Biases, norms of heads, fused matrices, a tied head."""
+    made = save_checkpoint(family, tmp_path / "plain", **SIZES | {"tie_word_embeddings": family == "gemma2"})
+    quantize(job(made, tmp_path / "out"))
+    expected, found = load(expanded_checkpoint(made, tmp_path / "expanded", "int4-rtn")), load(tmp_path / "out")
+    assert all(torch.equal(found.state_dict()[name], value) for name, value in expected.state_dict().items())
+    assert not torch.equal(found.layers[0].attention.qkv.weight, load(made).layers[0].attention.qkv.weight)
+
+
 def test_formats_differ_by_linear(plain: Path, tmp_path: Path) -> None:
     file = tmp_path / "mixed.yaml"
     file.write_text("down_proj: {bits: 8}\n'layers\\.0\\.': none\nmlp: {bits: 4, group: 32, symmetric: false}\nlm_head: fp8\n")
