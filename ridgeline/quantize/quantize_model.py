@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.evaluate.evaluation import evaluate
+from ridgeline.evaluate.evaluation import evaluate, slice_texts
 from ridgeline.evaluate.task import EMBEDDED, Task
 from ridgeline.evaluate.texts import fingerprint
 from ridgeline.process import embedded
@@ -53,6 +53,9 @@ def quantize(job: Job) -> dict[str, Any] | None:
         linears = model.linears(job.recipe)
         if not any(linear.format is not None for linear in linears):
             raise ConfigError(f"the recipe {job.recipe.name} quantises none of the {len(linears)} linears: {_reasons(linears)}")
+        if job.card is not None:                         # what the card needs is missed now, not after the work
+            Tokenizer.load(job.model)
+            slice_texts(job.card)
         calibration = _calibration(job, model, linears)
         space = Workspace(job.out, _run(job, model, calibration), len(model.blocks))
         write_blocks(model, linears, space, calibration, job.show)

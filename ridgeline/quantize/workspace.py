@@ -67,7 +67,10 @@ class Workspace:
     def write(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Whole or not at all, also where the machine stops."""
         part = self.file(block).with_suffix(".writing")
-        save_file(dict(tensors), part, {"format": "pt"})
+        try:
+            save_file(dict(tensors), part, {"format": "pt"})
+        except SafetensorError as error:                 # the library's word for a full disk, too
+            raise ConfigError(f"{part} cannot be written: {error}; give the same command again to go on") from None
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.chmod((self.folder / RUN).stat().st_mode)   # the library writes files that only this user may read

@@ -6,18 +6,21 @@ import json
 import re
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quantised_models import SIZES
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ConfigError, ModelError
+from ridgeline.evaluate.task import Task
 from ridgeline.models.model_config import load_model_config
-from ridgeline.quantize import quantize_model
+from ridgeline.quantize import quantize_model, workspace
 from ridgeline.quantize.blocks import block_bytes
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
@@ -175,6 +178,26 @@ def test_too_little_room_is_said_before_anything_is_written(
     with pytest.raises(ConfigError, match="no room for the output"):
         quantize(job(plain, tmp_path / "out"))
     assert not list((tmp_path / "out.part").glob("*.safetensors"))
+
+
+def test_a_disk_that_fills_up_is_one_line_and_the_run_can_go_on(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as during:
+        during.setattr(workspace, "save_file", full)
+        with pytest.raises(ConfigError, match=r"No space left on device.*same command again"):
+            quantize(job(plain, tmp_path / "out"))
+    quantize(job(plain, tmp_path / "out"))
+    load(tmp_path / "out")
+
+
+def test_what_the_card_needs_is_missed_before_the_work(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer.json"):
+        quantize(replace(job(plain, tmp_path / "out"), card=Task()))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_predicted_bytes_are_the_bytes(plain: Path, tmp_path: Path) -> None:
