@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from quantised_models import SIZES
+from safetensors.torch import load_file
+from test_weights import save_gguf
 from tiny_models import load, save_checkpoint
 
+from ridgeline.errors import ModelError
 from ridgeline.evaluate.task import Task
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import load_model_config
@@ -18,7 +21,8 @@ from ridgeline.process import embedded
 from ridgeline.quant.format import SCALE, WEIGHT, ZERO
 from ridgeline.quantize.card import find_card
 from ridgeline.quantize.ct_writer import Linear, quantization_config
-from ridgeline.quantize.hf_files import write_tokenizer
+from ridgeline.quantize.hf_files import gguf_config, write_tokenizer
+from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
 from ridgeline.quantize.recipes import RECIPES, read_recipe, stored_scales
 from ridgeline.quantize.rounding import rounded
@@ -103,3 +107,35 @@ def test_codes_and_scales_are_those_of_compressed_tensors(recipe: str) -> None:
         assert ZERO not in found or torch.equal(found[ZERO] - 8, zero.float())
     else:
         assert torch.equal(found[WEIGHT].float(), codes.to(found[WEIGHT].dtype).float())
+
+
+@pytest.mark.parametrize(("name", "architecture", "rope"), [
+    ("smollm2", "llama", {}), ("qwen3", "qwen3", {}),
+    ("llama-bias", "llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0}),
+])
+def test_a_gguf_file_as_a_hugging_face_checkpoint(name: str, architecture: str, rope: dict[str, object], tmp_path: Path) -> None:
+    """The same tensors under the same names, and a config.json that says the same."""
+    plain = save_checkpoint(name, tmp_path / "plain")
+    file = save_gguf(plain, architecture, rope, {})
+    model = PlainModel(file)
+    expected = load_file(plain / "model.safetensors")
+    found = {each: model.read(each) for block in model.blocks for each in model.names(block)}
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[each], value) for each, value in expected.items())
+    with GGUFFile(file) as opened:
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made/config.json").write_text(json.dumps(gguf_config(model.config, opened)))
+    model.close()
+    before, after = load_model_config(plain), load_model_config(tmp_path / "made")
+    for field in ("family", "tied", "ropes", "windows", "qkv_bias", "output_bias", "mlp_bias"):
+        assert getattr(before, field) == getattr(after, field), field
+
+
+def test_a_gguf_file_that_config_json_cannot_describe_is_refused(tmp_path: Path) -> None:
+    scaled = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 24}
+    model = PlainModel(save_gguf(save_checkpoint("qwen2.5-yarn", tmp_path / "yarn"), "qwen2", scaled, {}))
+    with GGUFFile(model.path) as opened, pytest.raises(ModelError, match="rope scaling cannot be written"):
+        gguf_config(model.config, opened)
+    model.close()
+    with pytest.raises(ModelError, match="GGUF files of phi3 cannot be written"):
+        PlainModel(save_gguf(save_checkpoint("phi3", tmp_path / "phi3"), "phi3", {}, {}))
