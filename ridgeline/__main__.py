@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": ("ridgeline.cli.cmd_generate", "answer a file of prompts: JSONL in, JSONL out"),
     "admin": ("ridgeline.cli.cmd_admin", "query or profile a running server, or switch its techniques on and off"),
     "eval": ("ridgeline.cli.cmd_eval", "evaluate a model: perplexity, KL from a reference, retrieval, multiple choice"),
+    "quantize": ("ridgeline.cli.cmd_quantize", "compress a model to 8 or 4 bits, and measure what it cost"),
     "plan": ("ridgeline.cli.cmd_plan", "predict what fits on a GPU, how fast it runs and what it costs"),
     "diagnose": ("ridgeline.cli.cmd_diagnose", "show where the time goes, what the bottleneck is, and what to change next"),
     "pull": ("ridgeline.cli.models.cmd_pull", "fetch a model of the Hugging Face hub, or the embedded one"),

@@ -12,13 +12,17 @@ from typing import Any
 
 from ridgeline.cli.config_options import add_engine_options, add_model, add_options, engine_config, options_of
 from ridgeline.cli.terminal import require_model
+from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.errors import ConfigError
+from ridgeline.models.model_config import load_model_config
 from ridgeline.process.log import get_logger
 from ridgeline.process.progress import progress_bar
 from ridgeline.process.standard_streams import say
 from ridgeline.process.start_phases import since_start
+from ridgeline.quantize.card import find_card, parse_limits, require_quality
+from ridgeline.resolve import model_path
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.options import ServerOptions
@@ -55,6 +59,7 @@ def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))        # until the server has its own handler
     config, options = engine_config(args), options_of(ServerOptions, args)
     require_model(config)
+    quality = quality_line(config, options.require_quality)
     keys = load_keys(options)
     supervision = Supervision(max_restarts=options.max_engine_restarts, silence=float(options.engine_timeout))
     llm = AsyncLLM(**config.flat(), supervision=supervision)
@@ -64,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
 
         def on_ready(service: Service, address: str) -> None:
             until_ready.close()
-            if not say(welcome(service, address)):
+            if not say(welcome(service, address, quality)):
                 logger.warning("ready: %s/v1 (standard output cannot be written to)", address)
 
         run_server(llm, options, tick, on_ready, keys)
@@ -83,7 +88,23 @@ def require_authentication(options: ServerOptions, keys: Keys) -> None:
     logger.warning("listening on %s without authentication: anyone who can reach it can use it", options.host)
 
 
-def welcome(service: Service, address: str) -> str:
+def quality_line(config: EngineConfig, required: str = "") -> str:
+    """Of the card beside a quantised model's weights; empty where there is none that belongs to them."""
+    limits, path = parse_limits(required) if required else {}, model_path(config)
+    found = find_card(path)
+    if required:
+        require_quality(found, limits, path.name)
+    if found is not None and found.matches:
+        return found.line
+    quantised = load_model_config(path).quantisation if found is None and path.is_dir() else None
+    if found is not None:
+        logger.warning("%s", found.line)
+    elif quantised is not None:
+        logger.warning("the weights are quantised (%s) and have no card: what that cost is not known", quantised.method)
+    return ""
+
+
+def welcome(service: Service, address: str, quality: str = "") -> str:
     ready = service.llm.ready
     assert ready is not None
     facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, ready after {since_start():.1f} s"
@@ -92,6 +113,7 @@ def welcome(service: Service, address: str) -> str:
         [
             f"ridgeline {__version__}: {facts}",
             *([f"memory: {', '.join(parts)}"] if parts else []),
+            *([f"quality: {quality}"] if quality else []),
             f"sampling defaults: {service.llm.sampling_defaults}",
             f"ready: {address}/v1  (Ctrl-C stops)",
             f"dashboard: {address}/dashboard",

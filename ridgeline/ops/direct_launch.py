@@ -120,33 +120,37 @@ def _describes(kind: type) -> bool:
 
 def _reader(kernel: Any, kinds: tuple[type, ...]) -> Callable[..., Any]:
     """A function of arguments of these types: (what a variant depends on, all pointers or-ed, the values to launch with)."""
-    read, pointers, values, lines = [], ["0"], [], []
+    tensors, numbers, counts, tiles = [], [], [], []
     for place, (kind, parameter) in enumerate(zip(kinds, kernel.params, strict=False)):
-        name = f"a{place}"
         if kind in (Tensor, nn.Parameter):
-            lines.append(f"    p{place} = {name}.data_ptr()")
-            read.append(f"{name}.dtype")
-            pointers.append(f"p{place}")
-            values.append(f"p{place}")
-        elif kind is int and not parameter.is_constexpr:
-            wide = f"-{_LARGEST} <= {name} <= {_LARGEST}"
-            read.append(wide if parameter.do_not_specialize else f"({wide}, {name} == 1, not {name} & {_ALIGN})")
-            values.append(name)
-        elif kind is float and not parameter.is_constexpr:
-            values.append(name)
+            tensors.append(place)
         elif _describes(kind):
-            lines.append(f"    k{place} = getattr({name}, 'kept_as', None)")
-            read.append(f"k{place}")
-            pointers.append(f"(k{place} is None)")       # made elsewhere: Triton's to read
-            values.append(name)
-        else:
+            tiles.append(place)
+        elif kind is int and not parameter.is_constexpr:
+            (counts if parameter.do_not_specialize else numbers).append(place)
+        elif kind is not float or parameter.is_constexpr:
             return _unread
-    names = ", ".join(f"a{place}" for place in range(len(kinds)))
-    result = f"({', '.join(read)},), {' | '.join(pointers)}, ({', '.join(values)},)"
-    body = "\n".join([f"def reader({names}):", *lines, f"    return {result}"])
-    space: dict[str, Any] = {}
-    exec(body, space)
-    return space["reader"]  # type: ignore[no-any-return]
+
+    def read(*args: Any) -> tuple[Any, int, list[Any]]:
+        values, pointers = list(args), 0
+        key: list[Any] = []
+        for place in tensors:
+            tensor = args[place]
+            values[place] = pointer = tensor.data_ptr()
+            pointers |= pointer
+            key.append(tensor.dtype)
+        for place in numbers:
+            number = args[place]
+            key.append((-_LARGEST <= number <= _LARGEST, number == 1, not number & _ALIGN))
+        for place in counts:
+            key.append(-_LARGEST <= args[place] <= _LARGEST)
+        for place in tiles:
+            kept_as = getattr(args[place], "kept_as", None)
+            pointers |= kept_as is None                  # made elsewhere: Triton's to read
+            key.append(kept_as)
+        return tuple(key), pointers, values
+
+    return read
 
 
 # ── variants ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,7 +196,7 @@ def _inside(wrapper: Any) -> tuple[Any, list[Any]] | None:
     return found["launcher"], list(found["tensordesc_meta"])
 
 
-def _expanded(values: tuple[Any, ...], metas: dict[int, Any]) -> list[Any]:
+def _expanded(values: list[Any], metas: dict[int, Any]) -> list[Any]:
     """Descriptors as the C launcher takes them: the encoded map, its shape, its strides."""
     whole: list[Any] = []
     for place, value in enumerate(values):

@@ -16,6 +16,9 @@ class ServerOptions:
         "", "name of the model in requests and answers, and aliases, separated by commas; gpt-*: any name that begins with gpt-; "
         "empty: the file's name",
     )
+    require_quality: str = option(
+        "", "refuse a model without a card, or whose card is beyond limits like kl:0.02,flips:1% in any slice (docs/quantize.md)"
+    )
     root_path: str = option("", "prefix of the paths behind a reverse proxy, like /llm, whether the proxy removes it or not")
     max_connections: int = option(4096, "open connections, including idle ones", low=1)
     max_queued_requests: int | None = option(

@@ -1,0 +1,81 @@
+"""`ridgeline quantize`: compress a checkpoint, and measure what it cost. See docs/quantize.md."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+from pathlib import Path
+
+from ridgeline.cli.config_options import add_model
+from ridgeline.cli.terminal import require_model
+from ridgeline.config import EngineConfig
+from ridgeline.errors import ConfigError
+from ridgeline.evaluate.slices import SLICES
+from ridgeline.evaluate.task import Task
+from ridgeline.quantize.card import PAGE, summary_line
+from ridgeline.quantize.recipes import RECIPES, read_recipe
+from ridgeline.resolve import model_path
+
+CARD_TOKENS, CARD_CONTEXT = 1024, 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = max(map(len, RECIPES))
+    listed = "\n".join(f"  {name:<{width}}  {words}" for name, (_, _, words) in RECIPES.items())
+    parser.epilog = f"recipes:\n{listed}\n\nThe input is only read. A run that was stopped goes on when it is started again."
+    group = parser.add_argument_group("quantisation")
+    group.add_argument("--recipe", required=True, metavar="NAME|FILE.yaml",
+                       help="one of the recipes below, or a file of {pattern: {bits, group, …}}")
+    group.add_argument("--out", dest="folder", required=True, metavar="DIR", help="the directory to write; it must not exist")
+    group.add_argument("--group", type=int, metavar="N",
+                       help="inputs that share a scale at 4 bits (default: the largest of 128, 64, 32 that divides them)")
+    group.add_argument("--keep", nargs="+", default=[], metavar="PATTERN",
+                       help="linears to leave as they are, by regular expression: down_proj, layers.0.")
+    group.add_argument("--keep-first", type=int, default=0, metavar="N", help="leave the first N layers as they are")
+    group.add_argument("--keep-last", type=int, default=0, metavar="N", help="leave the last N layers as they are")
+    group.add_argument("--seed", type=int, default=0, help="decides which texts are used (default: 0)")
+    group.add_argument("--calibration", default="", metavar="FILE",
+                       help='text for GPTQ: a text file, or JSONL with a "text" per line (default: half of pydoc_data.topics)')
+    group.add_argument("--calibration-tokens", type=int, default=8192, metavar="N",
+                       help="tokens of it to use (default: %(default)s)")
+    measured = parser.add_argument_group("card")
+    measured.add_argument("--no-card", action="store_true", help="do not measure the quality; the output then has no card")
+    measured.add_argument("--card-text", default="", metavar="FILE",
+                          help="a text to measure on (default: half of pydoc_data.topics)")
+    measured.add_argument("--card-tokens", type=int, default=CARD_TOKENS, metavar="N",
+                          help="approximate number of tokens per slice (default: %(default)s)")
+    measured.add_argument("--json", action="store_true", help="print the card as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    recipe = read_recipe(args.recipe, args.group, args.keep, args.keep_first, args.keep_last)
+    for name in ("card_tokens", "calibration_tokens"):
+        if getattr(args, name) < 2:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 2, got {getattr(args, name)}")
+    out = Path(os.path.abspath(args.folder))
+    config = EngineConfig.of(model=args.model)
+    require_model(config)
+    path = model_path(config)
+    task = None if args.no_card else Task(
+        text=args.card_text, slices=tuple(SLICES), context=CARD_CONTEXT, tokens=args.card_tokens, seed=args.seed
+    )
+    # This imports torch: errors in the command line are reported before.
+    maker = importlib.import_module("ridgeline.quantize.quantize_model")
+    made = maker.quantize(maker.Job(
+        model=path, recipe=recipe, out=out, seed=args.seed, text=args.calibration, tokens=args.calibration_tokens, card=task,
+        show=not args.json,
+    ))
+    if args.json:
+        print(json.dumps(made))
+        return 0
+    print(f"{args.folder}: written" + ("; not measured, so it has no card" if made is None else ""))
+    if made is not None:
+        print(f"quality: {summary_line(made)}")
+        print("not quantised: " + "; ".join(made["not_quantised"]))
+        print(f"card: {args.folder}/{PAGE}")
+    print(f"serve it: ridgeline serve {args.folder}")
+    return 0

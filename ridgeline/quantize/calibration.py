@@ -1,0 +1,181 @@
+"""Calibration: runs text through the model layer by layer, and gathers the second moments of every linear's inputs.
+
+One layer's weights are in memory at a time, beside the hidden states of all passages. A layer reads what the quantised layers
+before it give, as it will when it serves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ridgeline.distributed.comm import Communicator
+from ridgeline.errors import ConfigError
+from ridgeline.evaluate.texts import default_text, passages, read_text
+from ridgeline.layers.batch import Batch, GroupBatch
+from ridgeline.layers.kv import LayerKV
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.weights import Renamer, model_pieces
+from ridgeline.quant.scheme import Unquantised
+from ridgeline.quantize.plain_model import PlainModel
+from ridgeline.text.tokenizer import Tokenizer
+
+CONTEXT = 256                        # tokens of a passage
+FEWEST_TOKENS = 1024
+ROWS = 8                             # passages that are computed together
+PAGE = 16                            # tokens of a KV block
+SPLIT = 2                            # the default text: this part of it calibrates, the rest judges
+
+
+def halves() -> tuple[str, str]:
+    """The default text in two: to calibrate with, and to judge by."""
+    text = default_text()
+    return text[: len(text) // SPLIT], text[len(text) // SPLIT :]
+
+
+def calibration_text(path: str) -> str:
+    """A text file, or JSONL with a "text" in each line; empty: a half of the default text."""
+    if not path:
+        return halves()[0]
+    text = read_text(path)
+    if not path.endswith(".jsonl"):
+        return text
+    try:
+        return "\n\n".join(str(json.loads(line)["text"]) for line in text.splitlines() if line.strip())
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f'{path}: every line must be a JSON object with a "text"') from None
+
+
+def calibration_passages(path: str, tokenizer: Tokenizer, tokens: int, seed: int) -> list[list[int]]:
+    """Which passages of the text, the seed decides."""
+    text = calibration_text(path)
+    found = passages("calibration", text, tokenizer, context=CONTEXT, overlap=0, tokens=tokens, seed=seed)
+    count = sum(len(passage.tokens) for passage in found)
+    if count < FEWEST_TOKENS:
+        raise ConfigError(f"too little text to calibrate with: {count} tokens, at least {FEWEST_TOKENS} are needed")
+    return [passage.tokens for passage in found]
+
+
+class Tapped(Unquantised):
+    """Plain products that add up the second moments of their inputs, while `moments` is a dictionary."""
+
+    moments: dict[nn.Module, Tensor] | None = None
+
+    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
+        if self.moments is not None:
+            wide = x.float()
+            if linear not in self.moments:
+                self.moments[linear] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+            self.moments[linear].addmm_(wide.t(), wide)
+        return super().apply(linear, x, batch)
+
+
+class Calibration:
+    """The hidden states of all passages, and a decoder of one layer that moves them on."""
+
+    def __init__(self, model: PlainModel, sequences: list[list[int]]) -> None:
+        self.model, self.layer = model, 0
+        self.groups = [sequences[first : first + ROWS] for first in range(0, len(sequences), ROWS)]
+        self.streams: list[Tensor] = []
+        self._scheme = Tapped()
+        self._renamer = Renamer(model.config, gguf=False)
+        self._made: tuple[object, Decoder] | None = None
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        name = next(name for name in self.model.names(-1) if self._renamer.pieces_of(name) == ["embed.weight:"])
+        table = self.model.read(name)
+        scale = self.model.config.embedding_scale
+        tokens = [torch.tensor([token for sequence in group for token in sequence]) for group in self.groups]
+        self.streams = [table[each].float() * scale for each in tokens]
+
+    def _decoder(self, layer: int) -> Decoder:
+        config = self.model.config
+        kind = (config.windows[layer], config.ropes[layer])
+        if self._made is None or self._made[0] != kind:
+            one = replace(config, num_layers=1, windows=kind[:1], ropes=kind[1:], quantisation=None, vocab_size=1, tied=True)
+            self._made = kind, Decoder(one, Communicator(), torch.float32, "cpu", CONTEXT, lambda path: self._scheme)
+        return self._made[1]
+
+    def _fill(self, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+        """`weights`: of the current layer, by their names in the checkpoint."""
+        pieces = model_pieces(decoder)
+        for name, tensor in weights.items():
+            first = 0
+            for target in self._renamer.pieces_of(name) or ():
+                piece = pieces[re.sub(r"^layers\.\d+\.", "layers.0.", target)]
+                piece.target.copy_(tensor[first : first + piece.shape[0]])
+                first += piece.shape[0]
+
+    @torch.inference_mode()
+    def moments(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of the inputs of each linear of the current layer, by its path in a decoder of one layer."""
+        decoder = self._decoder(self.layer)
+        self._fill(decoder, weights)
+        self._scheme.moments = {}
+        for group, stream in zip(self.groups, self.streams, strict=True):
+            self._forward(decoder, group, stream.clone())
+        found, self._scheme.moments = self._scheme.moments, None
+        return {path: found[module] for path, module in decoder.named_modules() if module in found}
+
+    def linear_of(self, name: str) -> str:
+        """The path of the linear that a tensor of the checkpoint belongs to."""
+        target = (self._renamer.pieces_of(name) or [""])[0]
+        return re.sub(r"^layers\.\d+\.", "layers.0.", target).rpartition(".")[0]
+
+    @torch.inference_mode()
+    def move_on(self, weights: Mapping[str, Tensor]) -> None:
+        """Through the current layer with these weights, to the next one."""
+        decoder = self._decoder(self.layer)
+        self._fill(decoder, weights)
+        self.streams = [self._forward(decoder, group, stream) for group, stream in zip(self.groups, self.streams, strict=True)]
+        self.layer += 1
+
+    def _forward(self, decoder: Decoder, group: list[list[int]], stream: Tensor) -> Tensor:
+        config = decoder.config
+        counts = [len(sequence) for sequence in group]
+        pages = [-(-count // PAGE) for count in counts]
+        shape = (sum(pages) + 1, PAGE, config.num_kv_heads, config.head_dim)
+        kv = LayerKV(torch.zeros(shape), torch.zeros(shape))
+        out, residual = decoder.layers[0](stream, None, _batch(counts, pages), kv)
+        return out if residual is None else out + residual
+
+    # ── a stopped run ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def save(self, file: Path) -> None:
+        part = file.with_suffix(".writing")
+        torch.save({"layer": self.layer, "streams": self.streams}, part)
+        part.replace(file)
+
+    def load(self, file: Path) -> bool:
+        """False: there is nothing to go on with."""
+        if not file.is_file():
+            return False
+        found = torch.load(file, weights_only=True)
+        self.layer, self.streams = found["layer"], found["streams"]
+        return True
+
+
+def _batch(counts: list[int], pages: list[int]) -> Batch:
+    """Whole passages, one in each row. Page 0 belongs to none of them."""
+    starts = [1 + sum(pages[:row]) for row in range(len(pages))]
+    table = torch.tensor([[start + min(page, count - 1) for page in range(max(pages))] for start, count in
+                          zip(starts, pages, strict=True)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(count) for count in counts])
+    slots = torch.cat([start * PAGE + torch.arange(count) for start, count in zip(starts, counts, strict=True)])
+    query_start = [0, *np.cumsum(counts).tolist()]
+    total = sum(counts)
+    return Batch(
+        tokens=torch.zeros(total, dtype=torch.int64), positions=positions,
+        query_start=torch.tensor(query_start, dtype=torch.int32), kv_len=torch.tensor(counts, dtype=torch.int32),
+        query_start_host=query_start, kv_len_host=list(counts), groups=[GroupBatch(slots.long(), table)],
+        logits_index=torch.arange(total), sample_rows=torch.arange(total), picks=np.arange(total),
+        device_picks=torch.arange(total),
+    )

@@ -1,0 +1,133 @@
+"""Codes and scales as compressed-tensors stores them, and the quantization_config that says so.
+
+The inverse of models/checkpoints/compressed_tensors.py: what is written here, that file reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.quantised.codes import packed_bits
+from ridgeline.quant.format import SCALE, WEIGHT, ZERO, Activation, WeightFormat
+
+STORAGE = {"e4m3": "float-quantized", "int8": "int-quantized", "uint4": "pack-quantized", "e2m1": "mxfp4-pack-quantized"}
+BITS = {"e4m3": (8, "float"), "int8": (8, "int"), "uint4": (4, "int"), "e2m1": (4, "float")}
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One linear of the checkpoint, and what becomes of it."""
+
+    module: str                      # as the checkpoint names it
+    outputs: int
+    inputs: int
+    layer: int | None                # None: the head
+    format: WeightFormat | None      # None: it keeps the model's dtype
+    method: str = ""
+    reason: str = ""                 # why it is not quantised
+
+    @property
+    def weight(self) -> str:
+        return f"{self.module}.weight"
+
+
+def stored_tensors(linear: Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By full name. Scales of whole rows are [outputs, 1] there."""
+    assert linear.format is not None
+    weight, scale, name = tensors[WEIGHT], tensors[SCALE], linear.module
+    if linear.format.grid == "e2m1":
+        return {f"{name}.weight_packed": weight, f"{name}.weight_scale": scale}
+    scale = scale[:, None] if scale.dim() == 1 else scale
+    if linear.format.grid != "uint4":
+        return {f"{name}.weight": weight, f"{name}.weight_scale": scale}
+    found = {
+        f"{name}.weight_packed": weight.contiguous().view(torch.int32), f"{name}.weight_scale": scale,
+        f"{name}.weight_shape": torch.tensor([linear.outputs, linear.inputs]),
+    }
+    if ZERO in tensors:                                  # packed along the outputs
+        zero = torch.nn.functional.pad(tensors[ZERO].to(torch.uint8), (0, 0, 0, -linear.outputs % 8))
+        words = packed_bits(zero.t().contiguous(), 4).view(torch.int32)
+        found[f"{name}.weight_zero_point"] = words.t().contiguous()
+    return found
+
+
+def stored_bytes(linear: Linear) -> int:
+    """Of what `stored_tensors` writes."""
+    assert linear.format is not None
+    shape = (linear.outputs, linear.inputs)
+    found = sum(spec.nbytes(*shape) for spec in linear.format.tensors() if spec.name != ZERO)
+    if linear.format.grid == "uint4":
+        found += 2 * 8                                   # weight_shape
+        for spec in linear.format.tensors():
+            if spec.name == ZERO:
+                outputs, groups = spec.shape(*shape)
+                found += -(-outputs // 8) * 4 * groups
+    return found
+
+
+# ── config.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def quantization_config(linears: Sequence[Linear], others: bool, version: str) -> dict[str, Any]:
+    """`others`: the checkpoint has linears besides these, of another modality."""
+    by_format: dict[WeightFormat, list[str]] = {}
+    for linear in linears:
+        if linear.format is not None:
+            by_format.setdefault(linear.format, []).append(linear.module)
+    kept = [linear.module for linear in linears if linear.format is None]
+    one = len(by_format) == 1 and not others
+    storages = {STORAGE[format.grid] for format in by_format}
+    groups = {}
+    for number, (format, modules) in enumerate(by_format.items()):
+        rest = [linear.module for linear in linears if linear.module not in set(modules)]
+        targets = ["Linear"] if one else modules if others else _patterns(modules, rest)
+        groups[f"group_{number}"] = _group(format, targets)
+    return {
+        "quant_method": "compressed-tensors", "format": storages.pop() if len(storages) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "ignore": kept, "config_groups": groups, "kv_cache_scheme": None,
+        "global_compression_ratio": None, "version": version,
+    }
+
+
+def _patterns(modules: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """One pattern for each last name, where it finds several modules and no others; else the names."""
+    last: dict[str, list[str]] = {}
+    for module in modules:
+        last.setdefault(module.rpartition(".")[2], []).append(module)
+    taken = {module.rpartition(".")[2] for module in rest}
+    found: list[str] = []
+    for name, its in last.items():
+        found += its if name in taken or len(its) == 1 else [rf"re:.*\.{re.escape(name)}$"]
+    return found
+
+
+def _group(format: WeightFormat, targets: list[str]) -> dict[str, Any]:
+    assert format.scales is not None
+    bits, kind = BITS[format.grid]
+    rows, columns = format.scales.block
+    weights: dict[str, Any] = {
+        "num_bits": bits, "type": kind, "symmetric": format.scales.zero is None, "dynamic": False, "actorder": None,
+        "strategy": "channel" if not columns else "group" if rows == 1 else "block",
+        "group_size": columns if columns and rows == 1 else None, "block_structure": [rows, columns] if rows > 1 else None,
+        "observer": "minmax",
+    }
+    if format.grid == "e2m1":
+        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": None}
+    return {"targets": targets, "weights": weights, "input_activations": _inputs(format.activation), "output_activations": None,
+            "format": STORAGE[format.grid]}
+
+
+def _inputs(activation: Activation | None) -> dict[str, Any] | None:
+    if activation is None:
+        return None
+    return {
+        "num_bits": 8, "type": "float" if activation.kind == "fp8" else "int", "symmetric": True, "dynamic": True,
+        "strategy": activation.per, "group_size": 128 if activation.per == "group" else None, "block_structure": None,
+        "actorder": None, "observer": None,
+    }

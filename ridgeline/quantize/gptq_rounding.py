@@ -1,0 +1,72 @@
+"""GPTQ: rounds the inputs of a matrix one after the other, and lets those that follow make up for each error.
+
+    minimise |W x − Ŵ x|² over the calibration's inputs x, whose second moments are the Hessian H = Σ x xᵀ
+
+Inputs with the largest moments come first (static activation order): scales are those of the plain groups, computed before, so
+that the result needs no order when it is used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import ModelError
+from ridgeline.ops.quantised.expand import spread
+from ridgeline.quant.format import WeightFormat
+from ridgeline.quantize.rounding import LEAST, Rounded, grid_of, with_grid
+
+DAMPING = 0.01                       # of the mean moment, added to all: an input that was hardly seen changes nothing much
+BLOCK = 128                          # inputs whose errors are gathered before they reach the inputs behind them
+_MORE_DAMPING = (1, 10, 100)         # times DAMPING, until the Hessian can be inverted
+
+
+class InverseFactor:
+    """Of one Hessian, for all matrices that read the same inputs: the upper Cholesky factor of its inverse, in GPTQ's order."""
+
+    def __init__(self, hessian: Tensor) -> None:
+        moments = hessian.diagonal().clone()
+        self.unseen = moments == 0
+        moments[self.unseen] = 1.0
+        self.order = torch.argsort(moments, descending=True, stable=True)
+        ordered = hessian.clone()
+        ordered.diagonal().copy_(moments)
+        ordered = ordered[self.order][:, self.order]
+        mean = moments.mean()
+        for times in _MORE_DAMPING:
+            damped = ordered.clone()
+            damped.diagonal().add_(times * DAMPING * mean)
+            lower, failed = torch.linalg.cholesky_ex(damped)
+            if not int(failed):
+                upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed):
+                self.upper = upper
+                return
+        raise ModelError("the calibration's inputs have no invertible Hessian: are activations finite?")
+
+
+def gptq_rounded(values: Tensor, factor: InverseFactor, format: WeightFormat) -> Rounded:
+    """values [outputs, inputs] -> the format's tensors, for integer grids"""
+    assert format.scales is not None
+    wide = values.float()
+    shape = (wide.shape[0], wide.shape[1])
+    scale, zero = grid_of(wide, format)
+    scales = spread(scale.float(), format.scales.block, shape).expand(shape)[:, factor.order]
+    zeros = None if zero is None else spread(zero, format.scales.block, shape).expand(shape)[:, factor.order]
+    left = wide.masked_fill(factor.unseen, 0.0)[:, factor.order]
+    found = torch.empty_like(left)
+    low = LEAST[format.grid]
+    for first in range(0, shape[1], BLOCK):
+        end = min(first + BLOCK, shape[1])
+        here, errors = left[:, first:end], torch.empty(shape[0], end - first, device=left.device)
+        upper = factor.upper[first:end, first:end]
+        for place in range(end - first):
+            column, step = here[:, place], scales[:, first + place]
+            middle = 0.0 if zeros is None else zeros[:, first + place]
+            number = ((column / step + middle).round().clamp(low, -1 - low) - middle) * step
+            errors[:, place] = (column - number) / upper[place, place]
+            here[:, place:] -= errors[:, place : place + 1] * upper[place, place:]
+            found[:, first + place] = number
+        left[:, end:] -= errors @ factor.upper[first:end, end:]
+    numbers = torch.empty_like(found).index_copy_(1, factor.order, found)
+    return with_grid(numbers, format, scale, zero)       # they lie on the grid already

@@ -1,0 +1,136 @@
+"""The model to quantise, as plain tensors under Hugging Face names: block by block, one layer in memory at a time.
+
+A block is a layer, or what is outside of all layers. A GGUF file is expanded, renamed, and its rotated rows are put back into
+the usual order. A checkpoint that is quantised already is refused: rounding twice hides what the first rounding cost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.linear_formats import HEAD
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.weights import GGUFSource, Renamer, SafetensorsSource, deinterleaved, open_checkpoint
+from ridgeline.quantize.ct_writer import Linear
+from ridgeline.quantize.recipes import QuantizeRecipe, stored_scales
+from ridgeline.sizes.op_costs import DTYPE_BYTES
+
+OUTSIDE = -1                         # the block of everything that belongs to no layer
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
+_LINEARS = re.compile(r"layers\.\d+\.(attention\.(qkv|output)|mlp\.(gate_up|down))\.weight:\w*")
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+class PlainModel:
+    def __init__(self, path: Path) -> None:
+        self.path, self.config = path, load_model_config(path)
+        self.gguf = path.suffix == ".gguf"
+        stored = self.config.quantisation
+        if stored is not None and not self.gguf:
+            raise ModelError(
+                f"{path.name} is quantised already ({stored.method}): give the checkpoint that it was made from, in 16 or 32 bits"
+            )
+        if self.gguf and self.config.family.name not in GGUF_FAMILIES:
+            raise ModelError(
+                f"{path.name}: GGUF files of {self.config.family.name} cannot be written as a Hugging Face directory yet "
+                f"(only {', '.join(GGUF_FAMILIES)}): give the model's directory with config.json"
+            )
+        self.source: SafetensorsSource | GGUFSource = open_checkpoint(path)
+        self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+        self._renamer = Renamer(self.config, self.gguf)
+        self._names = self._hf_names()                   # HF name -> as stored
+        self.others = any(name.startswith(tuple(self.config.family.prefixes)) for name in self._names) or any(
+            self._renamer.pieces_of(stored) is None for stored in self._names.values())
+
+    def _hf_names(self) -> dict[str, str]:
+        if not self.gguf:
+            return {name: name for name in self.source.tensors}
+        back = {target: name for name, target in self.config.family.names.items()}
+        found = {}
+        for name in self.source.tensors:
+            pieces = self._renamer.pieces_of(name)
+            if pieces is None:
+                raise ModelError(f"{self.path.name}: tensor {name} is not known")
+            if len(pieces) == 1:                         # none: rope tensors, which config.json replaces
+                found[self._renamed(pieces[0], back)] = name
+        return found
+
+    def _renamed(self, piece: str, back: dict[str, str]) -> str:
+        path, _, part = piece.partition(":")
+        module, _, parameter = path.rpartition(".")
+        layer = re.search(r"\.(\d+)\.", module)
+        if layer is not None:
+            module = module[: layer.start()] + ".{}." + module[layer.end() :]
+        name = back[f"{module}:{part}" if part else module]
+        return f"{name.format(layer[1]) if layer else name}.{parameter}"
+
+    @property
+    def blocks(self) -> list[int]:
+        return [OUTSIDE, *range(self.config.num_layers)]
+
+    def names(self, block: int) -> list[str]:
+        return [name for name in self._names if self._layer(name) == block]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.tensors[self._names[name]].shape
+
+    @staticmethod
+    def _layer(name: str) -> int:
+        found = _LAYER.search(name)
+        return OUTSIDE if found is None else int(found[1])
+
+    def read(self, name: str) -> Tensor:
+        """In the model's dtype. A value that is not finite is an error."""
+        stored = self._names[name]
+        tensor = self.source.read(stored, None)
+        if self.gguf:
+            if self.config.family.gguf_permuted and re.search(r"\.[qk]_proj\.", name):
+                tensor = deinterleaved(tensor, self.config.head_dim)
+            tensor = tensor.to(self.dtype)
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ModelError(f"{self.source.tensors[stored].file}: tensor {stored} holds values that are not finite (NaN or "
+                             "infinite): the checkpoint is damaged")
+        return tensor.contiguous()
+
+    def linears(self, recipe: QuantizeRecipe) -> list[Linear]:
+        """All linears of the decoder with what the recipe makes of them, in order."""
+        return list(self._linears(recipe))
+
+    def _linears(self, recipe: QuantizeRecipe) -> Iterator[Linear]:
+        for name, stored in self._names.items():
+            pieces = self._renamer.pieces_of(stored) or [""]
+            head = pieces[0].startswith(f"{HEAD}.weight")
+            if not head and not _LINEARS.fullmatch(pieces[0]):
+                continue
+            outputs, inputs = self.shape(name)
+            module, layer = name.removesuffix(".weight"), None if head else self._layer(name)
+            choice = recipe.choose(module, inputs, layer, self.config.num_layers)
+            format = None if choice.format is None else stored_scales(choice.format, self._scale_dtype())
+            yield Linear(module, outputs, inputs, layer, format, choice.method, choice.reason)
+
+    def _scale_dtype(self) -> str:
+        return self.config.dtype if self.config.dtype in ("bfloat16", "float16", "float32") else "float32"
+
+    def plain_bytes(self, names: list[str]) -> int:
+        """In the output, of tensors that are not quantised."""
+        each = DTYPE_BYTES[self.config.dtype]
+        return sum(
+            torch.Size(self.shape(name)).numel() * each if self.gguf else self.source.tensors[name].nbytes for name in names
+        )
+
+    def files(self) -> list[Path]:
+        """The input's weight files."""
+        if self.gguf:
+            return [self.path]
+        return sorted({self.path / stored.file for stored in self.source.tensors.values()})
+
+    def close(self) -> None:
+        self.source.__exit__()
+
+

@@ -1,0 +1,170 @@
+"""`ridgeline quantize` from end to end: layer by layer into a folder beside the output, then the card, then the rename.
+
+    plain tensors of a block ─▶ codes ─▶ OUT.part/model-0000N … ─▶ config, tokenizer ─▶ card ─▶ OUT
+
+Peak memory is one layer, and with GPTQ the calibration's hidden states beside it. A killed run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import platform as python_platform
+from collections import Counter
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.errors import ConfigError
+from ridgeline.evaluate.evaluation import evaluate, slice_texts
+from ridgeline.evaluate.task import EMBEDDED, Task
+from ridgeline.evaluate.texts import fingerprint
+from ridgeline.process import embedded
+from ridgeline.quantize import card
+from ridgeline.quantize.blocks import write_blocks
+from ridgeline.quantize.calibration import Calibration, calibration_passages, calibration_text, halves
+from ridgeline.quantize.ct_writer import Linear, quantization_config
+from ridgeline.quantize.hf_files import write_small_files
+from ridgeline.quantize.plain_model import PlainModel
+from ridgeline.quantize.recipes import QuantizeRecipe
+from ridgeline.quantize.workspace import Workspace
+from ridgeline.sizes.op_costs import DTYPE_BYTES
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    model: Path
+    recipe: QuantizeRecipe
+    out: Path
+    seed: int = 0
+    text: str = ""                   # a file to calibrate with, where a method needs it; empty: a part of pydoc_data.topics
+    tokens: int = 8192               # of it
+    card: Task | None = None         # what the card measures; None: no card
+    show: bool = True
+
+
+def quantize(job: Job) -> dict[str, Any] | None:
+    """Writes the output; returns its card."""
+    model = PlainModel(job.model)
+    try:
+        linears = model.linears(job.recipe)
+        if not any(linear.format is not None for linear in linears):
+            raise ConfigError(f"the recipe {job.recipe.name} quantises none of the {len(linears)} linears: {_reasons(linears)}")
+        if job.card is not None:                         # what the card needs is missed now, not after the work
+            Tokenizer.load(job.model)
+            slice_texts(job.card)
+        calibration = _calibration(job, model, linears)
+        space = Workspace(job.out, _run(job, model, calibration), len(model.blocks))
+        write_blocks(model, linears, space, calibration, job.show)
+        space.write_index()
+        config = quantization_config(linears, model.others, f"ridgeline {__version__}")
+        write_small_files(job.model, model.config, config, space.folder)
+        made = None
+        if job.card is not None:
+            made = make_card(job, model, linears, space.folder)
+            made["calibration"] = None if calibration is None else _calibration_facts(job, calibration)
+            card.write_card(made, space.folder)
+        space.finish()
+    finally:
+        model.close()
+    if made is not None:
+        card.find_card(job.out)                          # hashes are remembered: the first start need not compute them
+    return made
+
+
+def _run(job: Job, model: PlainModel, calibration: Calibration | None) -> dict[str, Any]:
+    """What decides the weights that are written."""
+    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in model.files()]
+    return {"version": __version__, "input": files, "recipe": job.recipe.as_data(), "seed": job.seed,
+            "calibration": None if calibration is None else _calibration_facts(job, calibration)}
+
+
+def _calibration(job: Job, model: PlainModel, linears: list[Linear]) -> Calibration | None:
+    if not any(linear.method == "gptq" for linear in linears if linear.format is not None):
+        return None
+    return Calibration(model, calibration_passages(job.text, Tokenizer.load(job.model), job.tokens, job.seed))
+
+
+def _calibration_facts(job: Job, calibration: Calibration) -> dict[str, Any]:
+    return {
+        "text": Path(job.text).name if job.text else "the first half of pydoc_data.topics",
+        "fingerprint": fingerprint(calibration_text(job.text)),
+        "passages": sum(map(len, calibration.groups)), "tokens": sum(len(each) for group in calibration.groups for each in group),
+    }
+
+
+# ── what is said ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _reasons(linears: list[Linear]) -> str:
+    counted = Counter(linear.reason for linear in linears if linear.format is None)
+    return "; ".join(f"{count} × {reason}" for reason, count in counted.items())
+
+
+def formats_said(linears: list[Linear]) -> list[dict[str, Any]]:
+    """Linears by format, with the last part of their names."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for linear in linears:
+        if linear.format is not None:
+            kind = "" if linear.format.scales is None or linear.format.scales.zero is None else ", asymmetric"
+            rows.setdefault((linear.format.name + kind, linear.method), []).append(linear.module.rpartition(".")[2])
+    return [
+        {"count": len(names), "modules": ", ".join(dict.fromkeys(names)), "format": format, "method": method}
+        for (format, method), names in rows.items()
+    ]
+
+
+def not_quantised_said(model: PlainModel, linears: list[Linear]) -> list[str]:
+    found = ["embeddings" + (" (they are the head, too)" if model.config.tied else ""), "norms and biases"]
+    reasons: dict[str, list[str]] = {}
+    for linear in linears:
+        if linear.format is None:
+            reasons.setdefault(linear.reason, []).append(linear.module)
+    for reason, modules in reasons.items():
+        shown = ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+        found.append(f"{shown} ({reason})")
+    return found
+
+
+def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) -> dict[str, Any]:
+    """Measured with the engine that serves: the output against the input, on the same tokens."""
+    assert job.card is not None
+    given = EMBEDDED if job.model == embedded.find() else str(job.model)
+    task, judged = job.card, folder / "judged.writing"
+    if not task.text:                                    # not what may have calibrated
+        judged.write_text(halves()[1], encoding="utf-8")
+        task = replace(task, text=str(judged))
+    found = evaluate({"model": str(folder)}, task, reference=given, show=job.show)
+    quality = {name: found[name] for name in ("slices", "all", "by_position", "worst_decile", "texts", "context", "overlap")}
+    quality["all"]["perplexity"] = quality["all"]["reference_perplexity"] * quality["all"]["perplexity_ratio"]
+    files = model.files()
+    return {
+        "card": 1, "model": job.out.name, "recipe": job.recipe.as_data(), "seed": job.seed,
+        "linears": formats_said(linears), "not_quantised": not_quantised_said(model, linears),
+        "quality": quality,
+        "size": {
+            "input_bytes": sum(file.stat().st_size for file in files),
+            "plain_bytes": model.config.num_parameters * DTYPE_BYTES[model.config.dtype],
+            "output_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        },
+        "notes": _notes(model, linears),
+        "versions": {"ridgeline": __version__, "python": python_platform.python_version()}
+        | {package: version(package) for package in ("torch", "safetensors", "tokenizers", "numpy")},
+        "input": {"model": job.model.name, "dtype": model.config.dtype, "sha256": card.hashes(files)},
+        "output": {"sha256": card.hashes(card.output_files(folder))},
+    }
+
+
+def _notes(model: PlainModel, linears: list[Linear]) -> list[str]:
+    notes = []
+    if model.gguf and model.config.quantisation is not None:
+        notes.append("the input is a GGUF file of packed weights, which were expanded first: figures are against these, not "
+                     "against the model from which the file was made.")
+    kinds = {linear.format.activation.kind for linear in linears if linear.format and linear.format.activation}
+    if kinds and not torch.cuda.is_available():
+        notes.append("the figures were measured on a CPU, which keeps activations in float32; a GPU rounds them to "
+                     f"{' and '.join(sorted(kinds))} as well, which these figures do not hold.")
+    return notes

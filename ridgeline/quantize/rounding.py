@@ -1,0 +1,74 @@
+"""A matrix to codes by rounding to nearest, as compressed-tensors defines scales and zero points.
+
+Integers: the range of the codes is the range of the block's values, 0 included. Symmetric: the largest magnitude is half of that
+range, so 4 bits divide it by 7.5, and the largest positive value is cut to 7. quant/quantise.py, which rounds while a model
+loads, never cuts. The scale is rounded to the dtype in which it is stored before codes are computed with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import ModelError
+from ridgeline.ops.linear.fp8_rows import CODES, LARGEST
+from ridgeline.ops.quantised.codes import packed_codes
+from ridgeline.ops.quantised.expand import expand, spread
+from ridgeline.quant.format import SCALE, WEIGHT, ZERO, WeightFormat
+from ridgeline.quant.quantise import block_maxima, quantised
+from ridgeline.quant.quantised import quantised_weight
+
+HALF_RANGE = {"int8": 127.5, "uint4": 7.5, "e4m3": LARGEST}
+LEAST = {"int8": -128, "uint4": -8}
+Rounded = dict[str, Tensor]          # the format's tensors by name
+
+
+def rounded(values: Tensor, format: WeightFormat) -> Rounded:
+    """values [outputs, inputs] -> codes, scales and perhaps zero points"""
+    if format.grid == "e2m1":
+        return quantised(values, format)
+    wide = values.float()
+    scale, zero = grid_of(wide, format)
+    return with_grid(wide, format, scale, zero)
+
+
+def grid_of(values: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:
+    """(scales in the dtype in which they are stored, zero points as signed codes) of a block's values."""
+    assert format.scales is not None
+    stored = getattr(torch, format.scales.dtype)
+    if format.scales.zero is None:
+        zero, wide = None, block_maxima(values.abs(), format.scales.block) / HALF_RANGE[format.grid]
+    else:
+        least = -block_maxima((-values).clamp_min(0), format.scales.block)
+        wide = (block_maxima(values.clamp_min(0), format.scales.block) - least) / (2 * HALF_RANGE[format.grid])
+    scale = wide.to(stored)
+    # A block of zeros, or of numbers too small for the dtype: any scale gives zeros. One that is not subnormal, so that no
+    # kernel flushes it.
+    scale = torch.where(scale == 0, torch.tensor(torch.finfo(stored).eps, dtype=stored, device=scale.device), scale)
+    if not bool(scale.isfinite().all()):
+        raise ModelError(f"its values are too large for scales in {format.scales.dtype}")
+    if format.scales.zero is not None:
+        low = LEAST[format.grid]
+        zero = (low - least / scale.float()).round().clamp(low, -1 - low)
+    return scale, zero
+
+
+def with_grid(values: Tensor, format: WeightFormat, scale: Tensor, zero: Tensor | None) -> Rounded:
+    assert format.scales is not None
+    block, shape = format.scales.block, (values.shape[0], values.shape[1])
+    shares = values / spread(scale.float(), block, shape)
+    if format.grid == "e4m3":
+        return {WEIGHT: shares.clamp(-LARGEST, LARGEST).to(CODES), SCALE: scale}
+    low = LEAST[format.grid]
+    moved = shares.round() if zero is None else (shares + spread(zero, block, shape)).round()
+    codes = moved.clamp(low, -1 - low)
+    if format.grid == "int8":
+        return {WEIGHT: codes.to(torch.int8), SCALE: scale}
+    weight, _ = packed_codes("uint4", (codes - low).to(torch.uint8))
+    found = {WEIGHT: weight, SCALE: scale}
+    return found if zero is None else found | {ZERO: (zero - low).to(scale.dtype)}
+
+
+def expanded(tensors: Rounded, format: WeightFormat, inputs: int) -> Tensor:
+    """The numbers that the codes mean, in float32."""
+    return expand(quantised_weight(format, inputs, tensors), torch.float32)

@@ -1,0 +1,122 @@
+"""The card beside quantised weights: its line, its page, and when it is no card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quantised_models import save_quantised
+
+from ridgeline.cli import cmd_serve
+from ridgeline.config import EngineConfig
+from ridgeline.errors import ConfigError
+from ridgeline.process import platform
+from ridgeline.quantize.card import CARD, PAGE, find_card, hashes, output_files, parse_limits, write_card
+
+ROW = {"tokens": 510, "kl": 0.0123, "kl_p99": 0.2, "top1": 0.97, "reference_perplexity": 14.0, "perplexity": 14.5}
+
+
+def card(folder: Path) -> dict[str, Any]:
+    return {
+        "model": "tiny-int4", "recipe": {"name": "int4-rtn"}, "seed": 7,
+        "quality": {"all": ROW, "slices": {"code": ROW}, "worst_decile": {"kl": 0.05}},
+        "size": {"input_bytes": 2 * 10**9, "plain_bytes": 2 * 10**9, "output_bytes": 6 * 10**8},
+        "linears": [{"count": 14, "modules": "q_proj", "format": "uint4-64", "method": "rtn"}],
+        "not_quantised": ["embeddings", "norms and biases"], "notes": [],
+        "versions": {"ridgeline": "1", "torch": "2"}, "input": {"model": "tiny", "dtype": "bfloat16", "sha256": {"a": "b"}},
+        "output": {"sha256": hashes(output_files(folder))},
+    }
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr(platform, "cache_dir", lambda: cache)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model-00001-of-00001.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_no_card(model: Path) -> None:
+    assert find_card(model) is None and find_card(model / "config.json") is None
+
+
+def test_a_card_says_what_it_cost(model: Path) -> None:
+    write_card(card(model), model)
+    found = find_card(model)
+    assert found is not None and found.matches
+    assert found.line == "int4-rtn: KL 0.0123 (P99 0.2), top-1 flips 3.0%, perplexity 14.00 → 14.50, 2.00 → 0.60 GB"
+    page = (model / PAGE).read_text()
+    assert found.line in page and "| code | 510 |" in page and "| 14 q_proj | uint4-64 | rtn |" in page and "seed 7" in page
+
+
+@pytest.mark.parametrize("change", ["weights", "config", "more", "less"])
+def test_a_card_of_other_weights_is_no_card(model: Path, change: str, caplog: pytest.LogCaptureFixture) -> None:
+    write_card(card(model), model)
+    weights = model / "model-00001-of-00001.safetensors"
+    assert find_card(model).matches                      # type: ignore[union-attr]
+    {
+        "weights": lambda: weights.write_bytes(b"wEights"), "config": lambda: (model / "config.json").write_text('{"a": 1}'),
+        "more": lambda: (model / "other.safetensors").write_bytes(b""), "less": weights.unlink,
+    }[change]()
+    found = find_card(model)
+    assert found is not None and not found.matches and "does not belong to these weights" in found.line
+    assert cmd_serve.quality_line(EngineConfig.of(model=str(model))) == ""
+    assert "does not belong to these weights" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", json.dumps({"output": {"sha256": {}}})])
+def test_a_damaged_card_is_ignored(model: Path, content: str) -> None:
+    (model / CARD).write_text(content)
+    found = find_card(model)
+    assert found is not None and not found.matches and "cannot be read" in found.line
+
+
+def test_serve_prints_the_line(model: Path) -> None:
+    write_card(card(model), model)
+    assert cmd_serve.quality_line(EngineConfig.of(model=str(model))).startswith("int4-rtn: KL 0.0123")
+
+
+# ── --require-quality ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_limits_that_the_card_meets_or_not(model: Path) -> None:
+    config = EngineConfig.of(model=str(model))
+    with pytest.raises(ConfigError, match="it has no card"):
+        cmd_serve.quality_line(config, "kl:0.02")
+    write_card(card(model), model)
+    assert cmd_serve.quality_line(config, "kl:0.02,flips:4%,kl_p99:0.2,ppl:0.05")
+    for limits, said in (("kl:0.01", r"kl of the slice code is 0\.0123, the limit is 0\.01"), ("kl:1,ppl:1%", "ppl of the"),
+                         ("flips:2%", "flips of the slice code")):
+        with pytest.raises(ConfigError, match=said):
+            cmd_serve.quality_line(config, limits)
+    (model / "config.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="does not belong to these weights"):
+        cmd_serve.quality_line(config, "kl:1")
+
+
+def test_nan_meets_no_limit(model: Path) -> None:
+    made = card(model)
+    made["quality"]["slices"] = {"code": ROW, "prose": ROW | {"kl": float("nan")}}
+    write_card(made, model)
+    with pytest.raises(ConfigError, match="kl of the slice prose is nan"):
+        cmd_serve.quality_line(EngineConfig.of(model=str(model)), "kl:100")
+
+
+@pytest.mark.parametrize("words", ["kl", "kl:", "kl:x", "speed:1", "kl:-1", "kl:nan", ","])
+def test_words_that_are_no_limits(words: str) -> None:
+    with pytest.raises(ConfigError, match="is no limit of quality"):
+        parse_limits(words)
+
+
+def test_a_quantised_model_without_a_card_is_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantised("ct-w4a16", model.parent / "made")
+    assert cmd_serve.quality_line(EngineConfig.of(model=str(model.parent / "made/quantised"))) == ""
+    assert "(compressed-tensors) and have no card" in caplog.text
+    caplog.clear()
+    assert cmd_serve.quality_line(EngineConfig.of(model=str(model.parent / "made/plain"))) == "" and not caplog.text

@@ -1,0 +1,141 @@
+"""The embedded model from end to end, a GGUF file's tokenizer as Hugging Face files, and other readers of what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_models import SIZES
+from safetensors.torch import load_file
+from test_weights import save_gguf
+from tiny_models import load, save_checkpoint
+
+from ridgeline.errors import ModelError
+from ridgeline.evaluate.task import Task
+from ridgeline.models.gguf import GGUFFile
+from ridgeline.models.model_config import load_model_config
+from ridgeline.ops.quantised.codes import unpacked_codes
+from ridgeline.process import embedded
+from ridgeline.quant.format import SCALE, WEIGHT, ZERO
+from ridgeline.quantize.card import find_card
+from ridgeline.quantize.ct_writer import Linear, quantization_config
+from ridgeline.quantize.hf_files import gguf_config, write_tokenizer
+from ridgeline.quantize.plain_model import PlainModel
+from ridgeline.quantize.quantize_model import Job, quantize
+from ridgeline.quantize.recipes import RECIPES, read_recipe, stored_scales
+from ridgeline.quantize.rounding import rounded
+from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.vocabulary_gguf import gguf_vocabulary
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TEXTS = ("The capital of France is", "  x = 12345\n\tdef f(a):\n", "naïve – 日本語 🙂", "<|im_start|>user", "", " a")
+
+
+@pytest.mark.parametrize("name", ["llama-bpe-small", "llama-spm-small", "qwen2-small"])
+def test_a_gguf_tokenizer_as_hugging_face_files(name: str, tmp_path: Path) -> None:
+    path = GOLDEN / f"{name}.gguf"
+    with GGUFFile(path) as file:
+        write_tokenizer(gguf_vocabulary(file.metadata, path.name), tmp_path)
+    before, after = Tokenizer.load(path), Tokenizer.load(tmp_path)
+    for text in TEXTS:
+        for parse in (True, False):
+            ids = before.encode(text, parse_special=parse)
+            assert after.encode(text, parse_special=parse) == ids
+            assert after.decode(ids) == before.decode(ids)
+    assert after.bos_token_id == before.bos_token_id and after.chat_templates == before.chat_templates
+    assert after.token_pieces() == before.token_pieces()
+
+
+@pytest.mark.parametrize("recipe", [name for name, (_, method, _) in RECIPES.items() if method == "rtn"])
+def test_transformers_and_compressed_tensors_expand_the_same_weights(recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES)
+    out = tmp_path / "out"
+    quantize(Job(model=plain, recipe=read_recipe(recipe), out=out, show=False))
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=config)
+    ours = load(out)
+    for number, layer in enumerate(theirs.model.layers):
+        assert torch.equal(ours.layers[number].mlp.down.weight, layer.mlp.down_proj.weight)
+        attention = layer.self_attn
+        fused = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        assert torch.equal(ours.layers[number].attention.qkv.weight, fused)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(embedded.find() is None, reason="the embedded model is not on this machine")
+def test_the_embedded_model_from_end_to_end(tmp_path: Path) -> None:
+    path, out = embedded.require(), tmp_path / "out"
+    task = Task(slices=("prose",), context=64, tokens=128)
+    made = quantize(Job(model=path, recipe=read_recipe("fp8"), out=out, card=task, show=False))
+    found = find_card(out)
+    assert made is not None and found is not None and found.matches
+    assert made["quality"]["all"]["kl"] < 0.05 and made["quality"]["all"]["perplexity_ratio"] < 1.05
+    assert any("GGUF" in note for note in made["notes"])
+    before, after = load_model_config(path), load_model_config(out)
+    for name in ("vocab_size", "hidden_size", "num_layers", "tied", "ropes", "windows", "eos_token_ids", "dtype"):
+        assert getattr(before, name) == getattr(after, name), name
+    assert Tokenizer.load(out).encode(TEXTS[1]) == Tokenizer.load(path).encode(TEXTS[1])
+    assert json.loads((out / "quality.json").read_text()) == made
+
+
+@pytest.mark.parametrize("recipe", ["int4-rtn", "int4-rtn-asym", "w8a8", "fp8"])
+def test_codes_and_scales_are_those_of_compressed_tensors(recipe: str) -> None:
+    """What llm-compressor's round to nearest gives."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    format = read_recipe(recipe).choose("layers.0.q_proj", 192, 0, 1).format
+    assert format is not None and format.scales is not None
+    format = stored_scales(format, "float32")
+    weights = quantization_config([Linear("q_proj", 24, 192, 0, format, "rtn")], False, "")["config_groups"]["group_0"]["weights"]
+    args = QuantizationArgs(**weights)
+    values = torch.randn(24, 192, generator=torch.Generator().manual_seed(5))
+    parts = values if args.group_size is None else values.unflatten(1, (-1, args.group_size))
+    scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+    scale, zero = (each[:, None] if each.dim() == 1 else each for each in (scale, zero))
+    codes = theirs(values, scale, zero, args)
+    found = rounded(values, format)
+    assert torch.equal(found[SCALE].view(scale.shape), scale)
+    if format.grid == "uint4":
+        assert torch.equal(unpacked_codes("uint4", found[WEIGHT], None).float() - 8, codes.float())
+        assert ZERO not in found or torch.equal(found[ZERO] - 8, zero.float())
+    else:
+        assert torch.equal(found[WEIGHT].float(), codes.to(found[WEIGHT].dtype).float())
+
+
+@pytest.mark.parametrize(("name", "architecture", "rope"), [
+    ("smollm2", "llama", {}), ("qwen3", "qwen3", {}),
+    ("llama-bias", "llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0}),
+])
+def test_a_gguf_file_as_a_hugging_face_checkpoint(name: str, architecture: str, rope: dict[str, object], tmp_path: Path) -> None:
+    """The same tensors under the same names, and a config.json that says the same."""
+    plain = save_checkpoint(name, tmp_path / "plain")
+    file = save_gguf(plain, architecture, rope, {})
+    model = PlainModel(file)
+    expected = load_file(plain / "model.safetensors")
+    found = {each: model.read(each) for block in model.blocks for each in model.names(block)}
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[each], value) for each, value in expected.items())
+    with GGUFFile(file) as opened:
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made/config.json").write_text(json.dumps(gguf_config(model.config, opened)))
+    model.close()
+    before, after = load_model_config(plain), load_model_config(tmp_path / "made")
+    for field in ("family", "tied", "ropes", "windows", "qkv_bias", "output_bias", "mlp_bias"):
+        assert getattr(before, field) == getattr(after, field), field
+
+
+def test_a_gguf_file_that_config_json_cannot_describe_is_refused(tmp_path: Path) -> None:
+    scaled = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 24}
+    model = PlainModel(save_gguf(save_checkpoint("qwen2.5-yarn", tmp_path / "yarn"), "qwen2", scaled, {}))
+    with GGUFFile(model.path) as opened, pytest.raises(ModelError, match="rope scaling cannot be written"):
+        gguf_config(model.config, opened)
+    model.close()
+    with pytest.raises(ModelError, match="GGUF files of phi3 cannot be written"):
+        PlainModel(save_gguf(save_checkpoint("phi3", tmp_path / "phi3"), "phi3", {}, {}))
