@@ -120,7 +120,10 @@ def _describes(kind: type) -> bool:
 
 def _reader(kernel: Any, kinds: tuple[type, ...]) -> Callable[..., Any]:
     """A function of arguments of these types: (what a variant depends on, all pointers or-ed, the values to launch with)."""
-    tensors, numbers, counts, tiles = [], [], [], []
+    tensors: list[int] = []
+    numbers: list[int] = []
+    counts: list[int] = []
+    tiles: list[int] = []
     for place, (kind, parameter) in enumerate(zip(kinds, kernel.params, strict=False)):
         if kind in (Tensor, nn.Parameter):
             tensors.append(place)

@@ -42,7 +42,7 @@ def _case(name: str, tokens: int, inputs: int, outputs: int, group: int, kind: s
 
 
 PACKED_LINEAR_CASES = (
-    _case("one", 1, 128, 32, 128), _case("one-zeros", 1, 192, 48, 64, zero=True), _case("few-e2m1", 5, 96, 24, 32, "e2m1"),
+    _case("one", 1, 128, 32, 128), _case("odd-zeros", 1, 192, 48, 64, zero=True), _case("few-e2m1", 5, 96, 24, 32, "e2m1"),
     _case("few-16", 3, 48, 16, 16, "e2m1"), _case("many", 70, 640, 40, 128),
     Case("decode-1", {"tokens": 1, "inputs": 640, "outputs": 3072, "group": 128, "kind": "uint4", "zero": False, "bias": False},
          timed=True),
@@ -50,5 +50,5 @@ PACKED_LINEAR_CASES = (
 NORMED_PACKED_LINEAR_CASES = (
     Case("one", {"tokens": 1, "inputs": 128, "outputs": 32, "group": 64, "residual": True, "gate": None}),
     Case("one-gate", {"tokens": 1, "inputs": 128, "outputs": 16, "group": 32, "residual": True, "gate": "silu"}),
-    Case("few-gate", {"tokens": 3, "inputs": 256, "outputs": 24, "group": 128, "residual": False, "gate": "gelu_tanh"}),
+    Case("odd-gate", {"tokens": 3, "inputs": 256, "outputs": 24, "group": 128, "residual": False, "gate": "gelu_tanh"}),
 )

@@ -361,7 +361,10 @@ def test_the_check_reaches_what_only_long_and_many_rows_do() -> None:
 
 def test_what_was_reached_is_what_happened_since() -> None:
     options = SimpleNamespace(execution=SimpleNamespace(deterministic=False), model=SimpleNamespace(quantization="none"))
-    config = SimpleNamespace(max_num_batched_tokens=64, depth=1, kv_dtype="bfloat16", dtype="bfloat16", options=options)
+    model = SimpleNamespace(quantisation=None)
+    config = SimpleNamespace(
+        max_num_batched_tokens=64, depth=1, kv_dtype="bfloat16", dtype="bfloat16", options=options, model=model,
+    )
     runner = SimpleNamespace(forward=SimpleNamespace(replays=7), rows=SimpleNamespace(prefixes=[SimpleNamespace(steps=3)]))
     engine: Any = SimpleNamespace(config=config, runner=runner)
     heard = [quality.Heard(PARTS[0], [1] * 64, cached=0)]

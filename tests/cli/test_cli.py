@@ -97,8 +97,9 @@ def test_help_is_fast() -> None:
 
 
 COMMAND_NAMES = [
-    "serve", "route", "chat", "generate", "admin", "eval", "quantize", "plan", "diagnose", "pull", "list", "rm", "build", "completion",
-    "bench serve", "bench offline", "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle", "bench startup",
+    "serve", "route", "chat", "generate", "admin", "eval", "quantize", "plan", "diagnose", "pull", "list", "rm", "build",
+    "completion", "bench serve", "bench offline", "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle",
+    "bench startup",
     "bench soak", "bench loop", "bench kernel", "bench compare", "bench studies",
 ]
 

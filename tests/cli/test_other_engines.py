@@ -101,7 +101,6 @@ def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.
         ("--trust-remote-code", "Ridgeline never runs code from model directories"),
         ("--speculative-config {}", "there is no speculative decoding"),
         ("-pp 2", "-pp 2 is not supported: there is tensor parallelism only: use --tensor-parallel-size"),
-        ("--quantization int3", "quantization must be one of"),
         ("--revision main", "ridgeline pull NAME --revision REV"),
         ("--lora a.gguf", "merge the adapter"),
         ("-ctk q8_0", "use --kv-cache-dtype fp8"),

@@ -223,22 +223,22 @@ def test_without_the_temporary_folder_another_is_taken(monkeypatch: pytest.Monke
 
 
 def test_spare_files_are_free_while_they_are_lent() -> None:
-    def next_free() -> int:
-        read, write = os.pipe()
-        os.close(read)
-        os.close(write)
-        return psutil.Process().num_fds()
+    def held() -> int:
+        return len([os.fstat(kept) for kept in spare_files._kept])       # an error, if one were not open
 
-    before = next_free()
     spare_files.keep(5)
     try:
-        assert next_free() == before + 5
+        assert held() == 5
+        given = list(spare_files._kept)
         with spare_files.lent():
-            assert next_free() == before
+            assert held() == 0
+            with pytest.raises(OSError):
+                for kept in given:                       # others may have taken some of the numbers meanwhile, not all of them
+                    os.fstat(kept)
             with spare_files.lent():
                 pass
-            assert next_free() == before                 # the inner one has not taken them back
-        assert next_free() == before + 5
+            assert held() == 0                           # the inner one has not taken them back
+        assert held() == 5
     finally:
         spare_files.keep(0)
-    assert next_free() == before
+    assert held() == 0

@@ -203,7 +203,7 @@ def provoked() -> Iterator[tuple[str, Any]]:
             yield "/v1/messages", message | {field: value}
             yield "/v1/responses", {"input": SECRET, field: value}
     for value in WRONG:
-        yield "/v1/embeddings", {"input": SECRET, "dimensions": value or 8, "pooling": value}
+        yield "/v1/embeddings", {"input": SECRET, "dimensions": value or -8, "pooling": value}
         yield "/tokenize", {"prompt": SECRET, "messages": value}
         yield "/detokenize", {"tokens": value}
         yield "/v1/completions", text | {"model": value}
@@ -256,7 +256,7 @@ def test_what_was_refused_is_freed_without_the_garbage_collector(server: Scripte
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * size}]}),
         ("/v1/messages", {"model": "tiny", "messages": "x" * size}),
         ("/v1/responses", {"input": "a", "tools": ["x" * size]}),
-        ("/v1/embeddings", {"input": "x" * size, "dimensions": 8}),
+        ("/v1/embeddings", {"input": "x" * size, "dimensions": -8}),
         ("/tokenize", {"prompt": "x" * size}),
     ]
     with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60) as client:
@@ -285,7 +285,7 @@ def test_what_was_refused_is_freed_without_the_garbage_collector(server: Scripte
 # What is told to people or stored has the time of day; nothing is ever waited for or measured by it.
 TIME_OF_DAY = {
     "server/service.py", "server/api/generation.py", "server/http/gate.py", "server/api/openai/responses_answer.py",
-    "server/api/vllm/score.py",
+    "server/api/vllm/score.py", "server/api/openai/embeddings.py", "server/api/ollama/ollama_answers.py",
     "text/chat_template.py",
 }
 SPANS = {"server/observe/tracing.py"}            # a trace's times are of the day: what was measured, shifted when it is told

@@ -615,7 +615,7 @@ def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
     slots.limit = 8
     llm = SimpleNamespace(text_tokens=tokenised, get_tokenizer=tokenised, sampling_defaults={})
     service = SimpleNamespace(
-        llm=llm, slots=slots, name="tiny", tokenizer=None, check=lambda request: None,
+        llm=llm, slots=slots, name="tiny", tokenizer=None, check=lambda request: None, options=ServerOptions(),
     )
     for more in ({"suffix": "b"}, {"add_special_tokens": False}):
         body = json.dumps({"prompt": ["a"] * 9, **more}).encode()

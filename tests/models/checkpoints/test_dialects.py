@@ -26,7 +26,7 @@ from ridgeline.ops.quantised.expand import expand
 from ridgeline.quant.format import SCALE, WEIGHT, ZERO, per_row
 from ridgeline.quant.quantised import quantised_weight
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "quantised.safetensors"
+GOLDEN = Path(__file__).parents[2] / "golden" / "quantised.safetensors"
 MODULE = "model.layers.0.mlp.up_proj"
 
 
