@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ridgeline.distributed.comm import Communicator
@@ -151,15 +153,16 @@ class Calibration:
 
     def save(self, file: Path) -> None:
         part = file.with_suffix(".writing")
-        torch.save({"layer": self.layer, "streams": self.streams}, part)
+        save_file({f"{number:06d}": stream for number, stream in enumerate(self.streams)}, part, {"layer": str(self.layer)})
         part.replace(file)
 
     def load(self, file: Path) -> bool:
         """False: there is nothing to go on with."""
         if not file.is_file():
             return False
-        found = torch.load(file, weights_only=True)
-        self.layer, self.streams = found["layer"], found["streams"]
+        with safe_open(file, framework="pt") as found:
+            self.layer = int(found.metadata()["layer"])
+            self.streams = [found.get_tensor(name) for name in sorted(found.keys())]
         return True
 
 

@@ -25,7 +25,7 @@ _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$|^cuMemcpy(Dto|Hto)[HD](_v2)?$")
 PARTS = (
     ("communication", _COLLECTIVE.pattern),
     ("attention", r"attention|attn|flash|fmha|^(decode|prefill|prefix|prompt)_kernel"),
-    ("linears and head", r"gemm|gemv|fp8_rows|_expand_"),    # with a fused norm or activation, rows quantised, weights expanded
+    ("linears and head", r"gemm|gemv|fp8_rows|_expand_|_few_rows_"),
     ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
     ("norms", r"norm"),
     ("rotary and kv_write", r"rotary|rope|kv_write|write_kv|reshape_and_cache"),

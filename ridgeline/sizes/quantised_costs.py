@@ -27,7 +27,7 @@ def _case(name: str, tokens: int, inputs: int, outputs: int, grid: str, block: t
 
 
 QUANTISED_LINEAR_CASES = (
-    _case("fp8-block", 3, 300, 70, "e4m3", (32, 128)),
+    _case("odd-fp8-block", 3, 300, 70, "e4m3", (32, 128)),
     _case("int8-row", 1, 80, 40, "int8", (1, 0)),
     _case("int8-zero", 5, 96, 24, "int8", (1, 32), zero="code"),
     _case("uint4", 1, 128, 40, "uint4", (1, 32)),

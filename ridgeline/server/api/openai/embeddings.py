@@ -55,6 +55,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     HINTS: ClassVar[tuple[str, ...]] = ("user", "request_id", "mm_processor_kwargs")
 
     def check(self) -> None:
+        if self.dimensions is not None and self.dimensions < 1:
+            raise BadRequest(f"dimensions must be 1 or more, got {self.dimensions}", field="dimensions")
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise BadRequest("normalize and use_activation are two names of the same field; give one", field="normalize")
 
