@@ -25,7 +25,7 @@ COUNTS = ("rows", "outputs", "inputs", "x_row", "weight_row", "high_row", "scale
 
 
 @pytest.mark.parametrize(("name", "rows"), [
-    ("fp8-block", 16), ("uint4-zero", 64), ("q6", 16), ("nvfp4", 32), ("uint4-offset", 0),
+    ("odd-fp8-block", 16), ("uint4-zero", 64), ("q6", 16), ("nvfp4", 32), ("uint4-offset", 0),
 ])
 def test_for_an_h200(name: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """0 rows: the kernel that expands."""
