@@ -1,11 +1,11 @@
-"""Launches of Triton kernels at a fifth of Triton's own cost on the host.
+"""Launches of Triton kernels that cost the host little: a variant that Triton has chosen once is launched directly.
 
     kernel[grid](*tensors_and_numbers, CONSTANT=…, num_warps=…)
 
 is what callers write, and the first launch of a variant is Triton's: it specialises, compiles, loads. What it chose is kept
 under a key that holds everything its choice can depend on: dtypes, whether pointers are multiples of 16, whether numbers are 1
 or multiples of 16, the constants. Later launches with that key go to the variant's C launcher. Triton would bind and specialise
-each argument anew, and format the options as text: 50 us a launch on the host of an H200, of which a step has hundreds.
+each argument anew, and format the options as text, for each of a step's hundreds of launches.
 
 Whatever is not plain here takes Triton's way: pointers that are not aligned, arguments of other types, kernels that want
 scratch memory, launches that are only collected (compile_ahead.py), a Triton that looks different inside.
