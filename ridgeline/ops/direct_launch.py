@@ -8,12 +8,13 @@ or multiples of 16, the constants. Later launches with that key go to the varian
 each argument anew, and format the options as text, for each of a step's hundreds of launches.
 
 Whatever is not plain here takes Triton's way: pointers that are not aligned, arguments of other types, kernels that want
-scratch memory, launches that are only collected (compile_ahead.py), a Triton that looks different inside.
+scratch memory, launches that are only collected (compile_ahead.py), another Triton than 3.6.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 _ALIGN = 15                          # the bits that are 0 in a pointer to a multiple of 16 bytes
-_LARGEST = 2**31 - 1                 # larger integers are 64 bits wide in a kernel
+_LEAST, _LARGEST = -(2**31), 2**31 - 1               # other integers are 64 bits wide in a kernel
 _MOST_DESCRIPTORS = 8192             # TMA descriptors that are kept; a step of an 8B model has 200
 _wanted = True
 _collected: dict[int, set[Any]] = {} # threads whose launches are only collected: those that have been, by kernel and key
@@ -102,7 +103,7 @@ def _launch_by_triton(
         return
     compiled = kernel.run(*args, grid=grid, warmup=False, **constants)
     if key is not None and key not in kernel.variants_by_key:
-        kernel.variants_by_key[key] = _variant(kernel, compiled, args, constants)
+        kernel.variants_by_key[key] = _variant(kernel, compiled, grid, args, constants)
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -144,9 +145,9 @@ def _reader(kernel: Any, kinds: tuple[type, ...]) -> Callable[..., Any]:
             key.append(tensor.dtype)
         for place in numbers:
             number = args[place]
-            key.append((-_LARGEST <= number <= _LARGEST, number == 1, not number & _ALIGN))
+            key.append((_LEAST <= number <= _LARGEST, number == 1, not number & _ALIGN))
         for place in counts:
-            key.append(-_LARGEST <= args[place] <= _LARGEST)
+            key.append(_LEAST <= args[place] <= _LARGEST)
         for place in tiles:
             kept_as = getattr(args[place], "kept_as", None)
             pointers |= kept_as is None                  # made elsewhere: Triton's to read
@@ -161,9 +162,19 @@ def _reader(kernel: Any, kinds: tuple[type, ...]) -> Callable[..., Any]:
 _SLOW = ("a variant that Triton launches",)
 
 
-def _variant(kernel: Any, compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+@functools.cache
+def _knows_launchers() -> bool:
+    """The order of a C launcher's arguments is Triton's own affair, and another in later versions."""
+    return str(getattr(sys.modules.get("triton"), "__version__", "")).startswith("3.6.")
+
+
+def _variant(
+    kernel: Any, compiled: Any, grid: Any, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Any, ...]:
     """(C launcher, its arguments before the kernel's, descriptors' metadata by place, the constants)"""
     launcher: Any = getattr(compiled, "run", None)
+    if not _knows_launchers() or not isinstance(grid, tuple):
+        return _SLOW
     wanted = ("launch", "launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
     if not all(hasattr(launcher, name) for name in wanted):
         return _SLOW

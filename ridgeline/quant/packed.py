@@ -16,6 +16,7 @@ from ridgeline.ops.hopper import is_hopper
 from ridgeline.ops.linear import gemm_small
 from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
 from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, packs
+from ridgeline.quant.format import WeightFormat, has_kernels
 from ridgeline.quant.four_bits import FourBits, four_bits
 from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Norm
@@ -27,7 +28,7 @@ class Packed(Quantised):
         device: torch.device,
     ) -> None:
         super().create(linear, rows, columns, bias, padded, dtype, device)
-        linear.packed, linear.is_loaded = None, False
+        linear.packed, linear.is_loaded, linear.was_tried = None, False, False
 
     def finish(self, linear: nn.Module) -> None:
         linear.packed, linear.is_loaded = None, True
@@ -48,14 +49,15 @@ class Packed(Quantised):
             return None
         four = four_bits(linear.quantised)
         gated = set(linear.rows) == {"gate", "up"} and (four is None or four.order is None)
-        if four is None or not _holds(four, gated, linear.is_loaded):
+        if four is None or not (_holds(four, gated) if linear.is_loaded else _may_hold(four, gated, linear.format)):
             return None
         linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
         return four
 
     def _is_packed(self, linear: nn.Module) -> bool:
         """While kernels are collected, before the weights are loaded, whatever the codes are is packed once."""
-        if linear.packed is None and not linear.is_loaded and linear.weight.device.type == "cuda":
+        if not (linear.is_loaded or linear.was_tried) and linear.weight.device.type == "cuda":
+            linear.was_tried = True
             self._pack(linear)
         return linear.packed is not None
 
@@ -86,16 +88,24 @@ class Packed(Quantised):
         return (out if gate is None or packed.gated else gated_activation(out, gate)), stream
 
 
-def _holds(four: FourBits, gated: bool, is_loaded: bool) -> bool:
-    """Whether the layout keeps these numbers as they are; of those that are not loaded yet, whether it may."""
+def _may_hold(four: FourBits, gated: bool, format: WeightFormat) -> bool:
+    """Before the numbers are loaded: whether the layout has room for such a format."""
+    outputs, inputs = four.codes.shape[0], 2 * four.codes.shape[1]
+    fits = not inputs % four.scale.shape[1] and packs(outputs, inputs, inputs // four.scale.shape[1], gated)
+    return fits and has_kernels(format)
+
+
+def _holds(four: FourBits, gated: bool) -> bool:
+    """Whether the layout keeps these numbers as they are."""
     outputs, inputs = four.codes.shape[0], 2 * four.codes.shape[1]
     if inputs % four.scale.shape[1] or not packs(outputs, inputs, inputs // four.scale.shape[1], gated):
         return False
-    if not is_loaded:
-        return four.scale.element_size() == 2 or _exact(four.scale, torch.bfloat16)
     exact = any(_exact(four.scale, dtype) for dtype in (torch.bfloat16, torch.float16))
     zero = None if four.zero is None else four.zero.float()
-    return exact and (zero is None or (four.kind == "uint4" and torch.equal(zero, zero.round()) and _exact(zero, torch.float16)))
+    if zero is None or not exact:
+        return exact
+    # The kernels subtract 128 + zero, which 16 bits hold up to 256.
+    return four.kind == "uint4" and torch.equal(zero, zero.round()) and bool((zero.abs() < 128).all())
 
 
 def _exact(values: Tensor, dtype: torch.dtype) -> bool:

@@ -12,12 +12,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
 from ridgeline.server.api.openai.responses_continued import found
 from ridgeline.server.api.prepare import Job
-from ridgeline.server.endpoints import Generation
+from ridgeline.server.endpoints import BYTES_PER_VALUE, Generation, num_values
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
@@ -64,7 +65,8 @@ class Responses(Generation):
                 stream = await self._start(caller, job)
                 try:
                     writer.stored_as("in_progress")
-                    writer.body(await stream.complete())
+                    outputs = await stream.complete()
+                    await away_if_long(BYTES_PER_VALUE * num_values(outputs), lambda: writer.body(outputs))
                 finally:
                     self._end(job, stream)
             except asyncio.CancelledError:

@@ -70,8 +70,8 @@ def test_products_are_those_of_the_numbers(tmp_path: Path) -> None:
 def test_what_the_layout_would_round_is_left_alone() -> None:
     codes = torch.zeros(32, 64, dtype=torch.uint8)
     scale = torch.ones(32, 2)
-    assert _holds(FourBits("uint4", codes, scale, None, None, None), True, is_loaded=True)
-    assert _holds(FourBits("uint4", codes, scale, scale * 7, None, None), False, is_loaded=True)
-    assert not _holds(FourBits("uint4", codes, scale + 2**-20, None, None, None), False, is_loaded=True)
-    assert not _holds(FourBits("uint4", codes, scale, scale * 7.5, None, None), False, is_loaded=True)
-    assert not _holds(FourBits("uint4", codes, torch.ones(32, 3), None, None, None), False, is_loaded=True)
+    assert _holds(FourBits("uint4", codes, scale, None, None, None), True)
+    assert _holds(FourBits("uint4", codes, scale, scale * 7, None, None), False)
+    assert not _holds(FourBits("uint4", codes, scale + 2**-20, None, None, None), False)
+    assert not _holds(FourBits("uint4", codes, scale, scale * 7.5, None, None), False)
+    assert not _holds(FourBits("uint4", codes, torch.ones(32, 3), None, None, None), False)

@@ -50,6 +50,7 @@ class Launches:
         self.slow: list[Any] = []
         self.fast: list[tuple[Any, ...]] = []
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(direct_launch, "_knows_launchers", lambda: True)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
         parts = {"launch": lambda *args: self.fast.append(args), "launch_pdl": True, "launch_cooperative_grid": False,
                  "global_scratch_size": 0, "profile_scratch_size": 0}
@@ -181,6 +182,12 @@ def test_descriptors_are_encoded_once_for_each_address(monkeypatch: pytest.Monke
     assert encoded == [X.data_ptr(), Y.data_ptr()]
     assert launches(Descriptor(X, [8, 8], [8, 1], [8, 8]), Y) == "slow"      # not kept: its block may be any
     kept_descriptor.cache_clear()
+
+
+def test_another_triton_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(direct_launch, "_knows_launchers", lambda: False)
+    assert [launches(X, Y, 3, 32, 0.5) for _ in range(3)] == ["slow"] * 3
 
 
 def test_without_the_expected_parts_a_kernel_stays_as_it_is() -> None:

@@ -16,11 +16,12 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.messages import Request, StepPlan
+from ridgeline.runner.cuda_graphs import MOST_PADDING
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.start import graph_warmup
 from ridgeline.runner.start.graph_warmup import Rehearsal
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.sizes.graph_shapes import GraphShapes, Shape
+from ridgeline.sizes.graph_shapes import GraphShapes, Shape, decode_sizes
 
 ROWS, TOKENS, LONGEST = 20, 256, 200
 
@@ -79,7 +80,7 @@ def test_every_decode_and_every_single_prompt_comes_once(model: Path) -> None:
     shapes = GraphShapes(ROWS, TOKENS)
     assert shapes.decodes == [1, 2, 4, 8, 12, 16, 20] and shapes.prompt_tokens == [64, 128, 192, 256]
     # Likely sizes first; a prompt of 256 is too long.
-    wanted = [[1], [64], [128], [192], *([1] * size for size in (2, 4, 8, 16, 12, 20))]
+    wanted = [[1], [64], [128], *([1] * size for size in (2, 4, 8, 12, 16, 20)), [192]]
     assert [plan.num_tokens.tolist() for plan in seen.plans] == [counts for counts in wanted for _ in range(2)]
     kinds = [plan.added[0].params.temperature for plan in seen.plans]
     assert kinds == [0.0, 1.0] * len(wanted), "greedy, then sampled"
@@ -95,9 +96,17 @@ def test_what_has_come_by_itself_is_left_out(model: Path) -> None:
     seen.known |= {(Shape(0, 1, 128), True), (Shape(0, 1, 128), False)}                  # meanwhile
     rehearsal.go_on()
     assert [(plan.num_tokens.tolist(), plan.added[0].params.temperature) for plan in seen.plans] == [
-        ([1], 0.0), ([64], 1.0), ([192], 0.0),
+        ([1], 0.0), ([64], 1.0), ([1, 1], 0.0),
     ]
     core.close()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 20, 256, 300, 1024, 2000])
+def test_every_number_of_decodes_has_a_graph_of_little_more_at_the_start(rows: int) -> None:
+    sizes = decode_sizes(rows)
+    chosen = graph_warmup.covering(sizes)
+    assert chosen <= set(sizes) and len(chosen) <= 16
+    assert all(any(size <= each <= MOST_PADDING * size for each in chosen) for size in sizes)
 
 
 def test_before_ready_it_ends_when_the_time_is_over_and_goes_on_when_idle(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

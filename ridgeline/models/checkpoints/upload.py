@@ -6,6 +6,7 @@ what the page cache and the bus can give. Elsewhere than on a GPU a copy is a co
 
 from __future__ import annotations
 
+import ctypes
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,8 @@ class Upload:
             target.copy_(values)
             return
         self._start()
+        # Memory that the allocator has just given may still be read by what the device was told before.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for first in range(0, len(values), rows):
             here = slice(first, first + rows)
             self._jobs.append(self._pool.submit(self._copy_chunk, target[here], values[here]))
@@ -53,7 +56,7 @@ class Upload:
         for job in jobs:
             job.result()
         if jobs:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def __enter__(self) -> Upload:
         return self
@@ -74,9 +77,8 @@ class Upload:
         if self._threads is not None:
             return
         count = min(MOST_THREADS, max(1, platform.cpu_count() // 2))
-        self._threads = ThreadPoolExecutor(count, "upload", initializer=_one_thread)
+        self._threads = ThreadPoolExecutor(count, "upload")
         self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream())
         for _ in range(2 * count):                       # one is filled while the other is copied
             self._free.put((torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
 
@@ -86,16 +88,14 @@ class Upload:
         try:
             copied.synchronize()
             staged = buffer[: values.nbytes].view(values.dtype).view(values.shape)
-            staged.copy_(values)
+            values = values.contiguous()
+            # Without the interpreter's lock, and in this thread alone: torch would begin threads of its own for each of these.
+            ctypes.memmove(staged.data_ptr(), values.data_ptr(), values.nbytes)
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 target.copy_(staged, non_blocking=True)
                 copied.record()
         finally:
             self._free.put((buffer, copied))
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class FiniteChecks:

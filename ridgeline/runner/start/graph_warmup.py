@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ridgeline.process.log import get_logger
-from ridgeline.runner.cuda_graphs import GraphForward
+from ridgeline.runner.cuda_graphs import MOST_PADDING, GraphForward
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.start.kernel_steps import KernelStep, run_step
@@ -26,8 +26,16 @@ from ridgeline.sizes.graph_shapes import GraphShapes
 
 logger = get_logger("graphs")
 
-# Tokens of the steps that are captured first: every other one then fits into one that is half as large again at most.
-LIKELY = {1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512}
+COMMON = {1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512} # tokens of the steps that are captured first, and those of `covering`
+
+
+def covering(sizes: list[int]) -> set[int]:
+    """As few of these numbers of decodes as hold every other one with little padding (cuda_graphs.py lets them stand in)."""
+    found: set[int] = set()
+    for size in sorted(sizes):
+        if not any(size <= each <= MOST_PADDING * size for each in found):
+            found.add(max(each for each in sizes if each <= MOST_PADDING * size))
+    return found
 
 
 class Rehearsal:
@@ -38,8 +46,9 @@ class Rehearsal:
         self._shapes = GraphShapes(max_rows, max_step_tokens)
         decodes = [[1] * size for size in self._shapes.decodes if size <= max_step_tokens]
         prompts = [[size] for size in self._shapes.prompt_tokens if size < max_model_len]
-        likely = [step for step in (*prompts, *decodes[1:]) if sum(step) in LIKELY]
-        rest = [step for step in (*prompts, *decodes[1:]) if sum(step) not in LIKELY]
+        common = COMMON | covering([len(step) for step in decodes])
+        likely = [step for step in (*prompts, *decodes[1:]) if (len(step) if step[0] == 1 else step[0]) in common]
+        rest = [step for step in (*prompts, *decodes[1:]) if step not in likely]
         self._steps = self._unknown([decodes[0], *likely, *rest])
 
     def before_ready(self, seconds: float) -> int:

@@ -121,8 +121,11 @@ async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Job:
         return requests, checked_params(service, requests[0])
 
     requests, params = await away_if_long(len(body), work)
+    service.slots.check(len(requests) * params.n)
     job = await chat_job(service, requests[0], params, "chatcmpl-", ChatWriter, len(body))
-    job.prompts += [await prompt_tokens(service, each, len(body)) for each in requests[1:]]
+    for each in requests[1:]:
+        await asyncio.sleep(0)                           # short conversations are rendered here: others get a turn between them
+        job.prompts.append(await prompt_tokens(service, each, len(body)))
     return job
 
 

@@ -6,6 +6,7 @@ it is switched on. Structs in, plain data out; no ASGI.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +17,8 @@ from ridgeline.sampling_params import shown
 from ridgeline.server.api.generation import refuse
 
 NEVER = -100.0                       # the bias of a token that must not come
+MOST_BIASES = 4096
+MOST_BIAS, LONGEST_ID = 1e6, 10      # beyond these, a number is no bias and digits are no id
 NAMES = {
     "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs", "n": "n_cmpl",
     "structured_outputs.json": "json_schema", "structured_outputs.grammar": "grammar", "structured_outputs": "grammar",
@@ -125,18 +128,31 @@ class LlamaRequest(msgspec.Struct, kw_only=True):
         given = self.logit_bias
         pairs = list(given.items()) if isinstance(given, dict) else given or []
         made: dict[int, float] = {}
-        for pair in pairs:
+        if len(pairs) > MOST_BIASES:
+            raise BadRequest(f"logit_bias has {len(pairs)} entries; at most {MOST_BIASES} are possible", field="logit_bias")
+        for place, pair in enumerate(pairs):
             if not _is_bias(pair):
                 message = f"logit_bias must hold pairs of a token and a number, or false; got {shown(pair)}"
                 raise BadRequest(message, field="logit_bias")
             token, bias = str(pair[0]), NEVER if pair[1] is False else float(pair[1])
             made |= dict.fromkeys([int(token)] if token.isdecimal() else await tokenize(token, False), bias)
+            await _others_turn(place)
         return made
 
 
 def _is_bias(pair: Any) -> bool:
     is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
-    return is_pair and isinstance(pair[0], (int, str)) and isinstance(pair[1], (int, float))
+    if not is_pair or not isinstance(pair[0], (int, str)) or not isinstance(pair[1], (int, float)):
+        return False
+    is_id = isinstance(pair[0], int) or pair[0].isdecimal()
+    fits = len(pair[0]) <= LONGEST_ID if isinstance(pair[0], str) else abs(pair[0]) < 10**LONGEST_ID
+    return (fits or not is_id) and abs(pair[1]) < MOST_BIAS
+
+
+async def _others_turn(place: int) -> None:
+    """Short texts are tokenised on the event loop: other requests get a turn now and then."""
+    if place % 64 == 63:
+        await asyncio.sleep(0)
 
 
 def prompts(given: str | list[Any] | dict[str, Any]) -> list[Any]:
@@ -162,6 +178,7 @@ async def prompt_of(given: Any, tokenize: Tokenize) -> str | list[int]:
     ids: list[int] = []
     for place, each in enumerate(given):
         ids += [each] if isinstance(each, int) else await tokenize(each, place == 0)
+        await _others_turn(place)
     return ids
 
 

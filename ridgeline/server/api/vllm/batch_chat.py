@@ -15,7 +15,8 @@ class BatchChatRequest(ChatRequest, kw_only=True):
         super().check()
         if not self.messages or not all(self.messages):
             raise BadRequest("messages must be a list of conversations, each with at least one message", field="messages")
-        for name, wrong in (("stream", self.stream), ("tools", self.tools or self.functions), ("n", (self.n or 1) > 1)):
+        for name, wrong in (("stream", self.stream), ("tools", self.tools or self.functions), ("n", (self.n or 1) > 1),
+                            ("echo", self.echo)):
             if wrong:
                 raise BadRequest(f"{name} is not possible in a batch; send its conversations one by one", field=name)
 

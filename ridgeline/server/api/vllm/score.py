@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.engine.client.long_work import away
+from ridgeline.engine.client.long_work import away, away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import second_begins
 from ridgeline.engine.client.prompt_limits import PromptLimits
@@ -25,6 +25,8 @@ from ridgeline.server.api.openai.embeddings import EmbeddingUsage
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service
+
+BYTES_PER_TOKEN = 64                 # as much work as that of a body: the log-probabilities of a token are read
 
 
 class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -102,13 +104,15 @@ async def score(service: Service, caller: Caller, body: bytes) -> ScoreReply:
             outputs = await stream.complete()
         finally:
             stream.close()
-    data = [_scored(place, output, start) for place, (output, (_, start)) in enumerate(zip(outputs, pairs, strict=True))]
     used = sum(len(tokens) for tokens, _ in pairs)
+    data = await away_if_long(BYTES_PER_TOKEN * used, lambda: [
+        _scored(place, output, start) for place, (output, (_, start)) in enumerate(zip(outputs, pairs, strict=True))
+    ])
     return ScoreReply(f"score-{secrets.token_hex(12)}", int(time.time()), service.name, data, EmbeddingUsage(used, used))
 
 
 def _scored(place: int, output: RequestOutput, start: int) -> Score:
     assert output.prompt_logprobs is not None
-    at = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[start:]
+    at = ((output.prompt_token_ids[place], output.prompt_logprobs[place]) for place in range(start, len(output.prompt_token_ids)))
     found = [known[token] for token, known in at if known is not None]
     return Score(place, sum(finite(each.logprob) for each in found), len(found), all(each.rank == 1 for each in found))
