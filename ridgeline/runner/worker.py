@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ logger = get_logger("worker")
 
 # The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
 GPU_RUNTIME_BYTES = 760 * 2**20
-# A start captures CUDA graphs for so long; the rest is captured while the engine is idle.
+# Seconds that a start captures CUDA graphs; the rest is captured while the engine is idle.
 CAPTURE_SECONDS = 0.8
 _NEWS_SECONDS = 0.1                  # between two reports of how much is loaded
 
@@ -117,11 +118,13 @@ def _kernels_and_weights(
 ) -> None:
     """Collect the kernels to compile and load the weights. On a GPU both at once: launches that are only collected read no
     weight, and reading a checkpoint leaves the interpreter to others most of the time."""
-    device, told = rows.device, (0, 0)
+    device, told, failed = rows.device, (0, 0), threading.Event()
 
     def tell(done: int, total: int) -> None:
         nonlocal told
         told = done, total
+        if failed.is_set():
+            raise RuntimeError("the start has failed elsewhere: the rest is not loaded")
 
     def load(news: Progress | None, finish: bool) -> None:
         if device.type == "cuda":
@@ -135,12 +138,17 @@ def _kernels_and_weights(
         return
     with ThreadPoolExecutor(1, "weights") as thread:
         loading = thread.submit(load, tell, finish=False)
-        with phase("kernels"):
-            collect_kernels(ahead, config, model, rows, sampler, comm)
+        try:
+            with phase("kernels"):
+                collect_kernels(ahead, config, model, rows, sampler, comm)
+            with phase("weights"):
+                while not wait([loading], _NEWS_SECONDS).done:
+                    if progress is not None and told[1]:
+                        progress(*told)                  # from this thread: the link to the front end is its own
+        except BaseException:
+            failed.set()                                 # or leaving would wait for the whole checkpoint
+            raise
         with phase("weights"):
-            while not wait([loading], _NEWS_SECONDS).done:
-                if progress is not None and told[1]:
-                    progress(*told)                      # from this thread: the link to the front end is its own
             loading.result()
             if progress is not None:
                 progress(*told)
