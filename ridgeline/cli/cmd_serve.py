@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))        # until the server has its own handler
     config, options = engine_config(args), options_of(ServerOptions, args)
     require_model(config)
-    quality = quality_line(config, options.require_quality)
     keys = load_keys(options)
+    quality = quality_line(config, options.require_quality)
     supervision = Supervision(max_restarts=options.max_engine_restarts, silence=float(options.engine_timeout))
     llm = AsyncLLM(**config.flat(), supervision=supervision)
     require_authentication(options, keys)

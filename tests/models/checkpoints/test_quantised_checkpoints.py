@@ -4,6 +4,7 @@ expanded, whole or in shards."""
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ from ridgeline.quant.scheme import Scheme, Unquantised
 from ridgeline.resolve import DeviceFacts, resolve
 
 TOKENS = random_tokens(24)
+
+
+@pytest.fixture(autouse=True)
+def logs_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a test that has set up the command's own log."""
+    monkeypatch.setattr(logging.getLogger("ridgeline"), "propagate", True)
 
 
 def decoder(path: Path, packed: bool, dtype: torch.dtype = torch.float64, comm: Communicator | None = None) -> Decoder:

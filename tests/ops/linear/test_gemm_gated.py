@@ -42,7 +42,7 @@ def test_in_the_interpreter() -> None:
         return
     pytest.importorskip("triton")
     code = (
-        "import sys; sys.path.insert(0, 'tests/ops'); import test_gemm_gated as t; "
+        "import sys; sys.path.insert(0, 'tests/ops/linear'); import test_gemm_gated as t; "
         "t.gemm_gated.multiprocessors = lambda device: 3; t.check_odd_sizes()"
     )
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
