@@ -123,7 +123,7 @@ def test_parts_that_differ_are_kept_as_numbers_and_that_is_said(tmp_path: Path, 
     config["quantization_config"]["ignore"].append("re:.*k_proj$")
     (quantised / "config.json").write_text(json.dumps(config))
     formats = LinearFormats(load_model_config(quantised), "none", "cuda")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="ridgeline"):
         plain_scheme = schemes(formats, Unquantised())("layers.1.attention.qkv")
     assert isinstance(plain_scheme, Unquantised)
     assert "its parts are stored as uint4-32, none, uint4-32 and kept together as the model's dtype" in caplog.text
@@ -162,7 +162,7 @@ def test_scales_of_the_kv_cache_are_known_and_not_used(tmp_path: Path, caplog: p
         for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale"):
             tensors[f"model.layers.{layer}.{name}"] = torch.tensor([0.03])
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="ridgeline"):
         found = decoder(quantised, True).numbers()
     assert "6 scales of the KV cache in the checkpoint are not used" in caplog.text
     assert torch.equal(found["layers.1.mlp.down.weight"], decoder(plain, False).numbers()["layers.1.mlp.down.weight"])
