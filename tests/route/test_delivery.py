@@ -33,6 +33,17 @@ def routed(
     asyncio.run(run())
 
 
+async def held(router: Router, replica: FakeReplica) -> tuple[asyncio.Event, Any]:
+    """A stream that stops after its first word, and what lets it go on."""
+    hold = asyncio.Event()
+    replica.behaviours = [Behaviour(hold=hold)]
+    call = router.start(CHAT)
+    while call.text != "one ":
+        call.news.clear()
+        await call.news.wait()
+    return hold, call
+
+
 def first_of(router: Router) -> int:
     """The replica that round robin will take next."""
     return (router.fleet.choice._turn + 1) % len(router.fleet.replicas)
@@ -55,12 +66,7 @@ def test_a_stream_passes_and_its_usage_is_read_and_hidden() -> None:
 
 def test_events_are_passed_on_as_they_come() -> None:
     async def test(router: Router, replica: FakeReplica) -> None:
-        hold = asyncio.Event()
-        replica.behaviours = [Behaviour(hold=hold)]
-        call = router.start(CHAT)
-        while call.text != "one ":
-            call.news.clear()
-            await call.news.wait()
+        hold, call = await held(router, replica)
         load = router.fleet.replicas[0].load
         assert not call.task.done() and len(load.running) == 1 and not load.waiting
         hold.set()
@@ -246,12 +252,7 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
 
 def test_while_it_drains_open_streams_finish_and_new_requests_are_refused() -> None:
     async def test(router: Router, replica: FakeReplica) -> None:
-        hold = asyncio.Event()
-        replica.behaviours = [Behaviour(hold=hold)]
-        call = router.start(CHAT)
-        while call.text != "one ":
-            call.news.clear()
-            await call.news.wait()
+        hold, call = await held(router, replica)
         router.fleet.stopping = True
         refused = await router.ask(CHAT)
         assert refused.status == 503 and "retry-after" in refused.headers

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.graph_times import graph_microseconds
 from ridgeline.bench.lab.record import commit
 from ridgeline.ops.linear.fp8_rows import fp8_rows, fp8_rows_reference, gated_fp8_rows, normed_fp8_rows
 from ridgeline.ops.linear.gemm_ring import ring_gemm
@@ -49,26 +49,7 @@ PREDICTED = {
 
 
 def timed(work: Callable[[int], Any], copies: int) -> float:
-    """Microseconds of work(i), from a CUDA graph of all copies."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        for number in range(copies):
-            work(number)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for number in range(copies):
-                work(number)
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / copies * 1e3)
-    return statistics.median(times)
+    return graph_microseconds(work, copies, warm_ups=3, runs=12)
 
 
 class Weights:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.graph_times import graph_microseconds
 from ridgeline.bench.lab.record import commit
 from ridgeline.ops.linear.fp8_linear import fp8_linear, gated_rows, multiplied, normed_fp8_linear
 from ridgeline.ops.linear.fp8_rows import fp8_rows_reference
@@ -199,26 +199,7 @@ def checks(limit: float, wanted: list[str]) -> dict[str, Any]:
 
 
 def timed(work: Callable[[int], Any], copies: int) -> float:
-    """Microseconds of work(i), from a CUDA graph of all copies."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        for number in range(copies):
-            work(number)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for number in range(copies):
-                work(number)
-    for _ in range(2):
-        graph.replay()
-    times = []
-    for _ in range(9):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / copies * 1e3)
-    return statistics.median(times)
+    return graph_microseconds(work, copies, warm_ups=2, runs=9)
 
 
 class Weights:
