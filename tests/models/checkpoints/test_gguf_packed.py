@@ -52,6 +52,8 @@ def packed_decoder(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
         return chosen
 
     made = Decoder(config, Communicator(), dtype, "cpu", 32, scheme)
+    if dtype == torch.float32:
+        assert made.weight_bytes == weight_bytes(config, "float32", "cuda")      # as stored: a later layout may be padded
     load_weights(made, path, config)
     return made
 
@@ -76,8 +78,6 @@ def test_a_file_kept_packed_is_the_same_model(
         assert torch.equal(value, plain.numbers()[name]), name
     format = LinearFormats(config, "none", "cuda")("layers.0.attention.qkv").format
     assert (None if format is None else format.name) == kept
-    if not any(getattr(module, "packed", None) is not None for module in packed.modules()):      # its layout is padded
-        assert packed.weight_bytes == weight_bytes(config, "float32", "cuda")
     assert isinstance(packed.head.scheme, Quantised) != tied
 
 
@@ -104,5 +104,3 @@ def test_types_of_two_levels_are_widened_exactly(tmp_path: Path) -> None:
     assert {packed.layers[0].attention.output.format.grid, packed.layers[0].mlp.down.format.grid} == {"q5", "q6"}
     for name, value in packed.numbers().items():
         assert torch.equal(value, plain.numbers()[name]), name
-    if not any(getattr(module, "packed", None) is not None for module in packed.modules()):      # its layout is padded
-        assert packed.weight_bytes == weight_bytes(config, "float32", "cuda")
