@@ -17,7 +17,7 @@ from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
 from ridgeline.server.api.openai.responses_continued import found
-from ridgeline.server.api.prepare import Job
+from ridgeline.server.api.prepared import Job
 from ridgeline.server.endpoints import BYTES_PER_VALUE, Generation, num_values
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import caller_of

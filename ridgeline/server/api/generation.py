@@ -187,6 +187,17 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
                 raise BadRequest(message, field="structured_outputs")
         return structured_outputs(name, **fields)
 
+    def forget_grammar(self) -> None:
+        """Free it: the sampling parameters hold it. Which field has set it stays known."""
+        for kind, nothing in (("json", ""), ("regex", ""), ("choice", []), ("grammar", "")):
+            if getattr(self, f"guided_{kind}") is not None:
+                setattr(self, f"guided_{kind}", nothing)
+        if self.structured_outputs is not None:
+            self.structured_outputs = {}
+        if self.response_format is not None:
+            sets_one = self.response_format.get("type") != "text"
+            self.response_format = {"type": "json_object"} if sets_one else None
+
     @contextmanager
     def naming_its_grammar(self) -> Iterator[None]:
         """The engine calls every grammar structured_outputs; errors name the field that this request has."""
