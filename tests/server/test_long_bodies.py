@@ -1,4 +1,4 @@
-"""Bodies that are read in a process of their own: the same answers, errors and stored conversations as in the server's process."""
+"""Bodies read in a process of their own: the same answers, errors and stored conversations as in the server's process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,23 @@ from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseSto
 from ridgeline.server.body_process import LentResponses, settings_of
 from ridgeline.server.body_work import RESULTS
 from ridgeline.server.http.stream import Body, HeldBodies
-from ridgeline.server.long_bodies import MANY_PARTS, BodyReader, LongBodies, Made, Recalled, Wanted, error_of, failure_of, is_long
+from ridgeline.server.long_bodies import (
+    MANY_PARTS,
+    BodyReader,
+    LongBodies,
+    Made,
+    Recalled,
+    Wanted,
+    error_of,
+    failure_of,
+    is_long,
+)
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import ModelNotFound
 
 TURN = [{"role": "user", "content": "a"}]
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}}
+LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+TOOL = {"type": "function", "function": LOOK}
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 
 # Of every endpoint that reads a body: answered and refused.
@@ -37,7 +48,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": TURN}),
     ("/v1/chat/completions", {"messages": TURN, "stream": True, "stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", {"messages": TURN, "tools": [TOOL], "logit_bias": {"5": 1.5}, "seed": 7, "return_token_ids": True}),
-    ("/v1/chat/completions", {"messages": TURN, "functions": [TOOL["function"]], "function_call": {"name": "look"}}),
+    ("/v1/chat/completions", {"messages": TURN, "functions": [LOOK], "function_call": {"name": "look"}}),
     ("/v1/chat/completions", {"messages": TURN, "response_format": FORM}),
     ("/v1/chat/completions", {"messages": [*TURN, {"role": "assistant", "content": "so"}], "echo": True,
                               "add_generation_prompt": False, "continue_final_message": True}),
@@ -45,7 +56,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": TURN, "model": "other"}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 5000}]}),
     ("/v1/chat/completions", {"messages": TURN, "chat_template_kwargs": {"x": 2**70}}),
-    ("/v1/chat/completions", {"messages": TURN, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}),
+    ("/v1/chat/completions", {"messages": TURN, "guided_regex": "("}),
     ("/v1/chat/completions/batch", {"messages": [TURN, TURN]}),
     ("/v1/completions", {"prompt": "some text", "echo": True, "max_tokens": 4, "logprobs": 1}),
     ("/v1/completions", {"prompt": ["one", "two"], "n": 2}),
@@ -101,12 +112,16 @@ def child_of(server: ScriptedServer) -> Any:
     return reader._child
 
 
+_VARYING = re.compile(
+    r'(_|-|"id": ?")[0-9a-f]{24}|"(created|created_at|completed_at|[a-z_]*duration|[a-z_]*_ms)": ?[^,}]*|"timings":\{[^}]*\}'
+)
+
+
 def said(server: ScriptedServer, path: str, body: dict[str, Any]) -> tuple[int, str, list[Any]]:
     """(status, text without what differs from call to call, what the engine got)."""
     before = len(server.llm.prompts)
     answer = httpx.post(server.url + path, json=body, timeout=120)
-    text = re.sub(r'(_|-|"id": ?")[0-9a-f]{24}|"(created|created_at|completed_at|[a-z_]*duration|[a-z_]*_ms)": ?[^,}]*|"timings":\{[^}]*\}',
-                  "", answer.text)
+    text = _VARYING.sub("", answer.text)
     return answer.status_code, text, [*zip(server.llm.prompts[before:], map(str, server.llm.params[before:]), strict=True)]
 
 

@@ -20,13 +20,14 @@ from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.anthropic import messages_api as anthropic
-from ridgeline.server.api.generation import FIT, GenerationRequest, forget
+from ridgeline.server.api.generation import FIT, GenerationRequest
 from ridgeline.server.api.openai import responses_answer
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest, middle_marks
 from ridgeline.server.api.openai.responses_continued import Continued, recalled_bytes
 from ridgeline.server.api.openai.responses_request import ResponsesRequest
 from ridgeline.server.api.prepared import ChatForm, CompletionForm, MessagesForm, Prepared, ResponsesForm
+from ridgeline.server.api.request_checks import forget
 from ridgeline.server.api.vllm.batch_chat import BatchChatRequest
 from ridgeline.server.api.vllm.tokenize import (
     DetokenizeReply,

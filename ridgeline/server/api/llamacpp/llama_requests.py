@@ -14,7 +14,7 @@ import msgspec
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import shown
-from ridgeline.server.api.generation import forget, refuse
+from ridgeline.server.api.request_checks import forget, refuse
 
 NEVER = -100.0                       # the bias of a token that must not come
 MOST_BIASES = 4096
