@@ -50,7 +50,7 @@ class Responses(Generation):
         writer = job.writer
         assert isinstance(writer, ResponsesWriter)
         with ExitStack() as places:
-            places.enter_context(self._service.slots.taking(len(job.prompts) * job.params.n))
+            places.enter_context(self._service.slots.taking(len(job.prompts) * job.params.n, already=1, goes_on=True))
             body = writer.stored_as("queued")
             if body is None:
                 raise Unsupported("background needs a place in the store of responses, and there is none", field="background")

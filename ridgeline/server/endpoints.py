@@ -18,11 +18,11 @@ from ridgeline.engine.client.answer_stream import AnswerStream, Batch
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, RequestError
 from ridgeline.server.api.dialects import CHAT, Dialect
 from ridgeline.server.api.prepared import Job, Prepared
 from ridgeline.server.http.body import field_names
-from ridgeline.server.http.failures import describe
+from ridgeline.server.http.failures import as_requested, describe
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
@@ -239,7 +239,10 @@ class Invocations(Endpoint):
         chosen = next((endpoint for name, endpoint in self._endpoints.items() if name in given), None)
         if chosen is None:
             raise BadRequest(f"the body needs one of {', '.join(self._endpoints)}, which says what kind of request it is")
-        await chosen._answer(scope, body, send)
+        try:
+            await chosen._answer(scope, body, send)
+        except RequestError as error:
+            raise as_requested(error, chosen._prompt_field, chosen._dialect.names) from None
 
 
 # A browser sends one of these with every request of a page.
