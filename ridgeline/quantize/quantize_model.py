@@ -27,7 +27,7 @@ from ridgeline.quantize.calibration import Calibration, calibration_passages, ca
 from ridgeline.quantize.ct_writer import Linear, quantization_config
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.plain_model import PlainModel
-from ridgeline.quantize.recipes import QuantizeRecipe
+from ridgeline.quantize.recipes import READ_TEXT, QuantizeRecipe
 from ridgeline.quantize.workspace import Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def _run(job: Job, model: PlainModel, calibration: Calibration | None) -> dict[s
 
 
 def _calibration(job: Job, model: PlainModel, linears: list[Linear]) -> Calibration | None:
-    if not any(linear.method == "gptq" for linear in linears if linear.format is not None):
+    if not any(linear.method in READ_TEXT for linear in linears if linear.format is not None):
         return None
     return Calibration(model, calibration_passages(job.text, Tokenizer.load(job.model), job.tokens, job.seed))
 
