@@ -173,6 +173,14 @@ class Calibration:
         self._fill(decoder, weights)
         return self._forward(decoder, self.groups[0], self.streams[0].clone()) - self.streams[0]
 
+    @torch.inference_mode()
+    def through(self, streams: list[Tensor], weights: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """Other hidden states through the current layer; `weights`: other ones than the last that were used."""
+        decoder = self._decoder(self.layer)
+        if weights is not None:
+            self._fill(decoder, weights)
+        return [self._forward(decoder, group, stream.clone()) for group, stream in zip(self.groups, streams, strict=True)]
+
     def rows(self, names: Iterable[str]) -> dict[str, Rows]:
         """Where the current layer's tensors hold each piece of a decoder of one layer."""
         pieces = model_pieces(self._decoder(self.layer))

@@ -20,6 +20,7 @@ METHODS = ("rtn", "gptq", "awq", "smoothquant")
 SPARSE = ("magnitude", "wanda", "sparsegpt")                             # methods of 2:4
 READ_TEXT = ("gptq", "awq", "smoothquant", "wanda", "sparsegpt")         # methods that need calibration text
 HEAD = "lm_head"
+AUTO = "auto"                        # formats by linear, the fewest bytes that meet limits of quality (auto_search.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +132,31 @@ def read_recipe(
     for option, number in (("--keep-first", keep_first), ("--keep-last", keep_last)):
         if number < 0:
             raise ConfigError(f"{option} must be at least 0, got {number}")
+    if given == AUTO:
+        if group is not None:
+            raise ConfigError(f"--group cannot be given with {AUTO}, which chooses it")
+        return QuantizeRecipe(AUTO, (), keep, keep_first, keep_last)
     if given in RECIPES:
         rules: tuple[Rule, ...] = (_named("", given),)
     elif Path(given).suffix in (".yaml", ".yml", ".json"):
         rules = tuple(_rule(str(pattern), entry, given) for pattern, entry in _read_file(given).items())
         given = Path(given).name
     else:
-        raise ConfigError(f"there is no recipe {given!r}; there are {', '.join(RECIPES)}, or give a .yaml file")
+        raise ConfigError(f"there is no recipe {given!r}; there are {', '.join(RECIPES)}, {AUTO}, or give a .yaml file")
     if group is not None:
         if not any(rule.format is not None and rule.format.grid == "uint4" for rule in rules):
             raise ConfigError(f"--group changes 4-bit integers; {given} has none")
         rules = tuple(replace(rule, group=_group(group, "--group")) for rule in rules)
     return QuantizeRecipe(given, rules, keep, keep_first, keep_last)
+
+
+def exact_recipe(name: str, rules: Mapping[str, Rule | None], base: QuantizeRecipe) -> QuantizeRecipe:
+    """A rule for each module by its whole name; None: it keeps its dtype."""
+    found = tuple(
+        Rule(f"^{re.escape(module)}$", None) if rule is None else replace(rule, pattern=f"^{re.escape(module)}$")
+        for module, rule in rules.items()
+    )
+    return QuantizeRecipe(name, found, base.keep, base.keep_first, base.keep_last)
 
 
 def _named(pattern: str, name: str) -> Rule:
