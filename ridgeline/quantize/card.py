@@ -82,13 +82,15 @@ def require_quality(found: CardFound | None, limits: dict[str, float], model: st
     if found is None or not found.matches:
         why = "it has no card" if found is None else found.line
         raise ConfigError(f"--require-quality: {model}: {why}; `ridgeline quantize` makes one")
+    require_limits(found.card, limits, f"--require-quality: {model}")
+
+
+def require_limits(card: dict[str, Any], limits: dict[str, float], where: str) -> None:
     for name, limit in limits.items():
-        for part, row in found.card["quality"]["slices"].items():
+        for part, row in card["quality"]["slices"].items():
             value = LIMITS[name](row)
             if not value <= limit:
-                raise ConfigError(
-                    f"--require-quality: {model}: {name} of the slice {part} is {value:.4g}, the limit is {limit:g}"
-                )
+                raise ConfigError(f"{where}: {name} of the slice {part} is {value:.4g}, the limit is {limit:g}")
 
 
 def _has(file: Path, expected: str) -> bool:
