@@ -16,7 +16,7 @@ from typing import Any
 from ridgeline.errors import ConfigError
 from ridgeline.process import integrity, platform
 
-CARD, PAGE = "quality.json", "QUALITY.md"
+CARD, PAGE, PLOTS = "quality.json", "QUALITY.md", "quality.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,9 @@ def page(card: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_card(card: dict[str, Any], folder: Path) -> None:
+def write_card(card: dict[str, Any], folder: Path, plots: str = "") -> None:
+    """`plots`: the page of card_page.py."""
+    if plots:
+        (folder / PLOTS).write_text(plots, encoding="utf-8")
     (folder / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / PAGE).write_text(page(card), encoding="utf-8")
