@@ -14,7 +14,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.slices import SLICES
 from ridgeline.evaluate.task import Task
-from ridgeline.quantize.card import PAGE, parse_limits, summary_line
+from ridgeline.quantize.card import PAGE, PLOTS, parse_limits, summary_line
 from ridgeline.quantize.recipes import AUTO, RECIPES, read_recipe
 from ridgeline.resolve import model_path
 
@@ -57,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                           help="a text to measure on (default: half of pydoc_data.topics)")
     measured.add_argument("--card-tokens", type=int, default=CARD_TOKENS, metavar="N",
                           help="approximate number of tokens per slice (default: %(default)s)")
+    measured.add_argument("--card-needle", type=int, nargs="+", default=[], metavar="N",
+                          help="also hide a number in texts of N tokens, and count how often it is found")
     measured.add_argument("--json", action="store_true", help="print the card as JSON")
 
 
@@ -75,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     require_model(config)
     path = model_path(config)
     task = None if args.no_card else Task(
-        text=args.card_text, slices=tuple(SLICES), context=CARD_CONTEXT, tokens=args.card_tokens, seed=args.seed
+        text=args.card_text, slices=tuple(SLICES), context=CARD_CONTEXT, tokens=args.card_tokens, seed=args.seed,
+        needle=tuple(args.card_needle),
     )
     # This imports torch: errors in the command line are reported before.
     maker = importlib.import_module("ridgeline.quantize.quantize_model")
@@ -90,6 +93,6 @@ def run(args: argparse.Namespace) -> int:
     if made is not None:
         print(f"quality: {summary_line(made)}")
         print("not quantised: " + "; ".join(made["not_quantised"]))
-        print(f"card: {args.folder}/{PAGE}")
+        print(f"card: {args.folder}/{PAGE}, with plots {args.folder}/{PLOTS}")
     print(f"serve it: ridgeline serve {args.folder}")
     return 0

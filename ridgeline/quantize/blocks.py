@@ -40,7 +40,9 @@ def write_blocks(
         for place in left:
             tick(place, space.blocks)
             block = model.blocks[place]
-            space.write(place, _block(model, by_name, block, calibration))
+            tensors, errors = _block(model, by_name, block, calibration)
+            space.add_errors(errors)
+            space.write(place, tensors)
             if calibration is not None and block != OUTSIDE:
                 calibration.save(space.folder / STREAM)
         tick(space.blocks, space.blocks)
@@ -50,12 +52,14 @@ def write_blocks(
 @torch.inference_mode()
 def _block(
     model: PlainModel, by_name: dict[str, Linear], block: int, calibration: Calibration | None
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What is written, and by module the error of its weights as a share of their size."""
     values = {name: model.read(name) for name in model.names(block)}
     dtypes = {name: tensor.dtype for name, tensor in values.items()}
     runs = calibration if block != OUTSIDE else None
     rounding = _Rounding(runs, {name: by_name[name] for name in values if name in by_name}, values)
     found: dict[str, Tensor] = {}
+    errors: dict[str, float] = {}
     for name in list(values):
         linear = by_name.get(name)
         if linear is None:
@@ -67,11 +71,14 @@ def _block(
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
         found |= stored_tensors(linear, codes)
+        numbers = expanded(codes, linear.format, linear.inputs) if linear.quantised else codes[WEIGHT]
+        wide = values[name].float()
+        errors[linear.module] = float((numbers.float() - wide).norm() / wide.norm().clamp_min(1e-30))
         if runs is not None:
-            values[name] = expanded(codes, linear.format, linear.inputs) if linear.quantised else codes[WEIGHT]
+            values[name] = numbers
     if runs is not None:
         runs.move_on(values)
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+    return {name: tensor.contiguous() for name, tensor in found.items()}, errors
 
 
 class _Rounding:

@@ -16,7 +16,7 @@ from typing import Any
 from ridgeline.errors import ConfigError
 from ridgeline.process import integrity, platform
 
-CARD, PAGE = "quality.json", "QUALITY.md"
+CARD, PAGE, PLOTS = "quality.json", "QUALITY.md", "quality.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,28 @@ def require_limits(card: dict[str, Any], limits: dict[str, float], where: str) -
                 raise ConfigError(f"{where}: {name} of the slice {part} is {value:.4g}, the limit is {limit:g}")
 
 
+# A format's name on a card -> as `ridgeline plan` calls it.
+PLANNED = {
+    "e4m3-row": "fp8", "e4m3-128x128": "fp8-block", "int8-row": "int8", "uint4": "int4", "e2m1-32": "mxfp4", "e2m1-16": "fp4",
+    "bf16 2:4": "2:4",
+}
+
+
+def planned_kl(file: Path) -> tuple[str, float]:
+    """(format as `ridgeline plan` calls it, mean KL) of a card."""
+    try:
+        card = json.loads(file.read_text(encoding="utf-8"))
+        names = {str(row["format"]).partition(",")[0] for row in card["linears"]}
+        formats = {PLANNED.get(name) or PLANNED.get(name.partition("-")[0]) for name in names}
+        kl = float(card["quality"]["all"]["kl"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is no card of ridgeline quantize ({type(error).__name__})") from None
+    format = formats.pop() if len(formats) == 1 else None
+    if format is None:
+        raise ConfigError(f"{file}: a card of {' and '.join(sorted(names))} is of no one format that plan knows")
+    return format, kl
+
+
 def _has(file: Path, expected: str) -> bool:
     return integrity.has_hash(file, expected, _remembered(file.parent))
 
@@ -144,6 +166,9 @@ def page(card: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_card(card: dict[str, Any], folder: Path) -> None:
+def write_card(card: dict[str, Any], folder: Path, plots: str = "") -> None:
+    """`plots`: the page of card_page.py."""
+    if plots:
+        (folder / PLOTS).write_text(plots, encoding="utf-8")
     (folder / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / PAGE).write_text(page(card), encoding="utf-8")

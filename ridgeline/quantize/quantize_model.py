@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.bench.lab.record import commit
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.evaluation import evaluate, slice_texts
 from ridgeline.evaluate.task import EMBEDDED, Task
@@ -32,6 +33,7 @@ from ridgeline.quantize.calibration import (
     calibration_text,
     halves,
 )
+from ridgeline.quantize.card_page import page as card_page
 from ridgeline.quantize.ct_writer import Linear, quantization_config
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.plain_model import PlainModel
@@ -80,7 +82,8 @@ def _quantize(job: Job) -> dict[str, Any] | None:
         if job.card is not None:
             made = make_card(job, model, linears, space.folder)
             made["calibration"] = None if calibration is None else _calibration_facts(job, calibration)
-            card.write_card(made, space.folder)
+            made["errors"] = space.errors()
+            card.write_card(made, space.folder, card_page(made))
             if job.limits and job.recipe.name != AUTO:
                 card.require_limits(made, job.limits, f"{space.folder} is complete but for its name")
         space.finish()
@@ -190,7 +193,8 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
         judged.write_text(halves()[1], encoding="utf-8")
         task = replace(task, text=str(judged))
     found = evaluate({"model": str(folder)}, task, reference=given, show=job.show)
-    quality = {name: found[name] for name in ("slices", "all", "by_position", "worst_decile", "texts", "context", "overlap")}
+    parts = ("slices", "all", "by_position", "worst_decile", "texts", "context", "overlap", "needle")
+    quality = {name: found[name] for name in parts if name in found}
     quality["all"]["perplexity"] = quality["all"]["reference_perplexity"] * quality["all"]["perplexity_ratio"]
     files = model.files()
     return {
@@ -203,11 +207,16 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
             "output_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         },
         "notes": _notes(model, linears),
+        "machine": {"commit": commit(), "system": python_platform.machine(), "gpu": _gpu()},
         "versions": {"ridgeline": __version__, "python": python_platform.python_version()}
         | {package: version(package) for package in ("torch", "safetensors", "tokenizers", "numpy")},
         "input": {"model": job.model.name, "dtype": model.config.dtype, "sha256": card.hashes(files)},
         "output": {"sha256": card.hashes(card.output_files(folder))},
     }
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def _notes(model: PlainModel, linears: list[Linear]) -> list[str]:

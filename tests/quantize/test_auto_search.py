@@ -132,7 +132,9 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return made | {"recipe": job.recipe.as_data(), "model": job.name, "output": {"sha256": hashes(output_files(folder))}}
 
     monkeypatch.setattr(quantize_model, "make_card", judged)
-    monkeypatch.setattr(quantize_model.card, "write_card", lambda made, folder: (folder / CARD).write_text(json.dumps(made)))
+    monkeypatch.setattr(quantize_model, "card_page", lambda made: "")
+    monkeypatch.setattr(quantize_model.card, "write_card",
+                        lambda made, folder, plots: (folder / CARD).write_text(json.dumps(made)))
     monkeypatch.setattr(quantize_model.card, "summary_line", lambda made: "")
     job = Job(model=plain, recipe=AUTO, out=tmp_path / "out", card=Task(), limits={"kl": 0.01}, show=False)
     made = quantize(job)
