@@ -46,6 +46,7 @@ class Service:
     bodies: HeldBodies = field(default_factory=HeldBodies)
     reader: BodyReader = field(default_factory=BodyReader)
     tracing: NoTracing = field(default_factory=NoTracing)
+    quality: str = ""                # of quantised weights, from their card
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     stored: ResponseStore = field(init=False)
