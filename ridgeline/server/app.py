@@ -140,7 +140,7 @@ def _pages(service: Service) -> list[Route]:
 
     async def roofline(request: Request) -> Response:
         seconds = roofline_endpoint.window_seconds(request.query_params.get("seconds"))
-        return json_response(roofline_endpoint.document(llm, service.name, service.state, seconds))
+        return json_response(roofline_endpoint.document(llm, service.name, service.state, seconds, service.quality))
 
     async def page(request: Request) -> Response:
         return dashboard.page()

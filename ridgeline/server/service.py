@@ -44,6 +44,7 @@ class Service:
     slots: Slots = field(default_factory=Slots)
     bodies: HeldBodies = field(default_factory=HeldBodies)
     tracing: NoTracing = field(default_factory=NoTracing)
+    quality: str = ""                # of quantised weights, from their card
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     stored: ResponseStore = field(init=False)

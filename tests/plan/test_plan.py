@@ -991,6 +991,11 @@ def test_slo_words() -> None:
     assert parse_slo("ttft:500,tpot:50") == Slo(0.5, 0.05)
     assert parse_slo("tpot:20") == Slo(math.inf, 0.02)
     assert parse_kl("2:4:0.5,kv-fp8:0.001") == {"2:4": 0.5, "kv-fp8": 0.001}
+    cards = Path(__file__).parents[2] / "benchmarks/cards"
+    found = parse_kl(f"{cards}/smollm2-135m-int4-gptq.json,{cards}/smollm2-135m-fp8.json,kv-fp8:0.001")
+    assert list(found) == ["int4", "fp8", "kv-fp8"] and found["int4"] > found["fp8"] > found["kv-fp8"]
+    with pytest.raises(ConfigError, match="is no card"):
+        parse_kl(f"{cards.parent}/none.json")
 
 
 def test_planning_needs_no_torch() -> None:

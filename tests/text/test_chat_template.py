@@ -419,18 +419,32 @@ def short_fuse() -> Iterator[TemplateProcess]:
 def test_bombs_are_refused_soon_and_small(
     name: str, short_fuse: TemplateProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By limits of CPU time and memory of its process; the default one is a quarter of a second above a second."""
+    assert TemplateProcess().seconds == 1.25
     monkeypatch.setattr(chat_template, "_process", short_fuse)
+    monkeypatch.setattr(chat_template, "_WAIT_SECONDS", 60.0)            # on a busy machine
     rendered("warm")
     assert short_fuse._child is not None
     child = short_fuse._child.process
-    peak, used = Watcher(child.pid), cpu_meter(child)
-    ours = psutil.Process().memory_info().rss
+    peak, ours = Watcher(child.pid), psutil.Process().memory_info().rss
     with pytest.raises(BadRequest) as refusal:
         rendered(BOMBS[name])
-    assert used() < 1
     assert peak.growth() < MEMORY_BYTES and psutil.Process().memory_info().rss - ours < 32 << 20
     assert str(refusal.value).startswith("the chat template ") and "\n" not in str(refusal.value)
     assert rendered("{{ messages[0].content }}") == "hello"      # the next one is served as if nothing had been
+
+
+@pytest.mark.slow                                        # it measures CPU time
+@pytest.mark.reliability("S-08")
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_take_little_cpu_time(name: str, short_fuse: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_process", short_fuse)
+    rendered("warm")
+    assert short_fuse._child is not None
+    used = cpu_meter(short_fuse._child.process)
+    with pytest.raises(BadRequest):
+        rendered(BOMBS[name])
+    assert used() < 1
 
 
 def cpu_meter(child: subprocess.Popen[bytes]) -> Callable[[], float]:
@@ -470,6 +484,7 @@ class Watcher:
         return self.most - self.first
 
 
+@pytest.mark.slow                                        # it measures CPU time
 @pytest.mark.reliability("S-08")
 def test_the_default_limit_is_within_two_seconds() -> None:
     """Of CPU time: on a busy machine it takes longer, but no more work."""
@@ -527,7 +542,7 @@ def test_it_sees_no_secrets_and_leaves_with_its_owner(tmp_path: Path) -> None:
     except psutil.NoSuchProcess:
         pass                             # its owner is gone, and it was quicker than we were
     owner.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the template process outlived its owner"
         time.sleep(0.02)

@@ -433,7 +433,8 @@ def test_metrics_agree_with_the_roofline(server: str) -> None:
 
 
 def test_a_server_that_is_still_loading_has_a_roofline() -> None:
-    found = document(AsyncLLM(), "tiny", "loading")
+    found = document(AsyncLLM(), "tiny", "loading", quality="int4: KL 0.1")
+    assert found.quality == "int4: KL 0.1"
     assert found.state == "loading" and found.utilisation["steps"] == 0 and found.verdict["term"] == "idle"
     assert found.machine["read_bytes_s"] == 0 and found.machine["ridge"] is None and found.kv["held"] == []
     assert msgspec.json.decode(msgspec.json.encode(found), type=RooflineReply)
