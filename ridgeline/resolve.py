@@ -20,7 +20,7 @@ from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
 from ridgeline.sizes.ledger import GIB
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
@@ -92,14 +92,6 @@ class ResolvedConfig:
                 "async_scheduling": self.depth > 0,
             }
         )
-
-
-def page_bytes(groups: list[KVGroupSpec], element_size: int) -> int:
-    """Bytes of one block in all layer slots, keys and values; elements of one byte have a scale per token and head."""
-    spec = groups[0]
-    slots = max(len(group.layers) for group in groups)
-    head = spec.head_dim * element_size + (4 if element_size == 1 else 0)
-    return slots * 2 * spec.block_size * spec.num_kv_heads * head
 
 
 def model_path(config: EngineConfig) -> Path:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.cache.block_pool import NULL_BLOCK, BlockPool, SlabPool
 from ridgeline.cache.prefix_cache import Node, NoPrefixCache, PrefixCache
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, group_blocks
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, common_block_size, group_blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class KVManager:
     ) -> None:
         """`contiguous_tokens`: reserve one contiguous run for that many tokens per request (paging off)."""
         self.groups = groups
-        self.block_size = groups[0].block_size
+        self.block_size = common_block_size(groups)
         self.counters = CacheCounters()
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self.cache: PrefixCache = PrefixCache(len(groups)) if prefix_caching else NoPrefixCache()

@@ -51,6 +51,11 @@ class Attention(nn.Module):
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
 
+    @property
+    def num_heads(self) -> int:
+        """On this rank."""
+        return self.qkv.num_heads
+
     def forward(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection [T, (heads + 2 KV heads) * dim] to the attention output [T, heads * dim]; writes K and V to the
         cache."""

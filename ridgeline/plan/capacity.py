@@ -20,9 +20,9 @@ from ridgeline.models.model_config import weight_bytes as stored_bytes
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel
-from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes, page_bytes
+from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes
 from ridgeline.sizes import ledger
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
 
 RUNTIME = 760 * 2**20                # CUDA context and libraries, as the engine counts them
 DRAFT = "draft model"

@@ -14,6 +14,7 @@ from torch import Tensor
 from ridgeline.ops.attention.split_kv import DeviceShares, num_items, programs_at_once, share_out
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.ops.registry import TRITON_INTERPRETED
+from ridgeline.sizes.kv_spec import KVGroupSpec
 
 PREFIX_QUERIES = 128                 # (row, head of a group) pairs in a tile of rows that share a prefix
 
@@ -123,12 +124,42 @@ class AttentionWorkspace:
     arrived: Tensor                  # int32 [rows * kv_heads], zeros
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """How the decodes of one KV group are spread over CTAs."""
+
+    columns: int                     # CTAs of a share of keys: one per KV head, or per tile of heads that read one latent
+    programs: int                    # of each column, those that run at once
+    group: int                       # query heads per KV head
+    value_dim: int
+
+
+def decode_shape(spec: KVGroupSpec, heads: int, multiprocessors: int) -> DecodeShape:
+    if spec.latent_value:
+        tile = latent_tile_heads(heads)
+        columns = -(-heads // tile)
+        return DecodeShape(columns, max(1, latent_programs(tile) * multiprocessors // columns), heads, spec.value_dim)
+    programs = programs_at_once(multiprocessors, spec.num_kv_heads)
+    return DecodeShape(spec.num_kv_heads, programs, heads // spec.num_kv_heads, spec.value_dim)
+
+
+def latent_tile_heads(heads: int) -> int:
+    """Heads of a CTA that reads a latent: 64 of them fill the registers with their sums."""
+    return max(16, min(64, 1 << (heads - 1).bit_length()))
+
+
+def latent_programs(tile_heads: int) -> int:
+    """CTAs per SM: three stages of 32 latents are half of the shared memory."""
+    return 2 if tile_heads == 16 else 1
+
+
 def workspace_floats(
     max_rows: int, heads: int, kv_heads: int, head_dim: int, *, multiprocessors: int, prefix_tiles: int = 0,
-    deterministic: bool = False,
+    deterministic: bool = False, programs: int | None = None,
 ) -> int:
-    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind."""
-    programs = programs_at_once(multiprocessors, kv_heads)
+    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind. `programs`: CTAs at once, for each column
+    of a DecodeShape; as of KV heads, by default."""
+    programs = programs or programs_at_once(multiprocessors, kv_heads)
     slots = 0
     for rows in range(1, max_rows + 1):
         before = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors) if prefix_tiles else 0
