@@ -18,10 +18,12 @@ from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.embedding import LMHead, VocabEmbedding
 from ridgeline.layers.kv import LayerKV
+from ridgeline.layers.latent_layer import LatentAttention, LatentSizes
 from ridgeline.layers.linear import Linear, Placement, RowLinear
 from ridgeline.layers.mlp import GatedMLP
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.rotation_table import rotation_table
+from ridgeline.models.latent_config import LATENT_EPS
 from ridgeline.models.model_config import ModelConfig, layer_groups
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantised import TENSORS as QUANTISED_TENSORS
@@ -40,7 +42,11 @@ class DecoderLayer(nn.Module):
 
         qk_norms = (norm(config.head_dim), norm(config.head_dim)) if config.qk_norm else None
         self.attention_norm = norm(config.hidden_size)
-        self.attention = Attention(attention, qk_norms, place.inside("attention"))
+        self.attention: Attention | LatentAttention
+        if config.latent is None:
+            self.attention = Attention(attention, qk_norms, place.inside("attention"))
+        else:
+            self.attention = LatentAttention(attention, latent_sizes(config), place.inside("attention"))
         self.post_attention_norm = norm(config.hidden_size) if config.post_norms else None
         self.mlp_norm = norm(config.hidden_size)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias,
@@ -76,6 +82,14 @@ class DecoderLayer(nn.Module):
         if post_norm is None:
             return linear.onto(residual, x, batch)
         return post_norm(linear(x, batch)), residual
+
+
+def latent_sizes(config: ModelConfig) -> LatentSizes:
+    latent = config.latent
+    assert latent is not None
+    return LatentSizes(
+        latent.query_rank, latent.kv_rank, latent.nope, latent.rope, latent.value, latent.interleaved, LATENT_EPS
+    )
 
 
 class Decoder(nn.Module):

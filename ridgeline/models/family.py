@@ -79,6 +79,9 @@ class Family:
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma)
     full_every: int = 0              # with "pattern": every n-th layer sees everything
     local_rope: bool = False         # layers with a window have a rope of their own
+    latent: bool = False             # attention over one compressed vector per token (latent_config.py)
+    interleaved: bool = False        # dimensions that rotate together lie side by side, where the checkpoint does not say
+    next_token_layers: bool = False  # layers behind the last are for drafts (MTP): they stay in the file
 
     # What transformers assumes where config.json is silent, other than its usual defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)

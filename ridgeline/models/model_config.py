@@ -31,15 +31,17 @@ from ridgeline.models.config_fields import (
     Fields,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
+from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from ridgeline.models.family import Family
 from ridgeline.models.gemma import GEMMA2, GEMMA3
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
+from ridgeline.models.latent_config import Latent, read_latent
 from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, hf_windows, windows_that_hide
 from ridgeline.models.llama import LLAMA
 from ridgeline.models.mistral import MISTRAL
 from ridgeline.models.phi3 import PHI3
 from ridgeline.models.qwen import QWEN2, QWEN3
-from ridgeline.models.rope import Rope
+from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
 from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
@@ -47,7 +49,7 @@ from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 logger = get_logger("models")
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, DEEPSEEK_V2, DEEPSEEK_V3)
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -91,24 +93,38 @@ class ModelConfig:
     ropes: tuple[Rope, ...]          # per layer
     stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
+    latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
         """(count, outputs, inputs) of the linears, fused as in the decoder; the last is the head."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
-            (self.num_layers, queries + 2 * keys, self.hidden_size),
-            (self.num_layers, self.hidden_size, queries),
+            *((self.num_layers, outputs, inputs) for outputs, inputs in self.attention_matrices.values()),
+            (self.num_layers, self.hidden_size, self.num_heads * self.value_dim),
             (self.num_layers, 2 * self.intermediate_size, self.hidden_size),
             (self.num_layers, self.hidden_size, self.intermediate_size),
             (1, self.vocab_size, self.hidden_size),
         ]
 
     @property
+    def value_dim(self) -> int:
+        """Of a head."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
+    def attention_matrices(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a layer's linears before its attention."""
+        if self.latent is not None:
+            return self.latent.linears(self.hidden_size, self.num_heads)
+        return {"qkv": ((self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.hidden_size)}
+
+    @property
     def num_parameters(self) -> int:
         """Weights and biases, the embedding counted once if the head shares it."""
         norms = self.hidden_size * (4 if self.post_norms else 2) + 2 * self.head_dim * self.qk_norm
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias
+        if self.latent is not None:
+            norms += self.latent.kv_rank + self.latent.query_rank
+        biases = self.attention_matrices["qkv"][0] * self.qkv_bias
         biases += self.hidden_size * self.output_bias + (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         embedding = 0 if self.tied else self.vocab_size * self.hidden_size
         matrices = sum(count * outputs * inputs for count, outputs, inputs in self.matrices)
@@ -156,8 +172,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KVGroupSpec]:
     """The KV cache's groups on one rank. Shards are padded to equal size, so all ranks have the same groups."""
     kv = head_shards(config.num_heads, config.num_kv_heads, 0, tp_size)[1]
+    key, value = (config.head_dim, 0) if config.latent is None else (config.latent.width, config.latent.kv_rank)
     return [
-        KVGroupSpec(layers, window, block_size, kv.size, config.head_dim)
+        KVGroupSpec(layers, window, block_size, kv.size, key, value)
         for window, layers in group_layers(list(config.windows))
     ]
 
@@ -223,13 +240,17 @@ def hf_model_config(
 
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
+    latent = read_latent(fields, family.interleaved) if family.latent else None
+    if fields.get("n_routed_experts") and fields.integer("first_k_dense_replace", 0, minimum=0) < num_layers:
+        raise ModelError(f"{where}: n_routed_experts {fields.get('n_routed_experts')}: mixtures of experts are not supported")
+    num_kv_heads = 1 if latent is not None else fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer("hidden_size", maximum=MAX_HIDDEN)
-    head_dim = _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
+    head_dim = latent.head if latent is not None else _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
     windows = hf_windows(fields, family, num_layers)
     max_position = fields.integer("max_position_embeddings", maximum=MAX_POSITIONS)
-    ropes, max_position = hf_ropes(fields, family, head_dim, max_position, windows)
+    rotated = head_dim if latent is None else latent.rope
+    ropes, max_position = hf_ropes(fields, family, rotated, max_position, windows)
     windows = windows_that_hide(windows, max_position)
 
     scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
@@ -256,12 +277,13 @@ def hf_model_config(
         post_norms=family.post_norms,
         norm_offset=family.norm_offset,
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
-        attention_scale=scalar**-0.5,
+        attention_scale=scalar**-0.5 * (yarn_score_scale(fields.raw) if latent is not None else 1.0),
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
         quantisation=read_quantisation(raw, where, directory),
+        latent=latent,
     )
 
 

@@ -94,6 +94,8 @@ class Renamer:
         self.prefixes = config.family.prefixes
         self.ignored = re.compile("|".join(config.family.ignored))
         self.tied = config.tied
+        # Layers behind the last predict further tokens, for drafts.
+        self.layers = config.num_layers if config.family.next_token_layers else None
 
     def pieces_of(self, name: str) -> list[str] | None:
         """The pieces that a checkpoint tensor holds, in its order of rows. Empty: ignored. None: unknown."""
@@ -106,6 +108,8 @@ class Renamer:
         module, _, parameter = name.rpartition(".")
         layer = re.search(r"\.(\d+)\.", module)
         if layer is not None:
+            if self.layers is not None and int(layer[1]) >= self.layers:
+                return []
             module = module[: layer.start()] + ".{}." + module[layer.end() :]
         target = self.names.get(module)
         if target is None:

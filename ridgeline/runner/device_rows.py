@@ -75,13 +75,13 @@ def leading_ones(counts: np.ndarray) -> int:
 
 
 def _workspace(
-    groups: list[KVGroupSpec], shapes: list[DecodeShape], heads: int, max_rows: int, prefix_tiles: int, deterministic: bool,
+    groups: list[KVGroupSpec], shapes: list[DecodeShape], max_rows: int, prefix_tiles: int, deterministic: bool,
     device: torch.device,
 ) -> AttentionWorkspace:
     """One for all groups, which attend one after another."""
     floats = max(
         workspace_floats(
-            max_rows, heads, group.num_kv_heads, group.value_dim, multiprocessors=multiprocessors(device),
+            max_rows, shape.heads, group.num_kv_heads, group.value_dim, multiprocessors=multiprocessors(device),
             prefix_tiles=prefix_tiles, deterministic=deterministic, programs=shape.programs,
         ) for group, shape in zip(groups, shapes, strict=True)
     )
@@ -125,7 +125,7 @@ class DeviceRows:
             for group, shape in zip(groups, shapes, strict=True)
         ]
         self._workspace = None if device.type == "cpu" else _workspace(
-            groups, shapes, heads, max_rows, -(-max_rows // tile_rows) + SPARE_TILES if shared_prefixes else 0, deterministic,
+            groups, shapes, max_rows, -(-max_rows // tile_rows) + SPARE_TILES if shared_prefixes else 0, deterministic,
             device,
         )
         self._prompts: dict[Shape, Batch] = {}           # of single prompts: by shape, all tensors are the same
@@ -238,7 +238,8 @@ class DeviceRows:
         kv_len[live] = ends[live]
         last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
         on_cpu = self.device.type == "cpu"
-        work = None if on_cpu else AttentionWork(layout.num_decodes, layout.longest, self._deterministic)
+        older = shape is not None or bool(starts[layout.num_decodes :].any())
+        work = None if on_cpu else AttentionWork(layout.num_decodes, layout.longest, self._deterministic, older)
         goes_on = None if layout.num_decodes == len(rows) else self._goes_on(plan, layout)
 
         staging = self._staging

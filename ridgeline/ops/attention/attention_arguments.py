@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention.split_kv import DeviceShares, num_items, programs_at_once, share_out
+from ridgeline.ops.attention.split_kv import DeviceShares, Shares, num_items, programs_at_once, share_out
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.ops.registry import TRITON_INTERPRETED
 from ridgeline.sizes.kv_spec import KVGroupSpec
@@ -28,6 +28,7 @@ class AttentionWork:
     num_decodes: int                 # leading rows that have exactly one query each; padding among them has kv_len 0
     longest_query: int               # no later row has more queries than this; 0: there are none
     deterministic: bool = False      # a row's result depends on that row alone, to the last bit
+    older: bool = True               # a later row may have keys of earlier steps
 
 
 def work_of(query_start: list[int]) -> AttentionWork:
@@ -128,19 +129,19 @@ class AttentionWorkspace:
 class DecodeShape:
     """How the decodes of one KV group are spread over CTAs."""
 
+    heads: int                       # query heads, padding included
     columns: int                     # CTAs of a share of keys: one per KV head, or per tile of heads that read one latent
     programs: int                    # of each column, those that run at once
     group: int                       # query heads per KV head
-    value_dim: int
 
 
 def decode_shape(spec: KVGroupSpec, heads: int, multiprocessors: int) -> DecodeShape:
     if spec.latent_value:
         tile = latent_tile_heads(heads)
         columns = -(-heads // tile)
-        return DecodeShape(columns, max(1, latent_programs(tile) * multiprocessors // columns), heads, spec.value_dim)
+        return DecodeShape(columns * tile, columns, _latent_programs(heads, multiprocessors), heads)
     programs = programs_at_once(multiprocessors, spec.num_kv_heads)
-    return DecodeShape(spec.num_kv_heads, programs, heads // spec.num_kv_heads, spec.value_dim)
+    return DecodeShape(heads, spec.num_kv_heads, programs, heads // spec.num_kv_heads)
 
 
 def latent_tile_heads(heads: int) -> int:
@@ -148,9 +149,15 @@ def latent_tile_heads(heads: int) -> int:
     return max(16, min(64, 1 << (heads - 1).bit_length()))
 
 
-def latent_programs(tile_heads: int) -> int:
-    """CTAs per SM: three stages of 32 latents are half of the shared memory."""
-    return 2 if tile_heads == 16 else 1
+def _latent_programs(heads: int, multiprocessors: int) -> int:
+    """CTAs that run at once for each tile of heads. Three stages of 32 latents are half of an SM's shared memory."""
+    tile = latent_tile_heads(heads)
+    return max(1, (2 if tile == 16 else 1) * multiprocessors // -(-heads // tile))
+
+
+def latent_shares(lengths: list[int], heads: int, device: torch.device) -> DeviceShares:
+    """As `device_shares`, of decodes over latents."""
+    return _on_device(share_out(np.array(lengths, np.int32), _latent_programs(heads, sm_count(device))), device)
 
 
 def workspace_floats(
@@ -193,7 +200,10 @@ def device_shares(
     read = np.array(lengths, np.int32) if window is None else np.minimum(np.array(lengths, np.int32), window)
     if prefix is not None:
         read = read - prefix.prefix_len.cpu().numpy()[: len(read)]
-    found = share_out(read, programs_at_once(sm_count(device), kv_heads), deterministic)
+    return _on_device(share_out(read, programs_at_once(sm_count(device), kv_heads), deterministic), device)
+
+
+def _on_device(found: Shares, device: torch.device) -> DeviceShares:
     return DeviceShares(*(torch.from_numpy(each).to(device) for each in (found.item_row, found.first_item, found.size)))
 
 
