@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Placement, QKVLinear, RowLinear
-from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.norm import RMSNorm, WideNorm
 from ridgeline.ops.attention.fused_decode import decode_attention, joined
 from ridgeline.ops.attention.paged_attention import paged_attention
 from ridgeline.ops.attention.qkv_write import rotary_write
@@ -38,8 +39,10 @@ class AttentionSpec:
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: AttentionSpec, norms: tuple[RMSNorm, RMSNorm] | None, place: Placement) -> None:
-        """`norms` are for q and k, on each head."""
+    def __init__(
+        self, spec: AttentionSpec, norms: tuple[RMSNorm, RMSNorm] | None, place: Placement, wide_eps: float | None = None
+    ) -> None:
+        """`norms` are for q and k, on each head; with `wide_eps`, they have one norm each over all heads."""
         super().__init__()
         self.spec = spec
         self.qkv = QKVLinear(
@@ -47,9 +50,13 @@ class Attention(nn.Module):
             place.inside("qkv"),
         )
         self.output = RowLinear(self.qkv.rows["q"], spec.hidden_size, spec.output_bias, place.inside("output"))
-        self.q_norm: RMSNorm | None
-        self.k_norm: RMSNorm | None
+        self.q_norm: RMSNorm | WideNorm | None
+        self.k_norm: RMSNorm | WideNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
+        if wide_eps is not None:
+            comm, copies = place.comm, max(1, place.comm.size // spec.num_kv_heads)
+            self.q_norm = WideNorm(self.qkv.rows["q"], 1, wide_eps, comm, place.dtype, place.device)
+            self.k_norm = WideNorm(self.qkv.rows["k"], copies, wide_eps, comm, place.dtype, place.device)
 
     @property
     def num_heads(self) -> int:
@@ -63,6 +70,7 @@ class Attention(nn.Module):
         group = batch.groups[spec.group]
         if batch.work is None or not joined(batch.work, len(qkv), group.prefix):
             return self.read(self.write(qkv, batch, kv), batch, kv)
+        qkv = self._wide_normed(qkv)
         out = decode_attention(
             qkv, batch.positions, group.slots, spec.rotation, kv.k, kv.v, group.block_table, batch.query_start,
             batch.kv_len, heads=self.qkv.num_heads, kv_heads=self.qkv.num_kv_heads,
@@ -74,19 +82,27 @@ class Attention(nn.Module):
         return out.flatten(1)
 
     def _norms(self) -> dict[str, Any]:
-        if self.q_norm is None or self.k_norm is None:
+        if not isinstance(self.q_norm, RMSNorm) or not isinstance(self.k_norm, RMSNorm):
             return {}
         return {
             "q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps,
             "norm_offset": self.q_norm.offset,
         }
 
+    def _wide_normed(self, qkv: Tensor) -> Tensor:
+        """Norms over all heads change the projection before anything else reads it."""
+        if not isinstance(self.q_norm, WideNorm) or not isinstance(self.k_norm, WideNorm):
+            return qkv
+        queries, keys = self.qkv.rows["q"].size, self.qkv.rows["k"].size
+        q, k, v = qkv.split((queries, keys, keys), dim=-1)
+        return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+
     def write(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection [T, (heads + 2 KV heads) * dim]: writes K and V to the cache, returns q [T, heads, dim]."""
         spec = self.spec
         return rotary_write(
-            qkv, batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v, heads=self.qkv.num_heads,
-            kv_heads=self.qkv.num_kv_heads, k_scale=kv.k_scale, v_scale=kv.v_scale,
+            self._wide_normed(qkv), batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v,
+            heads=self.qkv.num_heads, kv_heads=self.qkv.num_kv_heads, k_scale=kv.k_scale, v_scale=kv.v_scale,
             **self._norms(),
         )
 

@@ -76,7 +76,8 @@ def _attend(rows: Rows, **changes: Any) -> dict[str, Any]:
     return {"rows": tuple(rows), **sizes, **changes}
 
 
-_LITE: dict[str, Any] = {"heads": 16, "nope": 128, "rope": 64, "rank": 512, "block_size": 16}        # DeepSeek-V2-Lite, or V3 on one of 8 ranks
+# DeepSeek-V2-Lite, or V3 on one of 8 ranks.
+_LITE: dict[str, Any] = {"heads": 16, "nope": 128, "rope": 64, "rank": 512, "block_size": 16}
 LATENT_WRITE_CASES = (
     Case("one", _write(1)),
     Case("halves", _write(3, interleaved=False)),
