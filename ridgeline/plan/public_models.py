@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
+from ridgeline.models.model_config import ModelConfig, family_of, hf_model_config, load_model_config, read_json
 from ridgeline.plan.experts import Experts, read_experts
 from ridgeline.quant.layout import STORED_KINDS
 
@@ -274,7 +274,8 @@ def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
     raw |= {"intermediate_size": experts.width, "n_routed_experts": None}
     if architecture.startswith("GptOss"):
         raw["mlp_bias"] = True
-    return PlannedModel(name, hf_model_config(raw, {}, where=where), experts)
+    family = family_of(raw["architectures"][0], lambda each: each.architectures, where)
+    return PlannedModel(name, hf_model_config(raw, {}, replace(family, experts=None), where=where), experts)
 
 
 def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:
