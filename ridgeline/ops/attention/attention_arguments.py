@@ -145,8 +145,8 @@ def decode_shape(spec: KVGroupSpec, heads: int, multiprocessors: int) -> DecodeS
 
 
 def latent_tile_heads(heads: int) -> int:
-    """Heads of a CTA that reads a latent: 64 of them fill the registers with their sums."""
-    return max(16, min(64, 1 << (heads - 1).bit_length()))
+    """Heads of a CTA that reads latents. Sums of 64 heads would not fit into its registers."""
+    return 16 if heads <= 16 else 32
 
 
 def _latent_programs(heads: int, multiprocessors: int) -> int:

@@ -31,11 +31,12 @@ from ridgeline.ops.registry import TRITON_INTERPRETED
 Launch = dict[str, int]
 
 
-def decode_tiles(dtype: torch.dtype, tile_heads: int) -> tuple[int, Launch]:
-    """(entries per tile, launch options). Sums of 64 heads fill the registers of eight warps."""
+def decode_tiles(dtype: torch.dtype, queries: int, narrow: bool) -> tuple[int, Launch]:
+    """(entries per tile, launch options) of CTAs with that many pairs of a query and a head. Narrow entries are widened in
+    registers, which takes twice the warps."""
     if dtype == torch.float32:
         return 16, {"num_warps": 4, "num_stages": 2}
-    return 32, {"num_warps": 4 if tile_heads == 16 else 8, "num_stages": 3}
+    return 32, {"num_warps": 4 if queries == 16 and not narrow else 8, "num_stages": 3}
 
 
 def prompt_tiles(dtype: torch.dtype) -> tuple[int, int, Launch]:
@@ -74,11 +75,16 @@ class _Call:
         return (*self.cache.stride()[:2], *scale_argument(self.cache_scale, self.q)[1][:2])
 
     @property
+    def narrow(self) -> bool:
+        """Whether entries of eight bits meet queries of sixteen: they are then computed with in float16."""
+        return self.cache.element_size() == 1 and self.q.element_size() == 2
+
+    @property
     def constants(self) -> dict[str, Any]:
         rope = self.q.shape[2] - self.nope
         return {
             "HEADS": self.q.shape[1], "RANK": self.rank, "ROPE": rope, "BLOCK_SIZE": self.cache.shape[1],
-            "SCALED": self.cache_scale is not None, "NARROW": self.cache.element_size() == 1 and self.q.element_size() == 2,
+            "SCALED": self.cache_scale is not None, "NARROW": self.narrow,
             "HAS_TABLE_ROWS": self.table_rows is not None, "TILE_RANK": tile_dim(self.rank), "TILE_ROPE": tile_dim(rope),
             "UPCAST": TRITON_INTERPRETED,                # the interpreter's narrow dot products are wrong
         }
@@ -134,7 +140,7 @@ def _attend_decodes(call: _Call, decodes: int, shares: DeviceShares, workspace: 
     statistics = workspace.partials[items * padded * tile_dim(rank) :]
     absorbed, turned = call.absorbed(0, decodes), q[:decodes, :, call.nope :]
     out = torch.empty((decodes, padded, rank), dtype=q.dtype, device=q.device)
-    tile_keys, launch = decode_tiles(q.dtype, tile_heads)
+    tile_keys, launch = decode_tiles(q.dtype, tile_heads, call.narrow)
     kernel_latent.latent_decode_kernel[columns, items](
         absorbed, turned, call.cache, out, call.table, call.rows, call.kv_len, shares.item_row, shares.first_item,
         shares.size, scale_argument(call.cache_scale, q)[0], workspace.partials, statistics, workspace.arrived,
@@ -186,7 +192,7 @@ def _attend_older(call: _Call, decodes: int, rows: int) -> tuple[Tensor, Tensor]
     absorbed, turned = call.absorbed(decodes), q[:, :, call.nope :]
     sums = torch.empty_like(absorbed)
     weights = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    tile_keys, launch = decode_tiles(q.dtype, 64)
+    tile_keys, launch = decode_tiles(q.dtype, tile_queries, call.narrow)
     kernel_latent.latent_older_kernel[tokens // tile_tokens + rows, -(-heads // tile_heads)](
         absorbed, turned, call.cache, sums, weights, call.table, call.rows, call.query_start, call.kv_len,
         scale_argument(call.cache_scale, q)[0], rows, decodes, call.scale * LOG2E, call.table.stride(0),

@@ -113,7 +113,7 @@ LEFT_OUT = {
     "gemma2": ("tie_word_embeddings", "hidden_activation"), "gemma3_text": ("tie_word_embeddings", "hidden_activation"),
     "smollm3": ("tie_word_embeddings",), "ernie4_5": ("tie_word_embeddings",), "arcee": ("hidden_act",),
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
-    "nemotron": ("hidden_act",), "exaone4": ("sliding_window_pattern",),
+    "nemotron": ("hidden_act",), "minicpm3": ("tie_word_embeddings",), "exaone4": ("sliding_window_pattern",),
 }
 
 
