@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ridgeline.distributed.sharding import Shard
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Placement, QKVLinear, RowLinear
@@ -19,6 +20,7 @@ from ridgeline.layers.norm import RMSNorm, WideNorm
 from ridgeline.ops.attention.fused_decode import decode_attention, joined
 from ridgeline.ops.attention.paged_attention import paged_attention
 from ridgeline.ops.attention.qkv_write import rotary_write
+from ridgeline.quant.piece import Piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +38,21 @@ class AttentionSpec:
     window: int | None
     group: int                       # the layer's KV group: which block table and slots of the batch it uses
     rotation: Tensor                 # the table of its rope, shared between layers
+    sinks: bool = False              # every head has a score without a value, beside those of the keys
+
+
+class Sinks(nn.Module):
+    """One number for every query head of this rank."""
+
+    def __init__(self, rows: Shard, head_dim: int, place: Placement) -> None:
+        super().__init__()
+        self.rows, self.head_dim = rows, head_dim
+        dtype = torch.promote_types(place.dtype, torch.float32)
+        self.weight = nn.Parameter(torch.zeros(rows.size // head_dim, dtype=dtype, device=place.device), requires_grad=False)
+
+    def pieces(self) -> dict[str, Piece]:
+        total, start, stop = (each // self.head_dim for each in (self.rows.total, self.rows.start, self.rows.stop))
+        return {"weight:": Piece((total,), (slice(start, stop),), self.weight.data[: stop - start], (0.0, 1.0))}
 
 
 class Attention(nn.Module):
@@ -58,6 +75,8 @@ class Attention(nn.Module):
             self.q_norm = WideNorm(self.qkv.rows["q"], 1, wide_eps, comm, place.dtype, place.device)
             self.k_norm = WideNorm(self.qkv.rows["k"], copies, wide_eps, comm, place.dtype, place.device)
 
+        self.sinks = Sinks(self.qkv.rows["q"], spec.head_dim, place) if spec.sinks else None
+
     @property
     def num_heads(self) -> int:
         """On this rank."""
@@ -77,7 +96,7 @@ class Attention(nn.Module):
             query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             table_rows=batch.table_rows, work=batch.work, shares=group.shares, workspace=batch.workspace,
-            k_scale=kv.k_scale, v_scale=kv.v_scale, **self._norms(),
+            k_scale=kv.k_scale, v_scale=kv.v_scale, sinks=None if self.sinks is None else self.sinks.weight, **self._norms(),
         )
         return out.flatten(1)
 
@@ -116,6 +135,6 @@ class Attention(nn.Module):
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             table_rows=batch.table_rows, work=batch.work, prefix=group.prefix, shares=group.shares,
             query_tiles=batch.query_tiles, workspace=batch.workspace,
-            k_scale=kv.k_scale, v_scale=kv.v_scale,
+            k_scale=kv.k_scale, v_scale=kv.v_scale, sinks=None if self.sinks is None else self.sinks.weight,
         )
         return out.flatten(1)

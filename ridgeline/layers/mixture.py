@@ -131,6 +131,7 @@ class Mixture(nn.Module):
         self.router = Router(spec, place.inside("router"))
         self.experts = ExpertWeights(spec, place.inside("experts"))
         self.shared = SharedExpert(spec.hidden_size, spec.shared, place.inside("shared")) if spec.shared else None
+        self.reads: Tensor | None = None                 # int32 [1]: the experts that the newest step has read
         self.shared_gate: Linear | None = None
         if spec.shared_gate:
             self.shared_gate = Linear({"": whole(1)}, whole(spec.hidden_size), False, place.inside("shared_gate"))
@@ -150,6 +151,7 @@ class Mixture(nn.Module):
         out = experts(
             x, weights.gate_up, weights.down, chosen, shares, spec.activation, gate_up_bias=weights.gate_up_bias,
             down_bias=weights.down_bias, limit=spec.limit, alpha=spec.alpha,
+            reads=self.reads,
         )
         if self.shared is not None:
             beside = self.shared(x, spec.activation, batch)

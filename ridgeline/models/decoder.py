@@ -152,12 +152,20 @@ class Decoder(nn.Module):
             (ParallelLayer if config.parallel else DecoderLayer)(config, number, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, window, group, rotations[rope],
+                config.sinks,
             ), place.inside(f"layers.{number}"))
             for number, (window, rope, group) in enumerate(
                 zip(config.windows, config.ropes, layer_groups(config), strict=True)
             )
         )
         self.norm = make_norm(config, config.hidden_size, place)
+        # How many experts each layer has read in the newest step; None: the model is no mixture.
+        self.expert_reads: Tensor | None = None
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
+        if mixtures:
+            self.expert_reads = torch.zeros(len(mixtures), dtype=torch.int32, device=device)
+            for mixture, place_of in zip(mixtures, self.expert_reads.split(1), strict=True):
+                mixture.reads = place_of
         self.head = LMHead(self.embed, config.tied, place.inside("head"))
 
     @torch.inference_mode()

@@ -3,8 +3,9 @@
 There is one decoder. A family is data: flags with Llama's behaviour as their default, and two name maps. It holds no
 sizes (those are a checkpoint's own, see `model_config.py`), no code and no torch.
 
-A name map goes from the checkpoint's module name to ours, both with `{}` for the layer. `:part` says which part of a
-fused parameter the tensor is, `:a+b` that it holds several parts, one after the other.
+A name map goes from the checkpoint's module name to ours, both with `{}` for the layer and, of experts, a second one for the
+expert. `:part` says which part of a fused parameter the tensor is, `:a+b` that it holds several parts, one after the other. A
+tensor that is no parameter of a module has its whole name there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ GGUF_NAMES = {
     "blk.{}.attn_q_norm": "layers.{}.attention.q_norm",
     "blk.{}.attn_k_norm": "layers.{}.attention.k_norm",
     "blk.{}.attn_output": "layers.{}.attention.output",
+    "blk.{}.attn_sinks": "layers.{}.attention.sinks",
     "blk.{}.post_attention_norm": "layers.{}.post_attention_norm",
     "blk.{}.ffn_norm": "layers.{}.mlp_norm",
     "blk.{}.ffn_gate": "layers.{}.mlp.gate_up:gate",
@@ -137,6 +139,7 @@ class Family:
     depth_scale: bool = False        # MiniCPM's: scale_emb, scale_depth / sqrt(layers), hidden_size / dim_model_base
     logit_scale: bool = False        # this field multiplies the logits
     query_pre_attn_scalar: bool = False  # this field, not head_dim, scales the attention scores
+    sinks: bool = False              # every head has a score without a value, beside those of the keys
     softcaps: bool = False           # tanh caps on attention scores and on logits
     partial_rotary: bool = False     # only the first part of a head is rotated
     interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint

@@ -93,6 +93,7 @@ class ModelConfig:
     pre_norms: bool = True
     parallel: bool = False           # attention and MLP read the same normed rows
     gated: bool = True               # the MLP has a gate
+    sinks: bool = False              # every head has a score without a value
     residual_scale: float = 1.0      # of what attention and MLP add to the stream
     logit_scale: float = 1.0
     interleaved: bool = False        # the checkpoint has dimensions that rotate together side by side
@@ -104,6 +105,14 @@ class ModelConfig:
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
         """(count, outputs, inputs) of the linears, fused as in the decoder, experts included; the last is the head."""
+        return self._matrices(0 if self.experts is None else self.experts.count)
+
+    @property
+    def token_matrices(self) -> list[tuple[int, int, int]]:
+        """The same, of the experts only those that one token visits."""
+        return self._matrices(0 if self.experts is None else self.experts.used)
+
+    def _matrices(self, visited: int) -> list[tuple[int, int, int]]:
         hidden, experts = self.hidden_size, self.experts
         found = [
             *((self.num_layers, outputs, inputs) for outputs, inputs in self.attention_matrices.values()),
@@ -115,7 +124,7 @@ class ModelConfig:
             mixed = self.num_layers - self.num_plain
             found += [(mixed, experts.count, hidden)] + [(mixed, 1, hidden)] * experts.shared_gate
             found += [(mixed, 2 * experts.shared, hidden), (mixed, hidden, experts.shared)] * bool(experts.shared)
-            found += [(mixed * experts.count, 2 * experts.width, hidden), (mixed * experts.count, hidden, experts.width)]
+            found += [(mixed * visited, 2 * experts.width, hidden), (mixed * visited, hidden, experts.width)]
         return [*found, (1, self.vocab_size, hidden)]
 
     @property
@@ -150,7 +159,7 @@ class ModelConfig:
         """Weights and biases, the embedding counted once if the head shares it."""
         each = self.hidden_size * (2 if self.norm == "layer+bias" else 1)
         norms = each * self.norms_per_layer + 2 * self.head_dim * self.qk_norm
-        norms += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm
+        norms += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm + self.num_heads * self.sinks
         if self.latent is not None:
             norms += self.latent.kv_rank + self.latent.query_rank
         biases = self.attention_matrices["qkv"][0] * self.qkv_bias
@@ -336,6 +345,7 @@ def hf_model_config(
         pre_norms=family.pre_norms,
         parallel=family.parallel,
         gated=family.gated,
+        sinks=family.sinks,
         residual_scale=times.residual,
         logit_scale=fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
         interleaved=family.interleaved and latent is None,       # latents are rotated as they are
@@ -450,6 +460,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         pre_norms=family.pre_norms,
         parallel=family.parallel,
         gated=family.gated,
+        sinks=family.sinks,
         interleaved=family.gguf_permuted,
         stored_block_bytes=_stored_block_bytes(file, family),
         quantisation=gguf_quantisation(file),

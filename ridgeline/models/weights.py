@@ -104,6 +104,9 @@ class Renamer:
             if name.startswith(prefix):
                 name = stands_for + name.removeprefix(prefix)
                 break
+        alone, numbers = _numbered(name)
+        if alone in self.names:
+            return [self.names[alone].format(*numbers) + ":"]
         module, _, parameter = name.rpartition(".")
         module, numbers = _numbered(module)
         target = self.names.get(module)

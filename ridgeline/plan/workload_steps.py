@@ -21,7 +21,7 @@ from ridgeline.sizes.latent_costs import FEW_QUERIES
 from ridgeline.sizes.op_costs import Attended
 
 Lengths = Sequence[tuple[int, int]]          # tokens in and out, of every request
-PRODUCTS = (*LINEARS, "head")
+PRODUCTS = (*LINEARS, "experts", "head")
 _SMALL = ("embedding", "norms", "rotary_write", "activation", "sample")
 # FLOPs that an SM's matrix units could do in the time of one of attention's exponentials (16 per cycle; 989 TFLOP/s are 4,270 per
 # cycle and SM): with narrow heads softmax takes longer than the matrix products.
@@ -102,8 +102,6 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
     if shape.latent is not None:
         pairs = [(shape.layers - 1) * each.full.pairs + each.last.pairs for each in listed]
         exponentials = np.array(pairs, float) * shape.heads * _EXPONENTIAL_FLOPS
-    if model is not None and model.experts is not None:
-        costs = [model.experts.cost(cost, shape, each) for cost, each in zip(costs, listed, strict=True)]
 
     def each(name: str, field: str) -> list[float]:
         return [getattr(cost.ops[name], field) for cost in costs]

@@ -1,9 +1,11 @@
-"""Costs and cases of the ops of a mixture of experts; conventions as in op_costs.py. Weights count for the experts that some token
-has chosen, once each."""
+"""Costs and cases of the ops of a mixture of experts; conventions as in op_costs.py. Weights count for the experts that some
+token has chosen, once each."""
 
 from __future__ import annotations
 
 from ridgeline.sizes.op_costs import INDEX_BYTES, SCALE_BYTES, Case, Cost, gated_activation_cost
+
+KERNELS = 5                          # of a mixture: choose, sort, up, down, sum
 
 
 def chosen_experts(tokens: int, experts: int, used: int, spread: int) -> list[list[int]]:

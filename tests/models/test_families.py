@@ -192,7 +192,7 @@ PLAIN_FACTS: dict[str, Any] = {
     "tied": False, "qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "post_norms": False,
     "norm_offset": 0.0, "embedding_scale": 1.0, "attention_softcap": None, "final_softcap": None, "activation": "silu",
     "wide_qk_norm": False, "norm": "rms", "pre_norms": True, "parallel": False, "gated": True, "residual_scale": 1.0,
-    "logit_scale": 1.0, "interleaved": False,
+    "logit_scale": 1.0, "interleaved": False, "sinks": False,
 }
 
 
@@ -240,7 +240,8 @@ def expert_changes(experts: Experts | None) -> dict[str, Experts]:
         others |= {"groups": 1, "top_groups": routing.groups, "group_score": "best" if routing.choice_bias else "best two"}
     changes = {f"routing {name}": dataclasses.replace(experts, routing=dataclasses.replace(routing, **{name: other}))
                for name, other in others.items()}
-    for name, plain in {"shared": 0, "shared_gate": False, "dense": (), "bias": False, "router_bias": False, "limit": None}.items():
+    plain_experts = {"shared": 0, "shared_gate": False, "dense": (), "bias": False, "router_bias": False, "limit": None}
+    for name, plain in plain_experts.items():
         if getattr(experts, name) != plain:
             changes[name] = dataclasses.replace(experts, **{name: plain})
     changes["used"] = dataclasses.replace(experts, used=experts.used - 1)

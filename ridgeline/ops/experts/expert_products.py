@@ -160,6 +160,7 @@ def tile_for(pairs: int, experts: int, gated: bool) -> Tile:
 def experts_triton(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
+    reads: Tensor | None = None,
 ) -> Tensor:
     count, hidden, width = down.shape
     tokens, used = chosen.shape
@@ -169,7 +170,7 @@ def experts_triton(
     x = x if x.stride(-1) == 1 else x.contiguous()
     pairs = tokens * used
     up, back = tile_for(pairs, count, True), tile_for(pairs, count, False)
-    order, tiles = sorted_pairs(chosen, count, up.rows)
+    order, tiles = sorted_pairs(chosen, count, up.rows, reads)
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     dependent = dependent_launch(x.device)

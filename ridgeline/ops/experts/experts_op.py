@@ -40,9 +40,13 @@ def _through(
 def experts_reference(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
+    reads: Tensor | None = None,
 ) -> Tensor:
     """x [T, hidden], gate_up [experts, 2 width, hidden], down [experts, hidden, width], chosen and weights [T, used]
-    -> [T, hidden]: the sum over the chosen experts, in their order, in float32 at least."""
+    -> [T, hidden]: the sum over the chosen experts, in their order, in float32 at least. `reads` int32 [1] gets the number of
+    experts that some token has chosen."""
+    if reads is not None:
+        reads.fill_(chosen.unique().numel())
     wide = torch.promote_types(x.dtype, torch.float32)
     results = torch.zeros((*chosen.shape, x.shape[1]), dtype=wide, device=x.device)
     for expert in range(gate_up.shape[0]):
@@ -58,12 +62,15 @@ def experts_reference(
 def experts_visited(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
+    reads: Tensor | None = None,
 ) -> Tensor:
     """The same, sorted by expert on the host: only the chosen ones are touched, each once, and its rows lie together."""
     tokens, used = chosen.shape
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     numbers, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    if reads is not None:
+        reads.fill_(len(numbers))
     rows = x.index_select(0, order // used)
     parts = [
         _through(part, expert, gate_up, down, kind, gate_up_bias, down_bias, limit, alpha)
@@ -89,8 +96,9 @@ def _inputs(
     chosen = torch.tensor(chosen_experts(tokens, experts, used, spread), device=device)
     weights = torch.rand((tokens, used), generator=generator).to(device)
     biases = {"gate_up_bias": draw(experts, 2 * width), "down_bias": draw(experts, hidden)} if bias else {}
-    args = draw(tokens, hidden), draw(experts, 2 * width, hidden, scale=hidden**-0.5), draw(experts, hidden, width, scale=width**-0.5)
-    return (*args, chosen, weights.double() if dtype == torch.float64 else weights, kind), {"limit": limit, **biases}
+    matrices = draw(experts, 2 * width, hidden, scale=hidden**-0.5), draw(experts, hidden, width, scale=width**-0.5)
+    weights = weights.double() if dtype == torch.float64 else weights
+    return (draw(tokens, hidden), *matrices, chosen, weights, kind), {"limit": limit, **biases}
 
 
 def _triton_supports(site: Site) -> bool:

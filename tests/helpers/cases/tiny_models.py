@@ -94,7 +94,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"rope_parameters": PLAIN, "sliding_window": WINDOW}),
     "exaone4": ("Exaone4", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_hidden_layers": 5}),
     "nemotron": ("Nemotron", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
-    "mixtral": ("Mixtral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral": ("Mixtral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_local_experts": 5,
+                            "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", {"rope_parameters": PLAIN, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
                                "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]}),
     "qwen3_moe": ("Qwen3Moe", {"rope_parameters": PLAIN, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
@@ -107,6 +108,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
                              "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
                              "topk_group": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
                              "routed_scaling_factor": 1.7}),
+    "gpt_oss": ("GptOss", {"rope_parameters": YARN | {"truncate": False}, "head_dim": 16, "num_local_experts": 6,
+                           "num_experts_per_tok": 2, "intermediate_size": 20, "sliding_window": WINDOW, "swiglu_limit": 1.5}),
 }
 # Fields that config.json of these families leaves to the class, and that the family declares.
 LEFT_OUT = {

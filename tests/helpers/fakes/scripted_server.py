@@ -156,10 +156,10 @@ class ScriptedServer:
 
     def __enter__(self) -> ScriptedServer:
         self._thread.start()
-        assert self._started.wait(20)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
