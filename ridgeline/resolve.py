@@ -261,7 +261,7 @@ class Memory:
         width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/linear/gemm_gated.py), but steps
         # just below that do, into other pieces of memory than the largest step has left.
-        per_token = (width + 3 * model.intermediate_size) * size
+        per_token = (width + model.mlp_elements) * size
         quantised = quantised_memory(model, config.model.quantization, device.kind, ranks)
         if quantised.codes:                              # rows as codes, beside the rows themselves
             per_token += model.hidden_size + model.intermediate_size

@@ -35,6 +35,11 @@ class Rope:
         return [f / d for f, d in zip(plain, divisors, strict=True)] if divisors else plain
 
 
+def no_rope(dim: int) -> Rope:
+    """A rotation by nothing, for layers without a rope: cosine 1 and sine 0 change no bit, and every kernel stays as it is."""
+    return Rope(1.0, dim, (math.inf,) * (dim // 2))
+
+
 def plain_frequencies(theta: float, dim: int) -> list[float]:
     return [theta ** (-2 * i / dim) for i in range(dim // 2)]
 

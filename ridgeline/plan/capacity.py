@@ -56,8 +56,6 @@ class Capacity:
             0 if on_cpu else RUNTIME,
         )
         groups = kv_groups(config, BLOCK_SIZE, setup.ranks)
-        if setup.model.experts is not None:              # a token's activations in all the experts that it visits
-            config = replace(config, intermediate_size=setup.model.experts.widest)
         memory = Memory.of(options, facts, config, setup.dtype, groups, context, setup.graphs, budget)
         if not on_cpu:
             rotation = memory.weights - stored_bytes(config, setup.dtype, facts.kind, setup.ranks)

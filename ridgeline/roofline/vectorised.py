@@ -2,7 +2,7 @@
 
 A step's cost is an affine function of sums over its rows (tokens, logits, pairs, keys, blocks …). The coefficients come from
 calling step_cost.py, one sum at a time; then any number of steps is one small matrix product. Exact: every number is an integer
-below 2⁵³.
+below 2⁵³. Only the experts that a step reads are no such function: they are counted on the device, or expected of even routing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ridgeline.roofline.step_cost import LINEARS, OPS, DecoderShape, OpCost, Ste
 from ridgeline.sizes.op_costs import Attended
 
 TERMS = tuple(each.name for each in fields(OpCost))
-_HEAD = OPS.index("head")
+_HEAD, _EXPERTS = OPS.index("head"), OPS.index("experts")
 _LINEARS = [OPS.index(name) for name in LINEARS]
 
 
@@ -83,16 +83,27 @@ class StepCosts:
 
     def of(
         self, counts: np.ndarray, new: np.ndarray, kv_len: np.ndarray, logits: np.ndarray, shared: np.ndarray,
-        every_hidden: np.ndarray,
+        every_hidden: np.ndarray, experts: np.ndarray | None = None,
     ) -> ManyCosts:
-        """Per step: its number of rows, KV positions read once for several rows, and whether every hidden state is needed. Per
-        row, all steps concatenated: its tokens, its KV length with these, and how many of the last have logits."""
+        """Per step: its number of rows, KV positions read once for several rows, whether every hidden state is needed, and
+        experts that it read, if that was counted (0: it was not). Per row, all steps concatenated: its tokens, its KV length with
+        these, and how many of the last have logits."""
         sums = self._sums(new, kv_len, logits, counts, shared, every_hidden)
         found = self._constant + sums.matrix() @ self._coefficients
         columns = np.split(found, len(TERMS), axis=1)
+        if self.shape.experts is not None:
+            columns[TERMS.index("weights")][:, _EXPERTS] = self._expert_bytes(sums, experts)
         if self._read_bytes is not None:
             self._reweigh(columns[TERMS.index("weights")], sums)
         return ManyCosts(tuple(columns), sums.tokens, sums.logits, counts)
+
+    def _expert_bytes(self, sums: _Sums, counted: np.ndarray | None) -> np.ndarray:
+        expected = np.array([
+            self.shape.expected_reads(tokens, last)
+            for tokens, last in zip(sums.tokens.tolist(), sums.last_tokens.tolist(), strict=True)
+        ])
+        read = expected if counted is None else np.where(counted > 0, counted, expected)
+        return np.round(read * self.shape.expert_size)
 
     @property
     def weight_bytes(self) -> float:
@@ -192,5 +203,5 @@ def _counts(vector: Sequence[int]) -> StepCounts:
 
 def _outputs(shape: DecoderShape, counts: StepCounts) -> np.ndarray:
     """[terms · ops], a term's ops side by side."""
-    ops = cost_of(shape, counts).ops
+    ops = cost_of(shape, counts, experts_read=0.0).ops
     return np.array([getattr(ops[name], term) for term in TERMS for name in OPS], np.float64)

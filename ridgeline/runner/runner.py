@@ -66,6 +66,7 @@ class _Step:
     prepared: Prepared | None = None # how its rows choose, where that is done before their masks are there
     prompt_logprobs: dict[int, Fetched] = field(default_factory=dict)
     hidden: dict[int, Fetched] = field(default_factory=dict)
+    experts: Fetched | None = None   # of a mixture: experts that each layer read
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
@@ -119,6 +120,8 @@ class Runner:
         step = _Step(
             plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays, waited
         )
+        if self.model.expert_reads is not None:
+            step.experts = Fetched(self.model.expert_reads)
         if computed.logits is not None:
             step.prepared = self._sampler.prepare(work.rows)
         if starts is not None and computed.hidden is not None:
@@ -297,6 +300,7 @@ class Runner:
             padded=len(step.batch.tokens) - computed_tokens,
             device_seconds=device_seconds,
             shared=step.shared,
+            experts=0 if step.experts is None else int(step.experts.arrays()[0].sum()),
             replayed=step.replayed,
             communication=step.waited,
         )

@@ -18,7 +18,7 @@ import pytest
 from served_model import CONTEXT, one_thread, wait_until, write_model
 
 from ridgeline import LLM, SamplingParams
-from ridgeline.__main__ import COMMANDS, main
+from ridgeline.__main__ import ALIASES, COMMANDS, main
 from ridgeline.cli import cmd_serve
 from ridgeline.cli.cmd_completion import script
 from ridgeline.cli.cmd_serve import GROUPS, welcome
@@ -113,6 +113,21 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
     assert ended.value.code == 0 and f"ridgeline {command}" in capsys.readouterr().out
+
+
+def test_the_overview_names_what_other_programs_call_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ollama's users type `run`."""
+    main(["--help"])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    for other, name in ALIASES.items():
+        assert f"(also: {other})" in lines[name]
+
+
+def test_a_model_is_a_name_a_directory_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a name in the Hugging Face cache, a directory or a .gguf file; default: the embedded SmolLM2-135M-Instruct" in said
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,7 +249,7 @@ def test_a_busy_engine_is_not_taken_for_a_hung_one_by_the_clock(
 
 @pytest.mark.reliability("R-11c")
 @pytest.mark.slow
-def test_a_front_end_that_was_held_up_blames_nobody(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_end_that_was_held_up_does_not_blame_its_engine(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         pid = pid_of(llm)
         monkeypatch.setattr(llm._engine.pulse, "_limit", 1.0)

@@ -414,7 +414,7 @@ def test_a_request_may_go_while_its_grammar_is_compiled(llm: LLM) -> None:
 
 
 @pytest.mark.reliability("S-09b")
-def test_what_nobody_waits_for_is_not_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_without_a_waiting_client_is_not_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     core: EngineCore = llm.core
     compiled, may_go_on = list[str](), threading.Event()
     matchers = core.grammars._matchers

@@ -146,7 +146,7 @@ def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"quantization_config": {"quant_method": "fp8"}}))
     assert find_model(str(path)).config == find_model(str(tmp_path)).config == find_model("qwen3-8b").config
-    for name in ("mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"):
+    for name in ("deepseek-v3",):
         path.write_text(json.dumps(CONFIGS[name] | {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}}))
         assert replace(find_model(str(path)), name=name) == find_model(name)
     with pytest.raises(ConfigError, match="neither a config"):
@@ -415,7 +415,7 @@ def test_mixtures_have_as_many_parameters_as_published(name: str, total: float, 
     found = find_model(name)
     assert found.parameters / 1e9 == pytest.approx(total, abs=0.05)
     assert found.active_parameters / 1e9 == pytest.approx(active, abs=0.05)
-    assert found.not_run and not find_model("llama-3.1-8b").not_run
+    assert bool(found.not_run) == name.startswith("deepseek")
 
 
 def test_deepseek_by_hand() -> None:
@@ -423,11 +423,12 @@ def test_deepseek_by_hand() -> None:
     model = find_model("deepseek-v3")
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     assert model.latent is not None and model.latent.parameters(7168, 128) == attention + 1536 + 512
-    assert model.experts == Experts(256, 8, 2048, 2048, 3, 18432)
+    assert model.experts is not None
+    assert model.experts == Experts(256, 8, 2048, 2048, (0, 1, 2), 18432, routing=model.experts.routing)
     expert = 3 * 7168 * 2048
     layers = 61 * attention + 58 * (257 * expert + 7168 * 256) + 3 * 3 * 7168 * 18432
     assert model.linear_parameters == layers
-    assert model.parameters == layers + 2 * 129280 * 7168 + 61 * (2 * 7168 + 1536 + 512) + 7168
+    assert model.parameters == layers + 2 * 129280 * 7168 + 61 * (2 * 7168 + 1536 + 512) + 7168 + 58 * 256
     assert model.active_parameters == model.parameters - 58 * 248 * expert
     for ranks in (1, 8):                                 # every rank has the whole latent: it is counted once
         capacity = Capacity.of(setup("deepseek-v3", ranks=ranks), 4096)
@@ -469,13 +470,13 @@ def test_a_mixture_reads_the_experts_that_are_visited(batch: int) -> None:
     made = setup("mixtral-8x7b")
     counts = count_rows(made.shape, decode_rows(batch, 512))
     steps = gather(made.shape, [counts], made.model)
-    dense = gather(made.shape, [counts])
-    places = [PRODUCTS.index(name) for name in ("gate_up", "down")]
-    one = 2 * 14336 * 4096, 14336 * 4096                 # elements of one expert's matrices in a layer
-    for place, elements, router in zip(places, one, (8 * 4096, 0), strict=True):
-        assert steps.product_flops[0, place] == 32 * batch * 2 * (2 * elements + router)
-        moved = dense.product_bytes[0, place] - 32 * elements * 2        # of activations, once …
-        assert steps.product_bytes[0, place] == pytest.approx(32 * 2 * (elements * visited + router) + 2 * moved)    # … and twice
+    expert, router = 3 * 14336 * 4096, 8 * 4096          # elements in a layer
+    place = PRODUCTS.index("experts")
+    rows = 32 * batch * (2 * 4096 * 2 + 8 * 4 + 2 * 2 * 12)              # in and out, the router's logits, choices and weights
+    assert steps.product_bytes[0, place] == pytest.approx(32 * 2 * expert * visited + rows, rel=1e-9)
+    assert steps.product_flops[0, place] == pytest.approx(32 * batch * 2 * 2 * expert, rel=0.001)        # and the sums
+    assert steps.product_flops[0, PRODUCTS.index("gate_up")] == 32 * batch * 2 * router
+    assert steps.product_flops[0, PRODUCTS.index("down")] == 0
 
 
 def test_mixtures_beside_dense_models() -> None:
@@ -492,7 +493,7 @@ def test_what_the_engine_does_not_run_is_planned_and_said(capsys: pytest.Capture
     assert main(["plan", "deepseek-r1", "--gpu", "H200", "--count", "8", "--weights", "fp8"]) == 0
     said = capsys.readouterr().out
     assert "671.03 G parameters (37.55 G active per token)" in said and "KV 68.6 KiB per token" in said
-    assert "a mixture of experts and latent attention: only planned" in said and "this engine does not run it yet" in said
+    assert "latent attention: only planned" in said and "this engine does not run it yet" in said
     assert main(["plan", "llama-3.1-8b", "--gpu", "H200"]) == 0
     assert "does not run it yet" not in capsys.readouterr().out
 

@@ -207,7 +207,7 @@ PLANTS = [
           "sequence.turn.arrived_at = self._step; self._waiting.push(sequence)",
           one(test_scheduler.test_preemption_makes_nobody_younger)),
     Plant("age is ignored", WaitingQueue, "promote_aged", "if aged:", "if False:",
-          one(test_scheduler.test_a_stream_of_important_requests_starves_nobody, 0)),
+          one(test_scheduler.test_a_stream_of_important_requests_starves_no_other, 0)),
     Plant("an old chunk commits blocks of the next stay", scheduler_module, "_still_there",
           " and sequence.turn.admitted_at < flight.step", "",
           one(test_scheduler.test_a_step_of_an_earlier_stay_commits_nothing)),

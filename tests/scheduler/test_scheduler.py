@@ -653,7 +653,7 @@ def test_the_head_of_the_queue_is_not_overtaken() -> None:
 
 @pytest.mark.reliability("P-04")
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_stream_of_important_requests_starves_nobody(depth: int) -> None:
+def test_a_stream_of_important_requests_starves_no_other(depth: int) -> None:
     """More important requests arrive than can be served; the old one waits its bound, and for those who run to end."""
     patience = 60
     setup = replace(ROOMY, num_blocks=20, max_rows=3, max_waiting_steps=patience, depth=depth)

@@ -250,9 +250,11 @@ def _enough_rows(config: ResolvedConfig) -> int | None:
     sheet = data_sheet(config.device_name)
     if sheet is None or config.dtype not in sheet.flops:
         return None
-    weights = sum(count * outputs * inputs for count, outputs, inputs in config.model.matrices)
+    weights = sum(count * outputs * inputs for count, outputs, inputs in config.model.token_matrices)
     flops = 2 * weights / config.options.parallel.tensor_parallel_size
     ridge = sheet.ridge(config.dtype) * DTYPE_BYTES[config.dtype] / 2
+    if config.model.experts is not None:                 # an expert gets only its share of the rows
+        ridge *= config.model.experts.count / config.model.experts.used
     return math.ceil(max(_BEYOND_RIDGE * ridge, _STEP_SECONDS * sheet.rate(config.dtype) / flops))
 
 
@@ -260,7 +262,7 @@ def _time_model(config: ResolvedConfig) -> StepTimeModel:
     if not config.step_seconds:
         return NoTimeModel()
     model = config.model
-    alike = keys_like_a_token(model.matrices, model.windows.count(None), model.num_heads, model.head_dim)
+    alike = keys_like_a_token(model.token_matrices, model.windows.count(None), model.num_heads, model.head_dim)
     return MeasuredStepTime(config.step_seconds, alike, FEWEST[config.device])
 
 

@@ -51,7 +51,12 @@ def linears(config: ModelConfig, ranks: int = 1) -> Iterator[LinearShape]:
     for layer in range(config.num_layers):
         yield LinearShape(f"layers.{layer}.attention.qkv", {"q": q, "k": kv, "v": kv}, hidden, hidden)
         yield LinearShape(f"layers.{layer}.attention.output", {"": hidden}, config.num_heads * config.head_dim, q)
-        yield LinearShape(f"layers.{layer}.mlp.gate_up", {"gate": wide, "up": wide}, hidden, hidden)
+        if config.experts is not None and layer not in config.experts.dense:
+            continue                                     # experts keep the model's dtype, and so does what is beside them
+        if config.gated:
+            yield LinearShape(f"layers.{layer}.mlp.gate_up", {"gate": wide, "up": wide}, hidden, hidden)
+        else:
+            yield LinearShape(f"layers.{layer}.mlp.up", {"": wide}, hidden, hidden)
         yield LinearShape(f"layers.{layer}.mlp.down", {"": hidden}, config.intermediate_size, wide)
     if not config.tied:
         yield LinearShape(HEAD, {"": even_shard(config.vocab_size, 0, ranks).size}, hidden, hidden)
