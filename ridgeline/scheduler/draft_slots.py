@@ -13,7 +13,7 @@ from ridgeline.messages import Want
 from ridgeline.scheduler.bookkeeping import DraftPlan
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
 from ridgeline.scheduler.running import Running
-from ridgeline.scheduler.sequence import MOST_DRAFTS
+from ridgeline.sizes.graph_shapes import most_queries
 
 _PROMPT_LOGPROBS = np.int8(Want.PROMPT_LOGPROBS)
 _Planned = tuple[np.ndarray, np.ndarray, DraftPlan | None]
@@ -36,7 +36,7 @@ def give_drafts(
         most[place] *= sequences[place].prefill.logprobs_sent
     arrived = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     asked = DecodingRows(
-        sequences, np.clip(most, 0, MOST_DRAFTS), table.known[rows[places]] - arrived, room, int(tokens.sum())
+        sequences, np.clip(most, 0, most_queries(len(places)) - 1), table.known[rows[places]] - arrived, room, int(tokens.sum())
     )
     found = drafter.plan(asked)
     if found is None:
