@@ -62,8 +62,8 @@ class EngineCore:
         self._launching = False                          # a step is being launched
         self._collects = True                            # is Python's garbage collector on in this process?
         self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
-        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. A GPU's lengths
-        # are known to the host with the result.
+        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. Of a GPU the
+        # host knows them with the result.
         self._waits_for_drafts = config.device != "cpu"
 
     @classmethod
