@@ -421,7 +421,7 @@ def test_a_grammar_without_a_waiting_client_is_not_compiled(llm: LLM, monkeypatc
 
     def slowly(request: Request) -> Any:
         compiled.append(request.request_id)
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return matchers(request)
 
     monkeypatch.setattr(core.grammars, "_matchers", slowly)
@@ -430,7 +430,7 @@ def test_a_grammar_without_a_waiting_client_is_not_compiled(llm: LLM, monkeypatc
     core.abort("gone")                                   # before there was a step: it came and left with one reading
     assert len(core.grammars._arrived) == 3
     assert not core.step()
-    wait_until(lambda: compiled == ["begun"], 10)
+    wait_until(lambda: compiled == ["begun"])
     core.abort("begun")
     core.abort("left")
     core.add(Request("left", [1, 2], asks(regex="another[0-9]")))        # not taken for the one that has left
