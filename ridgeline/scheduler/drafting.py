@@ -26,6 +26,7 @@ class DecodingRows:
     pending: np.ndarray              # int64 [D]: most tokens that steps in flight will add to `tokens` before this step
     room: int                        # drafts that all may have together, by the token budget
     num_tokens: int                  # what the step computes without drafts, prompts included
+    keys: int                        # tokens of these rows that have their KV, all together
 
 
 @dataclass(slots=True)
@@ -42,8 +43,11 @@ class Drafter(Protocol):
     def plan(self, rows: DecodingRows) -> Drafts | None:
         """None: no row has drafts in this step, which then is as if there were no drafter."""
 
-    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
+    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray) -> None:
         """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
+
+    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
+        """A step without prompts has come back, with or without drafts: its tokens, those before them, and its time."""
 
     def ended(self, sequence: Sequence) -> None:
         """The answer has ended, with `sequence.tokens`."""
@@ -55,8 +59,11 @@ class NoDrafter:
     def plan(self, rows: DecodingRows) -> Drafts | None:
         return None
 
-    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
+    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray) -> None:
         """It learns nothing."""
+
+    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
+        """It compares no times."""
 
     def ended(self, sequence: Sequence) -> None:
         """It remembers nothing."""
