@@ -64,11 +64,11 @@ class Acceptance:
         self._positions = positions
         self._counts: dict[Source, _Counts] = {}
 
-    def count(self, source: Source, width: int, accepted: int) -> None:
-        """A row's drafts have come back."""
+    def count(self, source: Source, width: np.ndarray, accepted: np.ndarray) -> None:
+        """Drafts of some rows have come back: how many each had, and how many of them were accepted."""
         counts = self._of(source)
-        counts.tried[: min(width, accepted + 1)] += 1.0
-        counts.accepted[:accepted] += 1.0
+        counts.tried += beyond(np.minimum(width, accepted + 1), self._positions)
+        counts.accepted += beyond(accepted, self._positions)
         counts.rates = None
 
     def rates(self, source: Source) -> np.ndarray:
@@ -102,8 +102,13 @@ class Acceptance:
         return np.array(rates)
 
 
-def survival(rates: np.ndarray, record: RowRecord, count: int) -> np.ndarray:
-    """float [count]: the chance that each draft of a row is accepted: the proposer's rates, weighed against the row's own."""
-    if record.tried:
-        rates = (record.accepted + _ROW_WEIGHT * rates) / (record.tried + _ROW_WEIGHT)
-    return np.asarray(np.cumprod(rates[:count]))
+def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """float [offers, positions]: the chance that each draft is accepted, 0 beyond an offer's length. A proposer's rates, each
+    offer's in its row, are weighed against what the row's own drafts came to."""
+    mixed = (accepted[:, None] + _ROW_WEIGHT * rates) / (tried[:, None] + _ROW_WEIGHT)
+    return np.asarray(np.cumprod(mixed, axis=1) * (np.arange(rates.shape[1]) < lengths[:, None]))
+
+
+def beyond(values: np.ndarray, positions: int) -> np.ndarray:
+    """By position: how many of the values are larger."""
+    return np.asarray(len(values) - np.cumsum(np.bincount(values, minlength=positions + 1))[:positions])

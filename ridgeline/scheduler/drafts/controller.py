@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ridgeline.scheduler.drafting import MOST_DRAFTS, DecodingRows, Drafts
-from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecord, Source, survival
-from ridgeline.scheduler.drafts.offer import Offer, Proposer
+from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecord, Source, beyond, survival
+from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
 
@@ -40,7 +40,7 @@ class DraftCounters:
     drafts: int = 0                  # rows of a step that had drafts
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    accepted_per_position: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, np.int64))
     probes: int = 0                  # steps that had drafts only to learn
 
 
@@ -74,56 +74,63 @@ class Controller:
         if self._adaptive and not probing and not self._could_pay(len(rows.sequences), rows.keys):
             return None
         offers = self._offers(rows)
-        if not any(offers):
+        if not offers:
             return None
-        width = self._widths(rows, offers, probing)
+        chances = self._chances(offers)
+        if len(self._proposers) > 1:
+            offers, chances = _best_of_each_row(offers, chances)
+        width = self._widths(rows, offers, chances, probing)
         if not width.any():
             return None
         self._last_drafted = self._step
-        return self._drafts(rows, offers, width)
+        return self._drafts(rows, offers, chances, width)
 
-    def _offers(self, rows: DecodingRows) -> list[_Offered | None]:
-        """The best offer for each row that may have drafts."""
-        made: list[_Offered | None] = []
-        for sequence, most, pending in zip(rows.sequences, rows.most.tolist(), rows.pending.tolist(), strict=True):
-            most = min(most, self._most)
-            made.append(self._best_offer(sequence, most, pending) if most > 0 else None)
+    def _offers(self, rows: DecodingRows) -> list[_Offered]:
+        """Of every proposer, for each row that may have drafts."""
+        made, mine, step = [], self._most, self._step
+        for place, (sequence, most, pending) in enumerate(
+            zip(rows.sequences, rows.most.tolist(), rows.pending.tolist(), strict=True)
+        ):
+            most = min(most, mine)
+            if most <= 0:
+                continue
+            for proposer in self._proposers:
+                offer = proposer.propose(sequence, most + pending)
+                if offer is None or len(offer.tokens) <= pending:
+                    continue
+                record = self._records.get(sequence)
+                if record is None:
+                    record = self._records[sequence] = RowRecord(step=step)
+                record.fade(step)
+                length = min(most, len(offer.tokens) - pending)
+                made.append(_Offered(place, offer.tokens, length, Source(offer.source, offer.evidence, pending > 0), record))
         return made
 
-    def _best_offer(self, sequence: Sequence, most: int, pending: int) -> _Offered | None:
-        """The one with the most drafts that are expected to survive; the first proposer's where they are equal."""
-        best: _Offered | None = None
-        for proposer in self._proposers:
-            offer = proposer.propose(sequence, most + pending)
-            if offer is None or len(offer.tokens) <= pending:
-                continue
-            record = self._records.get(sequence)
-            if record is None:
-                record = self._records[sequence] = RowRecord(step=self._step)
-            source = Source(offer.source, offer.evidence, pending > 0)
-            record.fade(self._step)
-            chances = survival(self.acceptance.rates(source), record, min(most, len(offer.tokens) - pending))
-            offered = _Offered(offer, source, record, chances, float(chances.sum()))
-            if best is None or offered.expected > best.expected:
-                best = offered
-        return best
+    def _chances(self, offers: list[_Offered]) -> np.ndarray:
+        """float [offers, positions]"""
+        numbers: dict[Source, int] = {}
+        which = [numbers.setdefault(each.source, len(numbers)) for each in offers]
+        rates = np.stack([self.acceptance.rates(source) for source in numbers])
+        own = np.array([(each.record.tried, each.record.accepted, each.length) for each in offers])
+        return survival(rates[which], own[:, 0], own[:, 1], own[:, 2])
 
-    def _widths(self, rows: DecodingRows, offers: list[_Offered | None], probing: bool) -> np.ndarray:
+    def _widths(self, rows: DecodingRows, offers: list[_Offered], chances: np.ndarray, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""
-        count = len(offers)
-        lengths = np.array([len(each.chances) if each is not None else 0 for each in offers])
+        count = len(rows.sequences)
+        owners = np.array([each.place for each in offers])
         if not self._adaptive:
+            lengths = np.zeros(count, np.int64)
+            lengths[owners] = [each.length for each in offers]
             return np.minimum(lengths, np.maximum(0, rows.room - (np.cumsum(lengths) - lengths)))
-        chances = np.concatenate([each.chances for each in offers if each is not None])
-        order = np.argsort(-chances, kind="stable")              # of equal chances the earlier position: rows get prefixes
-        order = order[chances[order] >= _LEAST_CHANCE][: rows.room]
-        best = self._best_number(np.cumsum(chances[order]) * self._honesty, count, rows.keys)
+        flat = chances.ravel()
+        order = np.argsort(-flat, kind="stable")                 # of equal chances the earlier position: rows get prefixes
+        order = order[: min(rows.room, int(np.count_nonzero(flat)))]
+        enough = order[: int(np.count_nonzero(flat[order] >= _LEAST_CHANCE))]
+        best = self._best_number(np.cumsum(flat[enough]) * self._honesty, count, rows.keys)
         if not best and probing:
-            best = min(len(order) or rows.room, max(_PROBE, count // _PROBE_SHARE))
-            order = order if len(order) else np.argsort(-chances, kind="stable")
+            best = min(len(order), max(_PROBE, count // _PROBE_SHARE))
             self.counters.probes += 1
-        owners = np.repeat(np.arange(count), lengths)
-        return np.bincount(owners[order[:best]], minlength=count)
+        return np.bincount(owners[order[:best] // chances.shape[1]], minlength=count)
 
     @property
     def _honesty(self) -> float:
@@ -168,39 +175,48 @@ class Controller:
             self._looked = size, bits, self._step, pays
         return pays
 
-    def _drafts(self, rows: DecodingRows, offers: list[_Offered | None], width: np.ndarray) -> Drafts:
+    def _drafts(self, rows: DecodingRows, offers: list[_Offered], chances: np.ndarray, width: np.ndarray) -> Drafts:
         reach = int((width + rows.pending).max())
-        tokens = np.full((len(offers), reach), -1, np.int32)
-        for place, (offered, own) in enumerate(zip(offers, width.tolist(), strict=True)):
-            if offered is not None and own:
-                path = offered.offer.tokens[:reach]
-                tokens[place, : len(path)] = path
-                offered.record.waiting.append((offered.source, float(offered.chances[:own].sum())))
+        tokens = np.full((len(width), reach), -1, np.int32)
+        sums, widths = np.cumsum(chances, axis=1).tolist(), width.tolist()
+        for offered, expected in zip(offers, sums, strict=True):
+            own = widths[offered.place]
+            if own:
+                path = offered.tokens[:reach]
+                tokens[offered.place, : len(path)] = path
+                offered.record.waiting.append((offered.source, expected[own - 1]))
         return Drafts(width.astype(np.int32), tokens)
 
     # -- results -------------------------------------------------------------------------------------------------------
 
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray) -> None:
-        counters = self.counters
-        self._promised *= _HONESTY_KEEPS
-        self._kept *= _HONESTY_KEEPS
-        for sequence, own, kept in zip(sequences, width.tolist(), accepted.tolist(), strict=True):
-            counters.drafts += 1
-            counters.draft_tokens += own
-            counters.accepted_tokens += kept
-            for position in range(kept):
-                counters.accepted_per_position[position] += 1
+        self._count(width, accepted)
+        places: dict[Source, list[int]] = {}
+        promised = 0.0
+        for place, (sequence, own, kept) in enumerate(zip(sequences, width.tolist(), accepted.tolist(), strict=True)):
             record = self._records.get(sequence)
             if record is None or not record.waiting:     # it ended, or was preempted
                 continue
-            source, promised = record.waiting.pop(0)
-            self._promised += promised
-            self._kept += kept
+            source, expected = record.waiting.pop(0)
+            promised += expected
             record.count(own, kept, self._step)
-            self.acceptance.count(source, own, kept)
+            places.setdefault(source, []).append(place)
             if source.name == "prediction":
                 before = self._predicted.get(sequence, (0, 0))
                 self._predicted[sequence] = before[0] + kept, before[1] + own - kept
+        kept = 0
+        for source, listed in places.items():
+            self.acceptance.count(source, width[listed], accepted[listed])
+            kept += int(accepted[listed].sum())
+        self._promised = _HONESTY_KEEPS * self._promised + promised
+        self._kept = _HONESTY_KEEPS * self._kept + kept
+
+    def _count(self, width: np.ndarray, accepted: np.ndarray) -> None:
+        counters = self.counters
+        counters.drafts += len(width)
+        counters.draft_tokens += int(width.sum())
+        counters.accepted_tokens += int(accepted.sum())
+        counters.accepted_per_position += beyond(accepted, MOST_DRAFTS)
 
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
         self.times.observe(num_tokens, keys, seconds)
@@ -218,10 +234,22 @@ class Controller:
 
 @dataclass(slots=True)
 class _Offered:
-    """A row's best offer, and what is expected of it."""
+    """A proposer's offer for one row."""
 
-    offer: Offer
+    place: int                       # of the row
+    tokens: list[int]
+    length: int                      # drafts that the row may verify of it
     source: Source
-    record: RowRecord
-    chances: np.ndarray              # that each of its drafts survives
-    expected: float                  # how many will
+    record: RowRecord                # of the row
+
+
+def _best_of_each_row(offers: list[_Offered], chances: np.ndarray) -> tuple[list[_Offered], np.ndarray]:
+    """The offer with the most drafts that are expected to survive; of equals the first proposer's."""
+    best: dict[int, int] = {}
+    expected = chances.sum(axis=1).tolist()
+    for number, offered in enumerate(offers):
+        other = best.get(offered.place)
+        if other is None or expected[number] > expected[other]:
+            best[offered.place] = number
+    chosen = list(best.values())
+    return [offers[number] for number in chosen], chances[chosen]
