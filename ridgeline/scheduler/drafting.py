@@ -14,8 +14,6 @@ import numpy as np
 
 from ridgeline.scheduler.sequence import Sequence
 
-MOST_DRAFTS = 15                     # of a row in one step: with its newest token 16 queries, which one tile of attention holds
-
 
 @dataclass(slots=True)
 class DecodingRows:
@@ -40,6 +38,8 @@ class Drafts:
 
 
 class Drafter(Protocol):
+    active: bool                     # False: it is not asked, and steps cost what they cost without it
+
     def plan(self, rows: DecodingRows) -> Drafts | None:
         """None: no row has drafts in this step, which then is as if there were no drafter."""
 
@@ -55,6 +55,8 @@ class Drafter(Protocol):
 
 class NoDrafter:
     """The off version."""
+
+    active = False
 
     def plan(self, rows: DecodingRows) -> Drafts | None:
         return None
