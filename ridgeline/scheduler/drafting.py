@@ -43,7 +43,7 @@ class Drafter(Protocol):
     def plan(self, rows: DecodingRows) -> Drafts | None:
         """None: no row has drafts in this step, which then is as if there were no drafter."""
 
-    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray) -> None:
+    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
 
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
@@ -61,7 +61,7 @@ class NoDrafter:
     def plan(self, rows: DecodingRows) -> Drafts | None:
         return None
 
-    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray) -> None:
+    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """It learns nothing."""
 
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ridgeline.scheduler.drafting import MOST_DRAFTS, DecodingRows, Drafts
+from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecord, Source, beyond, survival
 from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
-from ridgeline.scheduler.sequence import Sequence
+from ridgeline.scheduler.sequence import MOST_DRAFTS, Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
 _PROBE = 4                           # drafts of such a step, at least; and …
@@ -46,6 +46,8 @@ class DraftCounters:
 
 class Controller:
     """A Drafter. `most` drafts of a row at most; `adaptive` False: each row verifies all it is offered (to measure with)."""
+
+    active = True
 
     def __init__(self, proposers: Several[Proposer], times: ShapeTimes, most: int, adaptive: bool = True) -> None:
         self.counters = DraftCounters()
@@ -189,7 +191,7 @@ class Controller:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray) -> None:
+    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         self._count(width, accepted)
         places: dict[Source, list[int]] = {}
         promised = 0.0

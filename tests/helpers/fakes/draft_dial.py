@@ -10,11 +10,11 @@ import numpy as np
 
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.scheduler.drafting import MOST_DRAFTS, DecodingRows
+from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import Offer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
-from ridgeline.scheduler.sequence import Sequence, Turn
+from ridgeline.scheduler.sequence import MOST_DRAFTS, Sequence, Turn
 
 CONTEXT = 640
 
@@ -69,7 +69,7 @@ class Dial:
             self.controller.timed(total, CONTEXT * count, seconds)
             had = np.nonzero(width)[0]
             if len(had):
-                self.controller.observe([self.sequences[place] for place in had.tolist()], width[had], accepted[had])
+                self.controller.observe([self.sequences[place] for place in had.tolist()], width[had], accepted[had], seconds)
             # What these widths gain on average: one run then says as much as many.
             self.tokens += count + sum(expected_gain(self.alpha, own) for own in width.tolist())
             self.time += seconds
