@@ -156,6 +156,7 @@ class TokenDelta:
     bad_request: bool = False        # what its request asked for is the cause of the error
     grammar_ended: bool = False      # it stops because its grammar is complete: its last token is text, not an end token
     hidden: np.ndarray | None = None # float32 [hidden]: the prompt, pooled, with the first token
+    predicted: tuple[int, int] = (0, 0)                                  # drafts of its prediction so far: accepted, rejected
 
 
 @dataclass(slots=True)

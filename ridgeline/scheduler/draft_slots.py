@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import Want
 from ridgeline.scheduler.bookkeeping import DraftPlan
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
 from ridgeline.scheduler.running import Running
-from ridgeline.scheduler.sequence import MOST_DRAFTS
 
 _PROMPT_LOGPROBS = np.int8(Want.PROMPT_LOGPROBS)
 _Planned = tuple[np.ndarray, np.ndarray, DraftPlan | None]

@@ -49,6 +49,9 @@ class Drafter(Protocol):
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
         """A step without prompts has come back, with or without drafts: its tokens, those before them, and its time."""
 
+    def predicted(self, sequence: Sequence) -> tuple[int, int]:
+        """Drafts from the client's prediction so far: accepted, and rejected."""
+
     def ended(self, sequence: Sequence) -> None:
         """The answer has ended, with `sequence.tokens`."""
 
@@ -66,6 +69,9 @@ class NoDrafter:
 
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
         """It compares no times."""
+
+    def predicted(self, sequence: Sequence) -> tuple[int, int]:
+        return 0, 0
 
     def ended(self, sequence: Sequence) -> None:
         """It remembers nothing."""

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecord, Source, beyond, survival
 from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
-from ridgeline.scheduler.sequence import MOST_DRAFTS, Sequence
+from ridgeline.scheduler.sequence import Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
 _PROBE = 4                           # drafts of such a step, at least; and …
@@ -136,7 +137,7 @@ class Controller:
 
     @property
     def _honesty(self) -> float:
-        """The share of the promised tokens that came. Chances are estimates, and the best of many estimates are mostly too good."""
+        """The share of the promised tokens that came: of many estimates, the best are mostly too good."""
         return min(1.0, (self._kept + _HONESTY_WEIGHT) / (self._promised + _HONESTY_WEIGHT))
 
     def _best_number(self, gained: np.ndarray, rows: int, keys: int) -> int:
@@ -167,8 +168,8 @@ class Controller:
         return False
 
     def _could_pay(self, rows: int, keys: int) -> bool:
-        """Would drafts pay if every row had as many as it may, all as good as the best that were ever counted? If not, no proposer
-        is asked: steps cost the host what they cost without drafts."""
+        """Would drafts pay if every row had as many as it may, all as good as the best that were counted? If not, no proposer is
+        asked: steps cost the host what they cost without drafts."""
         size, bits = self.times.size_of(rows), keys.bit_length()
         known, of_keys, since, pays = self._looked
         if (known, of_keys) != (size, bits) or self._step - since >= _LOOK_AGAIN:

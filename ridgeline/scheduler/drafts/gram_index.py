@@ -20,7 +20,7 @@ SEPARATOR = -1                       # between texts of one log; no token equals
 
 
 class GramIndex:
-    """Over `tokens`, which only grows. It is brought up to date when it is searched, so that a row without drafts costs nothing."""
+    """Over `tokens`, which only grows. catch_up() indexes what is new, so that a row without drafts costs nothing."""
 
     __slots__ = ("_heads", "_mask", "_n", "_previous", "tokens")
 

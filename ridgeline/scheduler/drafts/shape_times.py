@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 _REMEMBERED = 7                      # steps of each shape, whose median counts: a slow one (a graph captured) does not
-_EVERY = 32                          # without captured sizes each number of tokens up to this one is a shape; beyond, an eighth more
+_EVERY = 32                          # without captured sizes each number of tokens up to it is a shape; beyond, an eighth more
 
 # Sizes that were not measured are believed to be a little faster than they may be. A model that is too careful would keep them
 # from ever being tried; one that is too bold is found out by the first try.

@@ -1,20 +1,22 @@
-"""A dial for drafts: rows whose drafts are right with a given chance, and a clock that only steps move. No model, no real time."""
+"""A dial for drafts: rows whose drafts are right with a given chance, and a clock that only steps move. No model."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence as Several
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from typing import Any
 
 import numpy as np
 
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import Offer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
-from ridgeline.scheduler.sequence import MOST_DRAFTS, Sequence, Turn
+from ridgeline.scheduler.sequence import Sequence, Turn
 
 CONTEXT = 640
 
