@@ -56,7 +56,7 @@ def verify(
 ) -> Verified:
     """`logits` [S, V]; `masks` [S, words]: what grammars allow at each position."""
     device = logits.device
-    tokens = torch.full((positions.count,), -1, dtype=torch.int64, device=device)
+    tokens = torch.zeros(positions.count, dtype=torch.int64, device=device)      # behind a rejected draft any valid id
     failed, none_left = torch.zeros((2, positions.count), dtype=torch.bool, device=device)
     found = Verified(tokens, failed, none_left, tokens, tokens, ~sampler.edits(positions.rows))
     _at_once(sampler, logits, positions, found, broadcast)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
-from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import Want
 from ridgeline.scheduler.bookkeeping import DraftPlan
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
 from ridgeline.scheduler.running import Running
+from ridgeline.sizes.graph_shapes import most_queries
 
 _PROMPT_LOGPROBS = np.int8(Want.PROMPT_LOGPROBS)
 _Planned = tuple[np.ndarray, np.ndarray, DraftPlan | None]
@@ -36,8 +36,8 @@ def give_drafts(
         most[place] *= sequences[place].prefill.logprobs_sent
     arrived = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     asked = DecodingRows(
-        sequences, np.clip(most, 0, MOST_DRAFTS), table.known[rows[places]] - arrived, room, int(tokens.sum()),
-        int(table.computed[rows[places]].sum()),
+        sequences, np.clip(most, 0, most_queries(len(places)) - 1), table.known[rows[places]] - arrived, room,
+        int(tokens.sum()), int(table.computed[rows[places]].sum()),
     )
     found = drafter.plan(asked)
     if found is None:

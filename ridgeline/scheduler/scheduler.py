@@ -190,6 +190,11 @@ class Scheduler:
         return len(self._flights)
 
     @property
+    def has_drafts_in_flight(self) -> bool:
+        """Rows may be shorter than the next plan assumes."""
+        return any(flight.drafts is not None for flight in self._flights)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._answers.live) or bool(self._flights)
 
