@@ -243,7 +243,7 @@ def structured(seed: int, **given: Any) -> SamplingParams:
 
 
 def test_structured_answers_are_the_same_and_take_fewer_steps(pair: tuple[LLM, LLM]) -> None:
-    plain, drafted = pair
+    drafted = pair[1]
     params = [
         *(structured(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(4)),
         *(structured(seed, regex=r"(GET|PUT) /index\.html\?q=[0-9]{2}") for seed in range(4)),
