@@ -299,7 +299,7 @@ REMEDIES = (
     Remedy(WEIGHTS, "more requests in a step: they share each read of the weights", _larger_batch,
            "time per output token of each request"),
     Remedy(WEIGHTS, "speculative_config auto: several tokens of a request for one read of the weights, if text repeats",
-           _unknown, "none: the same tokens, and no drafts where they do not pay", lambda window, setting: not setting.speculation),
+           _unknown, "none: equal tokens, and no drafts where they do not pay", lambda window, setting: not setting.speculation),
     Remedy(KV, "shared prefixes and shorter contexts: fewer positions to read", _unknown, "the context that the model sees"),
     Remedy(COMPUTE, "prefix caching: compute a common prefix once", _unknown, "none",
            lambda window, setting: not setting.prefix_caching),

@@ -119,7 +119,7 @@ def test_only_formats_of_this_engine_on_this_device_are_recommended(setting: Set
 def test_drafts_are_recommended_where_reading_the_weights_binds() -> None:
     """Only while speculation is off. The gain is unknown: it depends on the text."""
     said = {case.name: judge(window(case), replace(Setting(speculation=False), **case.setting)) for case in CASES}
-    drafts = {name: [change for change in verdict.changes if "speculative_config" in change.what] for name, verdict in said.items()}
+    drafts = {name: [each for each in verdict.changes if "speculative_config" in each.what] for name, verdict in said.items()}
     assert any(drafts.values())
     for name, changes in drafts.items():
         assert bool(changes) == (said[name].term == WEIGHTS), name

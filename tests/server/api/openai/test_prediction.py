@@ -33,7 +33,8 @@ def test_a_text_and_its_parts_are_the_same(content: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [
-    "text", {"type": "content"}, {"content": "x"}, {"type": "content", "content": [{"type": "image_url"}]}, {"type": "content", "content": 3},
+    "text", {"type": "content"}, {"content": "x"}, {"type": "content", "content": 3},
+    {"type": "content", "content": [{"type": "image_url"}]},
 ])
 def test_anything_else_is_refused_by_name(given: Any) -> None:
     with pytest.raises(BadRequest, match="prediction must be") as refused:
@@ -78,8 +79,8 @@ def test_usage_has_what_the_engine_counted() -> None:
     state.take(TokenDelta("r", 0, [6], finish_reason="length", predicted=(4, 3)))
     details = Usage.of([state.output]).completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 3)
-    several = RequestOutput("r", None, [1], [CompletionOutput(0, accepted_prediction_tokens=1), CompletionOutput(1, accepted_prediction_tokens=2)])
-    assert Usage.of([several]).completion_tokens_details.accepted_prediction_tokens == 3
+    answers = [CompletionOutput(0, accepted_prediction_tokens=1), CompletionOutput(1, accepted_prediction_tokens=2)]
+    assert Usage.of([RequestOutput("r", None, [1], answers)]).completion_tokens_details.accepted_prediction_tokens == 3
 
 
 def test_a_request_without_a_prediction_says_nothing_of_one() -> None:
